@@ -15,6 +15,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.dashboard.command import watch
+from slipstream.diagnose.command import diagnose
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.migration.command import import_config
@@ -359,23 +360,7 @@ def convert(
     print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
 
 
-@app.command(context_settings=_WITH_OVERRIDES)
-def diagnose(
-    part: Annotated[Literal["cluster"], typer.Argument(metavar="PART", help="What to check.")],
-    overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cluster.md has its keys.")] = False,
-) -> None:
-    """Check a machine before it joins a run.
-
-    \b
-    slipstream diagnose cluster broker.address=tcp://HOST:PORT     against the run of that broker
-    slipstream diagnose cluster cluster.interface=10.0.0.0/8       this machine alone
-
-    Exit codes: 0, 1 when a check has failed, 2 for settings that are not valid.
-    """
-    from slipstream.diagnose.cluster import diagnose_cluster
-
-    diagnose_cluster(overrides or [], is_json=json)
+app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)(diagnose)
 
 
 @app.command(context_settings=_FORWARDED)

@@ -3,7 +3,7 @@
 With the tokenizer's own file, and without transformers' classes, which would bring torch into the broker.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -34,21 +34,20 @@ def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    render = _chat_renderer(model) if any(not isinstance(prompt, str) for prompt in prompts) else str
+    render = chat_renderer(model) if any(not isinstance(prompt, str) for prompt in prompts) else str
     texts = [prompt if isinstance(prompt, str) else render(prompt) for prompt in prompts]
     # In batches, because an encoding takes far more memory than its text.
     batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
     return [len(found) for batch in batches for found in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
 
 
-def _chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
+def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
     """Function from chat messages to text by the template; to no text where generators will report an error."""
     # Imported for this alone: it takes a second, and most of the time no prompt needs it.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    settings = read_json(model.path, "tokenizer_config.json")
-    template = read_chat_template(model) or _own_template(model.path, settings)
+    template, settings = find_template(model), read_json(model.path, "tokenizer_config.json")
     tokens = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
 
     def render(messages: Any) -> str:
@@ -61,11 +60,14 @@ def _chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
     return render if template else lambda _: ""
 
 
-def _own_template(path: str, settings: Mapping[str, Any]) -> str:
-    """Template of the checkpoint: a file, or in older ones a text or a list of texts by name."""
-    if file := find_file(path, "chat_template.jinja"):
+def find_template(model: ModelConfig) -> str:
+    """Return the chat template of the settings, else of the checkpoint; empty without one. Raises ConfigError."""
+    if given := read_chat_template(model):
+        return given
+    if file := find_file(model.path, "chat_template.jinja"):
         return file.read_text("utf-8")
-    template = settings.get("chat_template") or ""
+    # In older checkpoints a text, or a list of texts by name.
+    template = read_json(model.path, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(template, list):
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
     return str(template)

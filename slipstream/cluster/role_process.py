@@ -150,15 +150,9 @@ class RoleProcess:
 
     def _describe_death(self, code: int) -> str:
         """Quote the error that the process printed before it ended, else the end of its log."""
-        if code > 0 and (error := self._error()):
+        if code > 0 and (error := find_error(self._lines_since_start())):
             return f"{self.name}: {error} (the log is {self._log})"
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
-
-    def _error(self) -> str:
-        """Error that the process printed as it ended: its own sentence, else that of its last traceback, else empty."""
-        lines = self._lines_since_start()
-        errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
-        return errors[-1] if errors else _uncaught_error(lines)
 
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
@@ -180,7 +174,7 @@ class RoleProcess:
 
     def _may_restart(self, code: int) -> bool:
         # Numbers aside: a process id or an amount of memory does not make it another error.
-        error = re.sub(r"\d+", "0", self._error()) if self._is_of_the_start(code) else ""
+        error = re.sub(r"\d+", "0", find_error(self._lines_since_start())) if self._is_of_the_start(code) else ""
         before, self._start_error = self._start_error, error
         if error and error == before:
             return False
@@ -206,6 +200,13 @@ class RoleProcess:
         """Return a message once the place has changed since the start: a machine was found."""
         before, self._announced = self._announced, self.place
         return [f"{self.name}: {self.place}"] if self._announced != before else []
+
+
+def find_error(lines: Sequence[str]) -> str:
+    """Return the error that a process printed as it ended: its own sentence, else that of its last traceback, else
+    empty."""
+    errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
+    return errors[-1] if errors else _uncaught_error(lines)
 
 
 def _uncaught_error(lines: Sequence[str]) -> str:

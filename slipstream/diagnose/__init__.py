@@ -1,1 +1,1 @@
-"""`slipstream diagnose`: checks of a machine, each with a verdict and a remedy."""
+"""`slipstream diagnose`: checks, each with a verdict and a remedy, and the bundle of a bug report."""

@@ -1,4 +1,4 @@
-"""Checks of a machine before it joins a run: each is a function that returns a Finding."""
+"""Finding, the result of a check; and checks of a machine that other machines' roles depend on, or it on them."""
 
 import resource
 import shutil
@@ -15,8 +15,8 @@ from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
 
-Verdict = Literal["ok", "warn", "fail"]
-"""It serves | it may not serve | no role would work."""
+Verdict = Literal["ok", "warn", "fail", "skipped"]
+"""It serves | it may not serve | something would not work | not tried, `found` says why."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
@@ -38,7 +38,7 @@ class Finding(Record):
     verdict: Verdict
     found: str
     fix: str = ""
-    """Remedy; empty if it is in order."""
+    """Remedy in one sentence; empty if it is in order."""
 
 
 # --- software --------------------------------------------------------------------------------------------------------

@@ -45,8 +45,12 @@ _AHEAD = 8
 
 
 def diagnose_cluster(overrides: Sequence[str], *, is_json: bool) -> None:
-    """Print what is found, one line per check; exit with 1 if one has failed. Raises ConfigError."""
-    findings = find_all(list(overrides))
+    """Print what is found, one line per check; exits with 1 if one has failed. Raises ConfigError."""
+    report(find_all(list(overrides)), is_json=is_json)
+
+
+def report(findings: Sequence[Finding], *, is_json: bool) -> None:
+    """Print findings as a table or as one JSON object; exits with 1 if one is a failure."""
     if is_json:
         print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
     else:

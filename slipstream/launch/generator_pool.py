@@ -30,7 +30,7 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
     if DEVICES_VARIABLE not in variables:
-        return [str(number) for number in range(len(_ask_gpus("index")))]
+        return [str(number) for number in range(len(ask_gpus("index")))]
     names = (name.strip() for name in variables[DEVICES_VARIABLE].split(","))
     # CUDA ignores everything after the first negative number.
     return list(takewhile(lambda name: name and not name.startswith("-"), names))
@@ -39,7 +39,7 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
 def gpu_gib(name: str) -> float:
     """Return the memory of a GPU, GiB, without loading torch. Raises ConfigError."""
     try:
-        return min(float(size) for size in _ask_gpus("memory.total", "-i", name)) / 1024
+        return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
         raise ConfigError(
             f"nvidia-smi must tell the memory of GPU {name}, which all roles of the run share, and does not: set "
@@ -47,14 +47,14 @@ def gpu_gib(name: str) -> float:
         ) from error
 
 
-def _ask_gpus(field: str, *options: str) -> list[str]:
-    """Return a field of each GPU from NVIDIA's driver; empty without one."""
+def ask_gpus(field: str, *options: str) -> list[str]:
+    """Return a field, or several between commas, of each GPU from NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.split() if done.returncode == 0 else []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:

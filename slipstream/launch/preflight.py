@@ -3,12 +3,13 @@
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import json
 
 from slipstream.broker.credentials import find_token
-from slipstream.broker.prompts.dataset import describe_shortages, read_heldout, read_train
+from slipstream.broker.prompts.dataset import Dataset, describe_shortages, read_heldout, read_train
 from slipstream.broker.transport.interface import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.object_folder import check_storage
@@ -31,34 +32,62 @@ _STORE_TIMEOUT_S = 10.0
 
 
 def check_surroundings(run: RunConfig) -> None:
-    """Check reward functions, loggers, the exporter's port and the object store; with role processes also the GPUs, the
-    broker's address, its token and the store.
+    """Check everything in `surroundings`. Raises ConfigError, BrokerError, ReplayBufferError."""
+    for check in surroundings(run).values():
+        check()
 
-    Takes a moment, or ten seconds when a store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
+
+def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
+    """Checks of what a run finds when it starts: name -> function, which raises an error with what must hold.
+
+    Loggers, the exporter's port, reward functions and the object store; with role processes also the places of the
+    roles, the token, the broker's address and the store. Each takes a moment, or ten seconds when nobody answers.
     """
-    check_observers(run)
-    check_storage(run, has_folder=RunFolder(run).has_run)
+    checks: dict[str, Callable[[], object]] = {
+        "observers": lambda: check_observers(run),
+        "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
+        "rewards": lambda: _check_rewards(run),
+    }
+    if run.mode == "async":
+        checks |= {
+            "placement": lambda: _check_local(run),
+            "token": lambda: find_token(run),
+            "address": lambda: _check_address(run),
+            "store": lambda: _check_store(run),
+        }
+    return checks
+
+
+def _check_rewards(run: RunConfig) -> None:
     # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
-    if run.mode == "async":
-        if run.cluster.kind == "local":
-            if (machines := run.cluster.core.machines) > 1:
-                raise ConfigError(
-                    f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher starts "
-                    "processes of its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
-                )
-            check_placement(run)
-        find_token(run)
-        # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
-        # taken by whoever holds the run's lock.
-        if run.cluster.network:
-            find_interface(run.cluster)
-        if run.broker.address:
-            check_free(run.broker.address, network=run.cluster.network)
-        if isinstance(run.buffer.store, RedisConfig):
-            url = store_url(run, RunFolder(run).path)
-            open_run_store(url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+
+
+def _check_local(run: RunConfig) -> None:
+    if run.cluster.kind != "local":
+        return
+    if (machines := run.cluster.core.machines) > 1:
+        raise ConfigError(
+            f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher starts "
+            "processes of its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
+        )
+    check_placement(run)
+
+
+def _check_address(run: RunConfig) -> None:
+    # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
+    # taken by whoever holds the run's lock.
+    if run.cluster.network:
+        find_interface(run.cluster)
+    if run.broker.address:
+        check_free(run.broker.address, network=run.cluster.network)
+
+
+def _check_store(run: RunConfig) -> None:
+    if isinstance(run.buffer.store, RedisConfig):
+        url = store_url(run, RunFolder(run).path)
+        open_run_store(url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
 
 
 def make_inputs(run: RunConfig) -> None:
@@ -67,11 +96,7 @@ def make_inputs(run: RunConfig) -> None:
     Raises ConfigError.
     """
     prepare(run)
-    train, heldout = read_train(run), read_heldout(run)
-    if any(one.data_sources for one in run.generators.reward.functions):
-        for rows in dict.fromkeys([train, *heldout.values()]):
-            for source in sorted({row.data_source for row in rows}):
-                run.generators.reward.check_data_source(source, found_in=rows.paths)
+    train, heldout = read_data(run)
     for shortage in describe_shortages(run, heldout):
         print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
@@ -80,6 +105,16 @@ def make_inputs(run: RunConfig) -> None:
     read_chat_template(run.model)
     if run.mode == "replay":
         plan_replay(run)
+
+
+def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """Open the prompts, of any length, and check that the reward functions take them. Raises ConfigError."""
+    train, heldout = read_train(run), read_heldout(run)
+    if any(one.data_sources for one in run.generators.reward.functions):
+        for rows in dict.fromkeys([train, *heldout.values()]):
+            for source in sorted({row.data_source for row in rows}):
+                run.generators.reward.check_data_source(source, found_in=rows.paths)
+    return train, heldout
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:

@@ -37,18 +37,20 @@ def is_disk_full(error: BaseException) -> bool:
 def describe_disk(path: Path) -> str:
     """Return the disk of an existing or future file, such as `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
     path = path.absolute()
-    existing = _existing(path)
+    existing = nearest_folder(path)
     mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
     usage = shutil.disk_usage(existing)
     return f"{mount} ({usage.free // 2**20} MiB of {usage.total // 2**20} MiB free), which holds {path}"
 
 
-def _existing(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
+    """Return a path if it exists, else its nearest parent that does."""
+    path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_existing(path.absolute())).free
+    return shutil.disk_usage(nearest_folder(path)).free
 
 
 class DiskWait:

@@ -178,10 +178,19 @@ def _tensors(path: str) -> dict[str, Any]:
 
 def weight_files(path: str) -> list[Path]:
     """The checkpoint's safetensors files; empty when one is missing."""
-    weight_map = read_json(path, _INDEX).get("weight_map")
-    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [_WEIGHTS]
-    found = [find_file(path, name) for name in names]
+    found = [find_file(path, name) for name in sorted(weight_map(path))]
     return [file for file in found if file] if all(found) else []
+
+
+def weight_map(path: str) -> dict[str, set[str]]:
+    """The checkpoint's safetensors files by name, with the tensors that its index expects there; empty without any."""
+    indexed = read_json(path, _INDEX).get("weight_map")
+    if not isinstance(indexed, dict):
+        return {_WEIGHTS: set()} if find_file(path, _WEIGHTS) else {}
+    expected: dict[str, set[str]] = {}
+    for tensor, name in indexed.items():
+        expected.setdefault(str(name), set()).add(tensor)
+    return expected
 
 
 def _header(file: Path) -> dict[str, list[int]] | None:

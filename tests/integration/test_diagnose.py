@@ -1,6 +1,9 @@
-"""`slipstream diagnose cluster` against a real broker's sockets: each fault is named, and nothing joins."""
+"""`slipstream diagnose` on a real store and in a process of its own; `slipstream diagnose cluster` against a real
+broker's sockets: each fault is named, and nothing joins."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,15 +23,20 @@ from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
 from slipstream.diagnose.checks import Finding
 from slipstream.diagnose.cluster import BrokerLink, find_all
+from slipstream.diagnose.inputs import check_store
+from slipstream.diagnose.last_run import check_last_run
 from slipstream.runtime.model_files import fingerprint
+from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.memory_store.store import MemoryStore
-from tests.runs import until
+from tests.runs import SMALL, make_task, until
 
 TOKEN = "a token of thirty-two characters"
 HERE = ["cluster.interface=127.0.0.0/8", "cluster.ports=23100-23119"]
@@ -189,3 +197,43 @@ def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit) as caught:
         main(["diagnose", "cluster", "cluster.ports=9-1"])
     assert caught.value.code == 2
+
+
+# --- a run and its machine -------------------------------------------------------------------------------------------
+def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_it(tmp_path: Path) -> None:
+    run = make_run(runs_dir=str(tmp_path))
+    folder = RunFolder(run)
+    folder.open()
+    server = EmbeddedRedis(folder.store)
+    server.start()
+    try:
+        with open_run_store(server.url, run.name, timeout_s=10) as store:
+            store.open_run(run.name, config_json=msgspec.json.encode(run).decode(), num_rows=10, seed=0)
+            store.record_event("learner", "learner died (signal SIGKILL); restarting in 1 s")
+        asked = check_store(run, folder.path, is_live=True)
+        assert [(each.name, each.verdict) for each in asked] == [
+            ("store", "ok"),
+            ("store memory", "ok"),
+            ("store persistence", "ok"),
+        ]
+        assert check_last_run(folder.path, is_live=True)[1].verdict == "warn"
+    finally:
+        server.stop()
+    after = {each.name: each for each in check_last_run(folder.path, is_live=False)}
+    assert "learner died (signal SIGKILL)" in after["events"].found
+    assert "`oom_kill`" in after["events"].fix
+    assert not server.is_listening, "it was started to be read, and stopped again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_command_finds_all_in_order_but_a_planted_fault(tmp_path: Path) -> None:
+    make_task(tmp_path, warm=False)
+    weights = tmp_path / "models/digits-random/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    command = [sys.executable, "-m", "slipstream", "diagnose", "--json", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    checks = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+    assert (done.returncode, [name for name, each in checks.items() if each["verdict"] == "fail"]) == (1, ["weights"])
+    assert checks["torch"]["verdict"] == checks["tokenizer"]["verdict"] == "ok"
+    assert checks["data"]["found"] == "20,000 rows to train on, 2,000 of sampled, 2,000 of greedy"

@@ -202,6 +202,8 @@ def check_cli(command: Command) -> None:
         assert chosen, f"no command {name}"
         with chosen.make_context(name, list(arguments), parent=parent) as context:
             overrides = context.params.get("overrides")
+    if name == "diagnose":
+        overrides = [word for word in arguments if "=" in word]
     if name == "sft":
         overrides = with_sft_preset(overrides or [])
     if overrides is not None:

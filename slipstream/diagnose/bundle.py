@@ -1,0 +1,94 @@
+"""Bundle: one file with what a bug report needs, and without secrets."""
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.broker.credentials import find_token
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import to_plain
+from slipstream.configs.run import RunConfig
+from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.install import installed_packages
+from slipstream.diagnose.last_run import log_tail, read_events
+from slipstream.diagnose.secrets import known_secrets, mask, without_secrets
+from slipstream.runtime.run_folder import versions
+
+_ENDING = ".tar.gz"
+_LINES = 300
+"""Last lines of a log, and last rows of the metrics."""
+
+
+class Subject(NamedTuple):
+    """Settings that are checked, and the run whose faults are looked for; without one, `folder` is None."""
+
+    run: RunConfig
+    folder: Path | None
+    is_live: bool
+    """Whether a process holds that run."""
+
+
+def check_bundle(path: Path) -> None:
+    """Raise ConfigError unless a bundle can be written there."""
+    if not path.name.endswith(_ENDING) or path.exists() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--bundle must name a new file that ends in {_ENDING}, in a folder that exists, got {path}.")
+
+
+def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
+    """Return the secrets that this machine knows: of the environment, and the tokens of the run and its guests."""
+    tokens = []
+    with suppress(ConfigError):
+        tokens.append(find_token(run))
+    if folder:
+        files = [folder / "token", *(folder / "guests").glob("*")]
+        tokens += [file.read_text(errors="replace").strip() for file in files if file.is_file()]
+    return known_secrets(os.environ, *tokens)
+
+
+def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
+    """Write the file, for its owner alone. Raises ConfigError when it cannot be written."""
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            draft.chmod(0o600)
+            for name, text in _contents(subject, findings, known=known):
+                # Once more over each whole file: whatever wrote it may have known no better.
+                data = mask(text, known=known).encode()
+                entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"--bundle must name a file that can be written, got {path}: {error}.") from None
+
+
+def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names and texts of the files of a bundle."""
+    yield "diagnosis.json", _json(findings)
+    yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
+    yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
+    # Names alone: values may be secret, and say little.
+    yield "environment.txt", "".join(f"{name}\n" for name in sorted(os.environ))
+    if not (folder := subject.folder):
+        return
+    events, problem = read_events(folder, is_live=subject.is_live)
+    yield "events.json", _json(events or problem)
+    for file in [*sorted((folder / "logs").glob("*.log")), folder / "store/redis.log", folder / "metrics.jsonl"]:
+        if file.is_file():
+            yield f"run/{file.name}", "\n".join([*log_tail(file)[-_LINES:], ""])
+    for name in ("summary.json", "versions.json", "origins.json"):
+        if (folder / name).is_file():
+            yield f"run/{name}", (folder / name).read_text(errors="replace")
+
+
+def _json(data: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(data)).decode() + "\n"

@@ -1,0 +1,217 @@
+"""Diagnosis: all checks of installation, machine, inputs of a run and the end of the last one, each with a deadline."""
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.broker.errors import BrokerError
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig, read_config
+from slipstream.diagnose import checks, inputs, install, machine
+from slipstream.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
+from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.cluster import diagnose_cluster, report
+from slipstream.diagnose.last_run import check_last_run
+from slipstream.diagnose.probe import run_probe
+from slipstream.diagnose.secrets import mask
+from slipstream.launch.generator_pool import ask_gpus
+from slipstream.launch.preflight import surroundings
+from slipstream.runtime.run_folder import RunFolder, find_run, is_held, list_runs
+
+_PROBE_TIMEOUT_S = 120.0
+_GPU_FIELDS = "name,memory.total,memory.used,driver_version"
+_STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
+_DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and unmount or restart it"
+
+
+class Check(NamedTuple):
+    """A check and its deadline. Example: Check("memory", check_memory, fix="end other processes")"""
+
+    name: str
+    find: Callable[[], Finding | list[Finding]]
+    fix: str = _DEAD_MOUNT
+    """Remedy when it raises or does not answer."""
+    timeout_s: float = 15.0
+
+
+_SURROUNDINGS = {
+    "observers": "install the package, or choose another exporter.port",
+    "rewards": "correct generators.reward: a function is module:function or file.py:function",
+    "placement": "ask for fewer GPUs, or look at CUDA_VISIBLE_DEVICES and the check GPUs",
+    "address": "end who uses it, or choose another broker.address",
+    "object store": "correct storage_uri, or the credentials in the environment",
+}
+"""Check of `surroundings` that has no closer one here -> remedy."""
+
+
+def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
+    """Print what all checks find; exits with 1 if one has failed. Raises ConfigError.
+
+    `bundle`: file to be made of that, with what else a bug report needs.
+
+    `words`: settings, as of `slipstream run`; or a run as for `find_run`, whose own settings are checked then, which is
+    the newest without any words. The word `cluster` in front asks for the checks of `diagnose_cluster`.
+    """
+    if bundle:
+        check_bundle(bundle)
+    if words[:1] == ["cluster"]:
+        if bundle:
+            raise ConfigError("--bundle must be asked of `slipstream diagnose` without cluster.")
+        diagnose_cluster(words[1:], is_json=is_json)
+        return
+    subject = choose(words)
+    known = secrets_of(subject.run, subject.folder)
+    # Checks and libraries may print.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = find_all(subject)
+        findings = [Finding(each.name, each.verdict, mask(each.found, known=known), fix=each.fix) for each in found]
+        if bundle:
+            write_bundle(bundle, subject, findings, known=known)
+    report(findings, is_json=is_json)
+
+
+def choose(words: Sequence[str]) -> Subject:
+    """Return what the words of the command line ask to check. Raises ConfigError."""
+    is_run = not any(
+        ("=" in word and not word.startswith(("name=", "runs_dir="))) or word.startswith("-") for word in words
+    )
+    folder = None
+    if is_run:
+        try:
+            folder = find_run(words, command="diagnose")
+            run = msgspec.structs.replace(read_config(folder), runs_dir=str(folder.parent), name=folder.name)
+        except ConfigError:
+            if any("=" not in word for word in words):
+                raise
+    if folder is None:
+        run = load(list(words))
+        runs = list_runs(Path(run.runs_dir))
+        own = RunFolder(run)
+        is_named = any(word.startswith("name=") for word in words)
+        folder = own.path if own.has_run else None if is_named or not runs else runs[0]
+    return Subject(run, folder, folder is not None and is_held(folder))
+
+
+def find_all(subject: Subject) -> list[Finding]:
+    """Run all checks beside each other, each with its deadline."""
+    all_of = list_checks(subject)
+    started_at = time.monotonic()
+    running = [(check, _start(check)) for check in all_of]
+    return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
+
+
+def list_checks(subject: Subject) -> list[Check]:
+    """Return all checks, in the order in which they are shown."""
+    return [
+        *_of_installation(subject.run, is_live=subject.is_live),
+        *_of_machine(subject.run),
+        *_of_inputs(subject.run, is_live=subject.is_live),
+        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
+    ]
+
+
+def _of_installation(run: RunConfig, *, is_live: bool) -> list[Check]:
+    installed, cuda = install.installed_packages(), install.torch_cuda()
+
+    def gpus() -> Finding:
+        lines, driver = ask_gpus(_GPU_FIELDS), machine.driver_cuda()
+        return machine.check_gpus(machine.count_gpus(), lines, cuda=cuda, driver=driver, is_live=is_live)
+
+    return [
+        Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
+        Check("wheels", lambda: install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())),
+        Check("instructions", lambda: install.check_instructions(installed)),
+        Check("GPUs", gpus, timeout_s=60.0),
+        # Its own limit comes first, and names the part.
+        Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
+    ]
+
+
+def _of_machine(run: RunConfig) -> list[Check]:
+    runs, temporary = RunFolder(run).path, Path(tempfile.gettempdir())
+    return [
+        Check("hardware", machine.check_hardware),
+        Check("memory", machine.check_memory),
+        Check("shared memory", checks.check_shared_memory),
+        Check("disk of runs", lambda: machine.check_disk("disk of runs", runs, run=run)),
+        Check("temporary files", lambda: machine.check_disk("temporary files", temporary)),
+        Check("open files", checks.check_open_files),
+        Check("processes", machine.check_processes),
+        Check("locked memory", checks.check_locked_memory),
+    ]
+
+
+def _of_inputs(run: RunConfig, *, is_live: bool) -> list[Check]:
+    folder = RunFolder(run)
+    # A run that is there can only be continued.
+    found = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
+    tried = [(name, partial(_surrounding, name, run, is_live=is_live, check=check)) for name, check in found.items()]
+    network = [
+        Check("interface", lambda: checks.check_interface(run.cluster)),
+        Check("ports", lambda: checks.check_ports(run.cluster)),
+    ]
+    return [
+        *(network if run.cluster.network and not is_live else []),
+        Check("token", lambda: checks.check_token(run, is_joining=False)),
+        *(Check(name, find, fix=_SURROUNDINGS[name]) for name, find in tried if name in _SURROUNDINGS),
+        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
+        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
+        Check(
+            "data", lambda: inputs.check_data(run), fix="correct data.train, data.heldout or their rows", timeout_s=60.0
+        ),
+    ]
+
+
+def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Finding:
+    if name == "object store" and not run.storage_uri:
+        return Finding(name, "skipped", "the run has no storage_uri")
+    if name == "address" and not (run.broker.address or run.cluster.network):
+        return Finding(name, "skipped", "the run listens at no port, but on sockets in its folder")
+    if name in ("address", "observers") and is_live:
+        return Finding(name, "skipped", "the run is in progress, and holds its ports")
+    check()
+    return Finding(name, "ok", "as a run needs it")
+
+
+def _last_run(subject: Subject) -> Finding | list[Finding]:
+    if subject.folder is None:
+        return Finding("last run", "skipped", f"there is none in {subject.run.runs_dir}/")
+    return check_last_run(subject.folder, is_live=subject.is_live)
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+def _start(check: Check) -> "Future[list[Finding]]":
+    """Run a check in a thread that nobody waits for at the end: one that hangs on a dead mount cannot be stopped."""
+    future: Future[list[Finding]] = Future()
+
+    def work() -> None:
+        try:
+            found = check.find()
+            future.set_result(found if isinstance(found, list) else [found])
+        except Exception as error:  # whatever a check finds
+            future.set_exception(error)
+
+    Thread(target=work, name=check.name, daemon=True).start()
+    return future
+
+
+def _await(check: Check, future: "Future[list[Finding]]", *, started_at: float) -> list[Finding]:
+    try:
+        return future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+    except TimeoutError:
+        return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
+    except (ConfigError, BrokerError, ReplayBufferError) as error:
+        return [Finding(check.name, "fail", str(error), fix=check.fix)]
+    except Exception as error:  # a fault of the machine that the check does not know
+        return [Finding(check.name, "fail", f"{type(error).__name__}: {error}", fix=check.fix)]

@@ -1,0 +1,189 @@
+"""Checks of this machine: processor, memory, disks, limits of processes, GPUs. Loads without torch."""
+
+import os
+import platform
+import re
+import resource
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+
+from slipstream.configs.run import RunConfig
+from slipstream.diagnose.checks import Finding
+from slipstream.launch.generator_pool import ask_gpus
+from slipstream.runtime.disk import describe_disk, nearest_folder
+from slipstream.runtime.model_files import fingerprint
+
+_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
+_LIMITS = {
+    "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    "pids": (("pids.max", "pids.current"),),
+}
+"""Files of a control group with its limit and what is used, as version 2 and version 1 call them."""
+_UNLIMITED = 2**60
+"""Above it are limits of version 1 that are none."""
+_MIN_MEMORY = 2 * 2**30
+_MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
+_BYTES_OF_A_PARAMETER = 16
+"""In a checkpoint: weights, their float32 copies and both moments."""
+_MIN_PROCESSES = 512
+"""Processes and threads of a small run, most of them of torch and vLLM."""
+_SMI_TIMEOUT_S = 20.0
+_PLAN = "`slipstream plan` tells what each process takes"
+
+
+# --- processor and memory --------------------------------------------------------------------------------------------
+def check_hardware() -> Finding:
+    """Describe the machine; a run of several processes on one core is possible, but slow."""
+    model = re.search(r"^model name\s*:\s*(.*)$", _read(_CPU_INFO), re.MULTILINE)
+    cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
+    name = model[1] if model else platform.processor()
+    found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB, {count_gpus() or 'no'} NVIDIA GPU"
+    if cores > 1:
+        return Finding("hardware", "ok", found)
+    return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
+
+
+class GroupLimit(NamedTuple):
+    """Limit of a control group that this process is in. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
+
+    folder: Path
+    limit: int
+    used: int
+
+
+def group_limits(
+    controller: Literal["memory", "pids"], *, root: Path = _GROUPS, own: Path = _OWN_GROUP
+) -> list[GroupLimit]:
+    """Return the limits that a container or service sets, innermost first; none without any."""
+    found = []
+    for line in _read(own).splitlines():
+        _, names, path = line.split(":", 2)
+        # Groups of version 2 have no names.
+        if controller not in (names or controller).split(","):
+            continue
+        base = root / names
+        inner = base / path.lstrip("/")
+        for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(base)):
+            for limit_name, used_name in _LIMITS[controller]:
+                limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+                if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
+                    found.append(GroupLimit(folder, int(limit), int(used) - _reclaimable(folder)))
+    return found
+
+
+def _reclaimable(folder: Path) -> int:
+    """Memory of a group that holds files and that the kernel takes back when it is needed."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def check_memory(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
+    """Compare free memory, and what is left of a container's limit, with what a small run takes."""
+    machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
+    free = min([machine.available, *(each.limit - each.used for each in limits)])
+    total = min([machine.total, *(each.limit for each in limits)])
+    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    found += ", the limit of its container" if total < machine.total else ""
+    texts = [_read(each.folder / "memory.events") for each in limits[:1]]
+    killed = sum(int(number) for text in texts for number in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE))
+    if killed:
+        fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
+        return Finding("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
+    if free < _MIN_MEMORY:
+        return Finding("memory", "warn", found, fix=f"end other processes, or use a machine with more: {_PLAN}")
+    return Finding("memory", "ok", found)
+
+
+def check_processes(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
+    """Look at how many processes and threads this user, and what is left of them to its container, may start."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [each.limit - each.used for each in group_limits("pids", root=root, own=own)]
+    # Root's are not limited by the first.
+    limits += [soft] if soft != resource.RLIM_INFINITY and os.getuid() else []
+    if not limits or min(limits) >= _MIN_PROCESSES:
+        return Finding("processes", "ok", f"{min(limits):,} may be started" if limits else "unlimited")
+    fix = "ulimit -u 65536, docker run --pids-limit=-1, or TasksMax of its service"
+    return Finding("processes", "warn", f"only {max(0, min(limits)):,} may be started", fix=fix)
+
+
+# --- disks -----------------------------------------------------------------------------------------------------------
+def check_disk(name: str, path: Path, *, run: RunConfig | None = None) -> Finding:
+    """Measure the disk of a folder, which may not exist yet, and whether it can be written to; also for the checkpoints
+    of a run."""
+    folder = nearest_folder(path)
+    stats = os.statvfs(folder)
+    free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
+    model = fingerprint(run.model.path) if run else None
+    checkpoint = _BYTES_OF_A_PARAMETER * ((model and model.num_parameters) or 0)
+    # The newest is written before the oldest is deleted.
+    needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run else 0)
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            name, "fail", f"{folder} cannot be written to", fix=f"make {folder} yours, or name another folder"
+        )
+    if stats.f_files and not stats.f_favail:
+        return Finding(name, "fail", f"no inode is free on {found}", fix="delete files: there are too many")
+    if free < _MIN_DISK:
+        return Finding(name, "fail", found, fix="make room, or name a folder on another disk")
+    if free < needed:
+        fix = "make room, or lower learner.checkpoint.keep"
+        return Finding(name, "warn", f"{found}; the run may need {needed / 2**30:.0f} GiB", fix=fix)
+    return Finding(name, "ok", found)
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+@cache
+def count_gpus(devices: Path = _DEVICES) -> int:
+    """Count the GPUs of this machine: those that NVIDIA's driver lists, else those that have a device file."""
+    return len(ask_gpus("index")) or len([each for each in devices.glob("nvidia*") if each.name[6:].isdecimal()])
+
+
+def driver_cuda() -> str:
+    """Return the newest CUDA version that the driver serves; empty if it does not tell."""
+    try:
+        command = ["nvidia-smi", "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", done.stdout, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def check_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
+    """Judge the driver, its CUDA version against torch's `cuda`, and whether others use the GPUs.
+
+    `lines`: name, memory, memory in use (MiB) and driver version of each. `is_live`: this run uses them already.
+    """
+    if not num_gpus:
+        return Finding("GPUs", "skipped", "no NVIDIA GPU here")
+    if not lines:
+        fix = "look at `nvidia-smi`: after an update of the driver, restart the machine or its container"
+        return Finding("GPUs", "fail", f"{num_gpus} device files, but nvidia-smi lists no GPU", fix=fix)
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
+    if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
+        fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
+        return Finding("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
+    taken = [str(at) for at, (_, size, used, *_) in enumerate(rows) if _is_taken(size, used)]
+    if taken and not is_live:
+        fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
+        return Finding("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
+    return Finding("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")
+
+
+def _is_taken(size: str, used: str) -> bool:
+    # A GPU that shares the machine's memory tells neither.
+    return size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

