@@ -49,7 +49,9 @@ def opened_store(folder: Path) -> Iterator[Store]:
 def is_at_work(folder: Path) -> bool:
     try:
         with opened_store(folder) as store:
-            return store.roles().get("first", {}).get("running", 0) > 0 and store.run_state().step > 0
+            # What a generator reports of itself is older than its leases: it may have answered them all since.
+            running = store.roles().get("first", {}).get("running", 0) > 0
+            return running and store.counts().leased > 0 and store.run_state().step > 0
     except (ReplayBufferError, ConfigError):
         # The broker has not created the run yet.
         return False
