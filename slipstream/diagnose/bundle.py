@@ -33,6 +33,8 @@ class Subject(NamedTuple):
     folder: Path | None
     is_live: bool
     """Whether a process holds that run."""
+    origin: str
+    """Origin of the settings, in words."""
 
 
 def check_bundle(path: Path) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,9 +29,14 @@ from slipstream.launch.generator_pool import ask_gpus
 from slipstream.launch.preflight import surroundings
 from slipstream.runtime.run_folder import RunFolder, find_run, is_held, list_runs
 
+T = TypeVar("T")
+
 _PROBE_TIMEOUT_S = 120.0
+_READ_TIMEOUT_S, _BUNDLE_TIMEOUT_S = 30.0, 60.0
+_OF_A_RUN = ("name=", "runs_dir=")
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
+_DATA_FIX = "correct data.train, data.heldout or their rows"
 _DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and unmount or restart it"
 
 
@@ -70,53 +75,58 @@ def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None)
             raise ConfigError("--bundle must be asked of `slipstream diagnose` without cluster.")
         diagnose_cluster(words[1:], is_json=is_json)
         return
-    subject = choose(words)
-    known = secrets_of(subject.run, subject.folder)
     # Checks and libraries may print.
     with contextlib.redirect_stdout(sys.stderr):
-        found = find_all(subject)
-        findings = [Finding(each.name, each.verdict, mask(each.found, known=known), fix=each.fix) for each in found]
+        subject, known = _within(_READ_TIMEOUT_S, lambda: _choose_with_secrets(words))
+        findings = [msgspec.structs.replace(each, found=mask(each.found, known=known)) for each in find_all(subject)]
         if bundle:
-            write_bundle(bundle, subject, findings, known=known)
+            _within(_BUNDLE_TIMEOUT_S, lambda: write_bundle(bundle, subject, findings, known=known))
     report(findings, is_json=is_json)
+
+
+def _choose_with_secrets(words: Sequence[str]) -> tuple[Subject, set[str]]:
+    subject = choose(words)
+    return subject, secrets_of(subject.run, subject.folder)
 
 
 def choose(words: Sequence[str]) -> Subject:
     """Return what the words of the command line ask to check. Raises ConfigError."""
-    is_run = not any(
-        ("=" in word and not word.startswith(("name=", "runs_dir="))) or word.startswith("-") for word in words
-    )
+    runs = [word for word in words if not word.startswith("-") and ("=" not in word or word.startswith(_OF_A_RUN))]
     folder = None
-    if is_run:
+    if len(runs) == len(words):
         try:
             folder = find_run(words, command="diagnose")
             run = msgspec.structs.replace(read_config(folder), runs_dir=str(folder.parent), name=folder.name)
+            return Subject(run, folder, is_held(folder), f"settings of {folder}")
         except ConfigError:
+            # Of another version, or a run that is yet to be made.
             if any("=" not in word for word in words):
                 raise
+    run = load(list(words))
     if folder is None:
-        run = load(list(words))
-        runs = list_runs(Path(run.runs_dir))
-        own = RunFolder(run)
+        own, newest = RunFolder(run), list_runs(Path(run.runs_dir))[:1]
         is_named = any(word.startswith("name=") for word in words)
-        folder = own.path if own.has_run else None if is_named or not runs else runs[0]
-    return Subject(run, folder, folder is not None and is_held(folder))
+        folder = own.path if own.has_run else None if is_named or not newest else newest[0]
+    return Subject(run, folder, folder is not None and is_held(folder), f"settings of the command line ({run.name})")
 
 
 def find_all(subject: Subject) -> list[Finding]:
     """Run all checks beside each other, each with its deadline."""
-    all_of = list_checks(subject)
     started_at = time.monotonic()
-    running = [(check, _start(check)) for check in all_of]
+    running = [(check, _start(check.find)) for check in list_checks(subject)]
     return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
 
 
 def list_checks(subject: Subject) -> list[Check]:
     """Return all checks, in the order in which they are shown."""
+    run, folder = subject.run, RunFolder(subject.run)
+    # Beside other settings, the run in progress is another.
+    is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
-        *_of_installation(subject.run, is_live=subject.is_live),
-        *_of_machine(subject.run),
-        *_of_inputs(subject.run, is_live=subject.is_live),
+        Check("settings", lambda: Finding("settings", "ok", subject.origin)),
+        *_of_installation(run, is_live=is_live),
+        *_of_machine(run),
+        *_of_inputs(run, folder, is_live=is_live),
         Check("last run", lambda: _last_run(subject), timeout_s=40.0),
     ]
 
@@ -128,11 +138,14 @@ def _of_installation(run: RunConfig, *, is_live: bool) -> list[Check]:
         lines, driver = ask_gpus(_GPU_FIELDS), machine.driver_cuda()
         return machine.check_gpus(machine.count_gpus(), lines, cuda=cuda, driver=driver, is_live=is_live)
 
+    def wheels() -> Finding:
+        return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
+
     return [
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
-        Check("wheels", lambda: install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())),
+        Check("wheels", wheels, timeout_s=30.0),
         Check("instructions", lambda: install.check_instructions(installed)),
-        Check("GPUs", gpus, timeout_s=60.0),
+        Check("GPUs", gpus, timeout_s=90.0),
         # Its own limit comes first, and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
     ]
@@ -152,8 +165,7 @@ def _of_machine(run: RunConfig) -> list[Check]:
     ]
 
 
-def _of_inputs(run: RunConfig, *, is_live: bool) -> list[Check]:
-    folder = RunFolder(run)
+def _of_inputs(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
     # A run that is there can only be continued.
     found = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     tried = [(name, partial(_surrounding, name, run, is_live=is_live, check=check)) for name, check in found.items()]
@@ -167,9 +179,7 @@ def _of_inputs(run: RunConfig, *, is_live: bool) -> list[Check]:
         *(Check(name, find, fix=_SURROUNDINGS[name]) for name, find in tried if name in _SURROUNDINGS),
         Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
         Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
-        Check(
-            "data", lambda: inputs.check_data(run), fix="correct data.train, data.heldout or their rows", timeout_s=60.0
-        ),
+        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
     ]
 
 
@@ -191,27 +201,33 @@ def _last_run(subject: Subject) -> Finding | list[Finding]:
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
-def _start(check: Check) -> "Future[list[Finding]]":
-    """Run a check in a thread that nobody waits for at the end: one that hangs on a dead mount cannot be stopped."""
-    future: Future[list[Finding]] = Future()
+def _start(function: Callable[[], T]) -> "Future[T]":
+    """Call in a thread that nobody waits for at the end: one that hangs on a dead mount cannot be stopped."""
+    future: Future[T] = Future()
 
     def work() -> None:
         try:
-            found = check.find()
-            future.set_result(found if isinstance(found, list) else [found])
-        except Exception as error:  # whatever a check finds
+            future.set_result(function())
+        except Exception as error:  # whatever it raises
             future.set_exception(error)
 
-    Thread(target=work, name=check.name, daemon=True).start()
+    Thread(target=work, daemon=True).start()
     return future
 
 
-def _await(check: Check, future: "Future[list[Finding]]", *, started_at: float) -> list[Finding]:
+def _within(timeout_s: float, function: Callable[[], T]) -> T:
     try:
-        return future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+        return _start(function).result(timeout=timeout_s)
+    except TimeoutError:
+        raise ConfigError(f"the run folder must answer within {timeout_s:g} s, and does not: {_DEAD_MOUNT}.") from None
+
+
+def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_at: float) -> list[Finding]:
+    try:
+        found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+        return found if isinstance(found, list) else [found]
     except TimeoutError:
         return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    except (ConfigError, BrokerError, ReplayBufferError) as error:
-        return [Finding(check.name, "fail", str(error), fix=check.fix)]
-    except Exception as error:  # a fault of the machine that the check does not know
-        return [Finding(check.name, "fail", f"{type(error).__name__}: {error}", fix=check.fix)]
+    except Exception as error:  # a sentence of ours, or a fault of the machine that the check does not know
+        kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
+        return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]

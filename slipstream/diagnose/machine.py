@@ -43,7 +43,7 @@ def check_hardware() -> Finding:
     model = re.search(r"^model name\s*:\s*(.*)$", _read(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
-    found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB, {count_gpus() or 'no'} NVIDIA GPU"
+    found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB"
     if cores > 1:
         return Finding("hardware", "ok", found)
     return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
@@ -124,9 +124,7 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None) -> Findin
     # The newest is written before the oldest is deleted.
     needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run else 0)
     if not os.access(folder, os.W_OK):
-        return Finding(
-            name, "fail", f"{folder} cannot be written to", fix=f"make {folder} yours, or name another folder"
-        )
+        return Finding(name, "fail", f"{folder} cannot be written to", fix="make it yours, or name another folder")
     if stats.f_files and not stats.f_favail:
         return Finding(name, "fail", f"no inode is free on {found}", fix="delete files: there are too many")
     if free < _MIN_DISK:

@@ -21,14 +21,6 @@ from slipstream.diagnose.install import find_kernels, installed_packages
 
 _NO_GPU = "torch finds no GPU"
 _NCCL_TIMEOUT_S = 30.0
-_REINSTALL = "make clean and make setup, or pip install Slipstream into a fresh environment"
-_FIXES = {
-    "torch": _REINSTALL,
-    "compiled parts": f"{_REINSTALL}: this build is for another torch or processor",
-    "GPU arithmetic": "look at `nvidia-smi` and `dmesg` for errors of the driver (Xid), then restart the machine",
-    "NCCL": "run again with NCCL_DEBUG=INFO, whose last line names the part; in a container, raise /dev/shm",
-}
-"""Part -> remedy when it fails, in the order in which they are tried."""
 
 
 # --- in the process --------------------------------------------------------------------------------------------------
@@ -94,24 +86,29 @@ def all_reduce(backend: str, device: str) -> float:
     return time.monotonic() - began_at
 
 
-_PARTS: dict[str, Callable[[], Finding]] = {
-    "torch": _load_torch,
-    "compiled parts": _load_kernels,
-    "GPU arithmetic": _use_gpus,
-    "NCCL": _try_nccl,
+_REINSTALL = "make clean and make setup, or pip install Slipstream into a fresh environment"
+_PARTS: dict[str, tuple[Callable[[], Finding], str]] = {
+    "torch": (_load_torch, _REINSTALL),
+    "GPU arithmetic": (_use_gpus, "look at `dmesg` for errors of the driver (Xid), then restart the machine"),
+    "compiled parts": (_load_kernels, f"{_REINSTALL}: this build is for another torch or processor"),
+    "NCCL": (
+        _try_nccl,
+        "run again with NCCL_DEBUG=INFO, whose last line names the part; in a container, raise /dev/shm",
+    ),
 }
+"""Part -> function, and remedy when it fails; in the order in which they are tried."""
 
 
 def main() -> None:
     """Try all parts."""
-    for name, part in _PARTS.items():
+    for name, (part, fix) in _PARTS.items():
         try:
             # Libraries print, too.
             with redirect_stdout(sys.stderr):
                 finding = part()
         except Exception as error:  # whatever a library raises
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            finding = Finding(name, "fail", reason, fix=_FIXES[name])
+            finding = Finding(name, "fail", reason, fix=fix)
         sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -122,12 +119,7 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
     ends it, fails, and those after it are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
-        done = subprocess.run(
-            [sys.executable, *module],
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)
         printed, errors, end = done.stdout, done.stderr, _describe_end(done.returncode)
     except subprocess.TimeoutExpired as expired:
         printed, errors, end = expired.stdout or b"", expired.stderr or b"", f"no answer within {timeout_s:g} s"
@@ -137,7 +129,7 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
         return found
     words = errors.decode(errors="replace").strip().splitlines()
     last = f"; its last line: {words[-1]}" if words else ""
-    failed = Finding(missing[0], "fail", end + last, fix=_FIXES[missing[0]])
+    failed = Finding(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
     return [*found, failed, *(Finding(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
 
 

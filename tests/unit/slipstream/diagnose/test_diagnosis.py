@@ -112,6 +112,37 @@ def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: p
     assert {each.fix for each in found[1:4]} == {"mend it"}
 
 
+def test_a_run_folder_that_hangs_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(diagnosis, "choose", lambda _: released.wait(60))
+    monkeypatch.setattr(diagnosis, "_READ_TIMEOUT_S", 0.05)
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose"])
+    released.set()
+    assert caught.value.code == 2
+    assert "must answer within 0.05 s" in capsys.readouterr().err
+
+
+def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis.inputs, "_STORE_TIMEOUT_S", 0.2)
+    lock = RunFolder(choose(["mine"]).run)
+    lock.lock()
+    try:
+        own, new = choose([]), choose(["learner.max_steps=7"])
+        assert (own.is_live, new.is_live, new.folder) == (True, True, folder)
+        for subject, verdict in ((own, "fail"), (new, "ok")):
+            (store,) = (check for check in list_checks(subject) if check.name == "store")
+            with monkeypatch.context() as patch:
+                plant(patch, store)
+                assert [each.verdict for each in find_all(subject)] == [verdict], "only the own store must answer"
+    finally:
+        lock.unlock()
+
+
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("skipped", 0), ("fail", 1)])
 def test_only_a_failure_changes_the_exit_code(
     verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

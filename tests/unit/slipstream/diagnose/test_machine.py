@@ -114,8 +114,6 @@ def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(
 
 
 def test_one_core_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     for cores, verdict in (({0}, "warn"), ({0, 1}, "ok")):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
-        result = check_hardware()
-        assert (result.verdict, "no NVIDIA GPU" in result.found) == (verdict, True)
+        assert check_hardware().verdict == verdict

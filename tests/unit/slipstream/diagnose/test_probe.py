@@ -31,7 +31,7 @@ def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skip
     assert [each.verdict for each in findings] == ["ok", "fail", *["skipped"] * (len(_PARTS) - 2)]
     assert found in findings[1].found
     assert findings[1].fix
-    assert findings[2].found == "not tried after compiled parts"
+    assert findings[2].found == "not tried after GPU arithmetic"
 
 
 def test_a_process_group_of_one_rank_sums_and_is_gone() -> None:
