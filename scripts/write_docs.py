@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.learner.metrics.ranges import RANGES
 from slipstream.scripts.algorithm_tables import list_advantages, list_masks, list_policy_losses
 from slipstream.scripts.monitoring_files import alerts, dashboard
 from slipstream.scripts.settings_tables import list_settings
@@ -56,12 +57,23 @@ def _first_line(file: Path) -> str:
     return docstring.partition("\n")[0]
 
 
+def list_warnings() -> str:
+    """Table of the watched metrics: healthy range, meaning of a value outside, remedy. Those that mean the same share a
+    row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key, healthy in RANGES.items():
+        rows.setdefault(healthy.plain(), []).append(f"`{key}` {healthy}")
+    table = (f"| {'<br>'.join(keys)} | {meaning} | {advice} |" for (meaning, advice), keys in rows.items())
+    return "\n".join(["| metric and healthy range | outside of it | what to try |", "|---|---|---|", *table])
+
+
 BLOCKS = [
     Block("docs/modules.md", "modules", list_modules),
     Block("docs/settings.md", "settings", list_settings),
     Block("docs/algorithms.md", "advantages", list_advantages),
     Block("docs/algorithms.md", "policy losses", list_policy_losses),
     Block("docs/algorithms.md", "masks", list_masks),
+    Block("docs/explain.md", "warnings", list_warnings),
 ]
 FILES: dict[str, Callable[[], str]] = {"docs/monitoring/grafana.json": dashboard, "docs/monitoring/alerts.yaml": alerts}
 """Files that are generated as a whole."""

@@ -202,23 +202,26 @@ app.command("import-config")(import_config)
 @app.command()
 def explain(
     kind: Annotated[
-        Literal["step", "trajectory", "version"],
-        typer.Argument(metavar="KIND", help="What to explain."),
+        Literal["slow", "reward", "health", "step", "trajectory", "version"],
+        typer.Argument(metavar="KIND", help="slow | reward | health | step ID | trajectory ID | version ID."),
     ],
-    which: Annotated[str, typer.Argument(metavar="ID", help="Number of a step or version, id of a trajectory.")],
-    run: RunWords = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID] [RUN]", help="A number or an id; then a run, as for status.")
+    ] = None,
 ) -> None:
-    """Trace a step, trajectory or policy version back to its origin.
+    """Say why a run is slow, why its reward fell, or what a step was trained on.
 
-    Prompts, seeds, generators, rewards and weights, from the store of the run.
+    From what it recorded, in progress or over: metrics, step ledger, events, store and archive.
 
     \b
+    slipstream explain slow
+    slipstream explain reward runs/digits_cpu
     slipstream explain step 12
     slipstream explain trajectory 380-0-3 runs/digits_cpu
     """
-    from slipstream.launch.explain import explain as explain_part
+    from slipstream.explanation.command import explain as explain_run
 
-    explain_part(kind, which, run or [])
+    explain_run(kind, words or [])
 
 
 Words = Annotated[

@@ -8,7 +8,7 @@ import msgspec
 from slipstream.broker.status.role_status import Roles, number_of
 from slipstream.buffer.trajectory import Record
 
-_PHASES = {
+PHASES = {
     "learner": {
         "waiting": "waiting for trajectories",
         "batch": "preparing batches",
@@ -65,7 +65,11 @@ class StepTimes(Record):
 
     def share(self, role: str, phase: str) -> float:
         """Return a share; 0 for a role that did not report."""
-        return next((each.shares.get(phase, 0.0) for each in self.roles if each.role == role), 0.0)
+        return self.shares(role).get(phase, 0.0)
+
+    def shares(self, role: str) -> dict[str, float]:
+        """Return the shares of a role by phase; none if it did not report."""
+        return next((each.shares for each in self.roles if each.role == role), {})
 
 
 def time_counters(roles: Roles) -> dict[Counter, float]:
@@ -73,18 +77,18 @@ def time_counters(roles: Roles) -> dict[Counter, float]:
     found: dict[Counter, float] = {}
     for name, gauges in roles.items():
         kind = str(gauges.get("role", ""))
-        keys = ["cpu_s", *(f"time/{phase}" for phase in _PHASES.get(kind, ()))]
+        keys = ["cpu_s", *(f"time/{phase}" for phase in PHASES.get(kind, ()))]
         found |= {(kind, name, key): value for key in keys if (value := number_of(gauges, key)) is not None}
         if kind == "broker" and (seconds := number_of(gauges, "store_cpu_s")) is not None:
             found["store", "store", "cpu_s"] = seconds
-    return {counter: value for counter, value in found.items() if counter[0] in _PHASES}
+    return {counter: value for counter, value in found.items() if counter[0] in PHASES}
 
 
 def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
     """Divide what the counters have grown by over the steps of that time."""
     roles, num_steps = [], max(1, steps)
     wall_s = sum(value for (kind, _, key), value in grown.items() if kind == "learner" and key != "cpu_s")
-    for kind, phases in _PHASES.items():
+    for kind, phases in PHASES.items():
         own = {counter: value for counter, value in grown.items() if counter[0] == kind}
         sums = {phase: sum(own[each] for each in own if each[2] == f"time/{phase}") for phase in phases}
         cpu_s = sum(value for (_, _, key), value in own.items() if key == "cpu_s")
@@ -107,7 +111,7 @@ def describe_times(times: dict[str, Any] | None) -> list[str]:
     for each in found.roles:
         name = each.role if each.count == 1 else f"{each.count} {each.role}s"
         shown = sorted(((share, phase) for phase, share in each.shares.items() if share >= _LEAST_SHARE), reverse=True)
-        text = ", ".join(f"{share:.0%} {_PHASES[each.role][phase]}" for share, phase in shown)
+        text = ", ".join(f"{share:.0%} {PHASES[each.role][phase]}" for share, phase in shown)
         lines.append(f"{name:12}{f'{each.cpu_s:.3f} s':>11}   {text or 'idle'}")
     return [*lines, _slower_side(found)]
 

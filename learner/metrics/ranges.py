@@ -39,8 +39,13 @@ class Range:
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
         """Return meaning and remedy, with the figures of a run or without any."""
-        text = ": ".join(filter(None, (self.meaning, self.advice)))
-        return _FIGURE.sub("", text) if figures is None else text.format_map(figures)
+        if figures is None:
+            return ": ".join(filter(None, self.plain()))
+        return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
+
+    def plain(self) -> tuple[str, str]:
+        """Return meaning and remedy, without figures."""
+        return _FIGURE.sub("", self.meaning), _FIGURE.sub("", self.advice)
 
     def __str__(self) -> str:
         unit = " x its median" if self.of_median else ""
@@ -57,9 +62,19 @@ def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
         "pacing_lag": staleness.max_lag if staleness.pacing_lag is None else staleness.pacing_lag,
         "updates_per_step": algorithm.updates_per_step,
         "entropy_coefficient": algorithm.entropy_coefficient,
+        "kl_coefficient": algorithm.kl.coefficient,
         "correction_high": algorithm.correction.high,
         "max_grad_norm": run.learner.optimizer.max_grad_norm,
+        "num_ranks": run.learner.num_ranks,
+        "microbatch": run.learner.tokens_per_microbatch,
+        "checkpoint_steps": run.learner.checkpoint.every_steps,
+        "evaluation_steps": run.evaluation.every_steps,
+        "publish_steps": run.weights.publish_every_steps,
+        "transport": run.weights.transport,
+        "max_probe_diff": run.weights.max_probe_diff,
+        "generators": run.generators.count,
         "group_size": run.generators.group_size,
+        "max_tokens": run.generators.sampling.max_tokens,
         "timeout_s": reward.timeout_s,
         "reward": reward.summary,
     }
@@ -69,7 +84,8 @@ def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
         "own_mismatch": row.get("learner/by_lag/0/mismatch_k3"),
         "length_ratio": row.get("learner/stale_length_ratio"),
         "reward_mean": row.get("learner/reward_mean"),
-        "waste": row.get("buffer/filtered_fraction"),
+        "sync_s": row.get("weights/sync_s"),
+        "pause_s": row.get("weights/pause_s"),
     }
     return {name: _shown(value) for name, value in (settings | measured).items()}
 
@@ -77,8 +93,7 @@ def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
 def _shown(value: Any) -> str:
     if value is None:
         return "unknown"
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return f"{value:.3g}" if is_number else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 _OLD = "the answers come from older weights than the learner's, and their gradient would improve those"
@@ -152,3 +167,32 @@ RANGES = {
     ),
 }  # fmt: skip
 """Key -> healthy range, as in docs/metrics.md; `learner.metrics.alerts` reports a metric that leaves it."""
+
+STOP_LENGTH = "learner/by_source/SOURCE/stop_length"
+_NEVER = math.inf
+"""End of a range that a value is never beyond."""
+SIGNS = RANGES | {
+    "lag/mean": Range(None, _NEVER, _OLD, _YOUNGER),
+    "learner/weight_changed_fraction": Range(None, _NEVER, "the correction truncates or drops more tokens", _WIDER),
+    "learner/ratio_tail_fraction": Range(None, _NEVER, "the policy moves further within one step", _SLOWER),
+    "learner/learning_rate": Range(None, _NEVER, "each update moves the policy further", _SLOWER),
+    "learner/reference_kl": Range(
+        None, _NEVER, "the policy moves away from the reference model, and with it from what that can do",
+        "raise algorithm.kl.coefficient (now {kl_coefficient}), or lower learner.optimizer.learning_rate (now "
+        "{learning_rate})",
+    ),
+    STOP_LENGTH: Range(
+        None, _NEVER, "answers are cut before they end, and a reward for the end is lost",
+        "raise generators.sampling.max_tokens (now {max_tokens}), or see whether the policy has learned to ramble",
+    ),
+    "weights/probe_diff_mean": Range(
+        None, _NEVER, "the engines compute other probabilities than the learner: a tensor may arrive altered",
+        "compare with weights.max_probe_diff (now {max_probe_diff}), and the numerics of generators.engine with the "
+        "model's",
+    ),
+    "buffer/length_bias": Range(
+        -_NEVER, None, "long answers are lost on their way: what is trained on is shorter than what is generated",
+        "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
+    ),
+}  # fmt: skip
+"""RANGES, and metrics that no value makes unhealthy but whose change may go with a fall of the reward."""

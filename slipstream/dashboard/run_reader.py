@@ -17,8 +17,8 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.dashboard.health import Health, HealthWarning
 from slipstream.dashboard.metrics_table import MetricsTable, Row, read_tail
+from slipstream.explanation.health import Health, HealthWarning
 from slipstream.runtime.run_folder import is_held
 
 _CONNECT_TIMEOUT_S = 1.0
@@ -86,7 +86,7 @@ class RunReader:
         self.folder = folder
         self.table = MetricsTable(folder / "metrics.jsonl")
         self.events: list[Event] = []
-        self._health = Health()
+        self._health = self._new_health()
         self._generation = 0
         self._store: RedisStore | None = None
         self._reader: StatusReader | None = None
@@ -126,12 +126,17 @@ class RunReader:
             return json.loads((self.folder / "summary.json").read_bytes())
         return {}
 
+    def _new_health(self) -> Health:
+        with suppress(ConfigError):
+            return Health(self.config)
+        return Health()
+
     # --- metrics -------------------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
         """Read the metrics that were added; return the new rows."""
         rows = self.table.poll()
         if self.table.generation != self._generation:
-            self._generation, self._health = self.table.generation, Health()
+            self._generation, self._health = self.table.generation, self._new_health()
         for row in rows:
             self._health.add(row)
         return rows

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
-from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
+from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, running_mean
 from slipstream.runtime.console import add_row, make_console, make_table
+from slipstream.runtime.run_folder import read_metrics
 
 _COLOURS = (BLUE, ORANGE, GREEN, GREY)
 _PANELS = {

@@ -1,7 +1,6 @@
 """Plots a run: reads `metrics.jsonl` of its folder and writes `curve.png` beside it."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from slipstream.configs.base import ConfigError
+from slipstream.runtime.run_folder import read_metrics
 
 Rows = list[dict[str, Any]]
 """One flat dict per step."""
@@ -55,18 +54,6 @@ def plot_run(run_dir: Path) -> Path:
         figure = draw(rows, title=run_dir.resolve().name)
         FigureCanvasAgg(figure).print_png(str(target))
     return target
-
-
-def read_metrics(path: Path) -> Rows:
-    """Read the rows of a run in order, without a last line that a crash cut short. Raises ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"{path} must exist to be plotted: name the folder of a run that has made a step.")
-    # Every complete row ends in a newline.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [json.loads(line) for line in lines if line.strip()]
-    if not rows:
-        raise ConfigError(f"{path} must hold at least one step to be plotted, but is empty.")
-    return rows
 
 
 def draw(rows: Rows, *, title: str) -> Figure:

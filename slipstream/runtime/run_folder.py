@@ -274,6 +274,16 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run, in order, but for what a crash left damaged. Raises ConfigError when there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{path} must exist: name the folder of a run that has made a step.")
+    rows = [row for line in path.read_bytes().splitlines(keepends=True) if (row := _parse_row(line)) is not None]
+    if not rows:
+        raise ConfigError(f"{path} must hold at least one step, but is empty.")
+    return rows
+
+
 def _parse_row(line: bytes) -> dict[str, Any] | None:
     """Decode a row of metrics; None if a crash, or a power failure (which leaves NULs), cut it short."""
     try:

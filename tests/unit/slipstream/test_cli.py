@@ -103,7 +103,7 @@ def test_the_settings_named_in_the_help_exist() -> None:
         (["status", "--jso"], "--jso"),
         (["explain", "steps", "3"], "'steps'"),
         (["explain"], "'KIND'"),
-        (["explain", "step"], "'ID'"),
+        (["explain", "step"], "step must be followed by an ID: `slipstream explain step 12`."),
         (["explain", "step", "three"], "step must be a whole number, got 'three'"),
         (["data", "lst"], "lst"),
         (["status", "--json", "--watch"], "--json prints once"),

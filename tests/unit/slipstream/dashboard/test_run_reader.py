@@ -3,8 +3,8 @@
 import pytest
 
 from slipstream.configs.load import load, provenance
-from slipstream.dashboard.health import Health
 from slipstream.dashboard.run_reader import RunReader
+from slipstream.explanation.health import Health
 from slipstream.runtime.run_folder import RunFolder, is_held
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.launch.plot import draw, plot_run, read_metrics, running_mean
+from slipstream.launch.plot import draw, plot_run, running_mean
+from slipstream.runtime.run_folder import read_metrics
 
 
 def make_row(step: int) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from typing import Any
 
 from slipstream.buffer.trajectory import Record
+from slipstream.configs.run import RunConfig
 from slipstream.learner.metrics.alerts import Watched, changed
-from slipstream.learner.metrics.ranges import RANGES
+from slipstream.learner.metrics.ranges import RANGES, figures_of
 
 
 class HealthWarning(Record):
@@ -20,12 +21,15 @@ class HealthWarning(Record):
     """Step in which it was found to be outside; it may have left its range some steps before."""
     healthy: str
     advice: str
+    """Meaning for learning and remedy."""
 
 
 class Health:
     """Follows the rows of a run, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunConfig | None = None) -> None:
+        """`run`: the one whose figures the advice quotes."""
+        self._run = run
         self._watched = {key: Watched(healthy) for key, healthy in RANGES.items()}
         self._since: dict[str, int] = {}
         self._newest: dict[str, float] = {}
@@ -33,19 +37,20 @@ class Health:
     def add(self, row: dict[str, Any]) -> None:
         """Take in the metrics of a step."""
         # A file may hold anything.
-        numbers = {key: row[key] for key in (*RANGES, "lag/max") if isinstance(row.get(key), int | float)}
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         for key, watched in changed(self._watched, numbers):
             if watched.is_unhealthy:
                 self._since[key] = row["step"]
             else:
                 self._since.pop(key, None)
-        self._newest |= {key: numbers[key] for key in self._since if key in numbers}
+        self._newest |= numbers
 
     @property
     def warnings(self) -> list[HealthWarning]:
         """Metrics outside of their range now, the newest first."""
+        figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [
-            HealthWarning(key, self._newest[key], step, str(RANGES[key]), RANGES[key].explain())
+            HealthWarning(key, self._newest[key], step, str(RANGES[key]), RANGES[key].explain(figures))
             for key, step in newest_first
         ]

@@ -1,0 +1,95 @@
+"""The command `slipstream explain`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from rich.console import Console
+
+from slipstream.configs.base import ConfigError
+from slipstream.explanation.answer import Answer, Finding, shown
+from slipstream.explanation.books import Books, open_books
+from slipstream.explanation.health import Health, HealthWarning
+from slipstream.explanation.provenance import (
+    explain_step,
+    explain_trajectory,
+    explain_version,
+    find_entry,
+    table_of_step,
+)  # fmt: skip
+from slipstream.explanation.reward import explain_reward
+from slipstream.explanation.slowness import explain_slowness
+from slipstream.learner.metrics.ranges import RANGES
+from slipstream.runtime.console import make_console, printable
+from slipstream.runtime.run_folder import find_run
+
+Kind = Literal["slow", "reward", "health", "step", "trajectory", "version"]
+_WITH_ID = {"step": "12", "trajectory": "380-0-3", "version": "12"}
+"""Kind that has an id, and an example of one."""
+
+
+def explain(kind: Kind, words: Sequence[str]) -> None:
+    """Print an answer; `words`: an id where the kind has one, then as for `find_run`.
+
+    Raises ConfigError, ReplayBufferError.
+    """
+    name, run = "", list(words)
+    if kind in _WITH_ID:
+        if not words:
+            raise ConfigError(f"{kind} must be followed by an ID: `slipstream explain {kind} {_WITH_ID[kind]}`.")
+        name, *run = words
+        if kind != "trajectory" and not name.isdecimal():
+            raise ConfigError(f"{kind} must be a whole number, got {name!r}.")
+    console = make_console()
+    with open_books(find_run(run, command="explain")) as books:
+        if kind == "step":
+            entry = find_entry(books, int(name))
+            members = books.members(entry)
+            _print(console, explain_step(books, entry, members))
+            console.print(table_of_step(entry, members))
+        elif kind == "trajectory":
+            _print(console, explain_trajectory(books, name))
+        elif kind == "version":
+            _print(console, explain_version(books, int(name)))
+        else:
+            _print(console, _ANSWERS[kind](books).lines())
+            _print(console, [books.note] if books.note and kind != "health" else [])
+
+
+def _print(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        # Names of tasks and events are others' words.
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
+def _slow(books: Books) -> Answer:
+    return explain_slowness(books.rows, books.run, events=books.events())
+
+
+def _reward(books: Books) -> Answer:
+    return explain_reward(books.rows, books.run, entries=books.entries(), events=books.events())
+
+
+def _health(books: Books) -> Answer:
+    """Answer which metrics are outside of their healthy range after the last step."""
+    health = Health(books.run)
+    rows = books.rows
+    for row in rows:
+        health.add(row)
+    # Metrics that mean the same are named together, as in the events of the run.
+    by_advice: dict[str, list[HealthWarning]] = {}
+    for warning in health.warnings:
+        by_advice.setdefault(warning.advice, []).append(warning)
+    findings = [
+        Finding(", ".join(each.metric for each in found), "; ".join(map(_figures, found)), advice)
+        for advice, found in by_advice.items()
+    ]
+    count = sum(map(len, by_advice.values()))
+    said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
+    return Answer(f"After step {rows[-1]['step']}, outside of its healthy range: {said}.", findings)
+
+
+def _figures(warning: HealthWarning) -> str:
+    return f"{shown(warning.value)}, healthy is {warning.healthy}, since step {warning.since_step}"
+
+
+_ANSWERS = {"slow": _slow, "reward": _reward, "health": _health}

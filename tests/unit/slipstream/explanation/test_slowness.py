@@ -1,0 +1,117 @@
+"""Causes of slowness, planted in the metrics of a run."""
+
+import pytest
+
+from slipstream.broker.status.step_times import PHASES as KNOWN
+from slipstream.configs.base import ConfigError
+from slipstream.explanation.slowness import PHASES, explain_slowness
+from tests.builders import make_run
+from tests.recorded_run import make_row
+
+BUSY = {"compute": 0.8, "waiting": 0.05, "rest": 0.15}
+WAITS = {"compute": 0.2, "waiting": 0.7, "rest": 0.1}
+
+
+def make_times(*, learner, generator=None, step_s=0.5):
+    shares = {"learner": learner} | ({"generator": generator} if generator else {})
+    roles = [{"role": role, "count": 1, "shares": each, "cpu_s": 0.3} for role, each in shares.items()]
+    return {"steps": 40, "step_s": step_s, "roles": roles}
+
+
+def explain(*, learner, generator=None, rows=None, events=None):
+    rows = rows or [make_row(step) for step in range(1, 41)]
+    rows[-1] |= {"times": make_times(learner=learner, generator=generator)}
+    return explain_slowness(rows, make_run(), events=events or {})
+
+
+def keys(answer):
+    return [finding.key for finding in answer.findings]
+
+
+def test_slow_generators():
+    answer = explain(learner=WAITS, generator={"working": 0.95, "prompts": 0.05})
+    assert "70% of 0.5 s, is: waiting for trajectories; the generators spend most of their time, 95%" in answer.headline
+    assert keys(answer) == ["generator/working", "learner/compute", "learner/rest"]
+    first = answer.findings[0]
+    assert first.figures == "95% of the generators' time; the learner waits 70% of its own, 0.35 s of a step"
+    assert "generators.count (now 1)" in first.advice
+    assert any("generating is the slower side" in fact for fact in answer.facts)
+
+
+def test_a_slow_learner():
+    answer = explain(learner=BUSY, generator={"working": 0.3, "prompts": 0.7})
+    assert answer.headline.endswith("80% of 0.5 s, is: forward and backward.")
+    # What idle generators do costs nothing.
+    assert keys(answer) == ["learner/compute", "learner/rest"]
+    assert any("training is the slower side" in fact for fact in answer.facts)
+
+
+def test_a_publish_stall_of_the_generators():
+    rows = [make_row(step, **{"weights/sync_s": 4.0, "weights/pause_s": 3.5}) for step in range(1, 41)]
+    answer = explain(learner=WAITS, generator={"working": 0.3, "updating": 0.7}, rows=rows)
+    assert keys(answer)[:2] == ["generator/updating", "generator/working"]
+    assert "(the newest version took 4 s, and 3.5 s of pause)" in answer.findings[0].advice
+
+
+def test_a_publish_stall_of_the_learner():
+    assert keys(explain(learner={"publishing": 0.6, "compute": 0.4}))[0] == "learner/publishing"
+
+
+def test_pacing_that_lets_too_few_prompts_out():
+    answer = explain(learner=WAITS, generator={"working": 0.2, "prompts": 0.8})
+    assert keys(answer)[0] == "generator/prompts"
+    assert "buffer.staleness.max_lag (now" in answer.findings[0].advice
+
+
+def test_a_run_of_one_process_has_no_generator_to_ask():
+    answer = explain(learner=WAITS)
+    assert keys(answer)[0] == "learner/waiting"
+    assert answer.headline.endswith("waiting for trajectories.")
+
+
+def test_steps_that_stand_out_are_named_with_their_part_and_what_happened():
+    rows = [make_row(step) for step in range(1, 41)]
+    for row in rows[20:]:
+        row["time_s"] += 9.0
+    rows[20]["learner/wait_s"] += 9.0
+    facts = explain(learner=BUSY, rows=rows, events={21: ["generator-0: died"], 22: ["broker: other"]}).facts
+    start = facts.index(
+        "1 of 39 steps took more than 3 times the median of 0.5 s; what they took beyond it is 32% of all time"
+    )
+    assert facts[start + 1 :] == [
+        "  step 21: 9.5 s, of which 9.1 s waiting for trajectories",
+        "    event: generator-0: died",
+    ]
+
+
+def test_a_change_of_pace_is_told_with_the_part_that_grew():
+    rows = [make_row(step) for step in range(1, 41)]
+    for row in rows[20:]:
+        row["time_s"] += 0.5 * (row["step"] - 20)
+        row["learner/train_s"] += 0.5
+    (fact,) = (fact for fact in explain(learner=BUSY, rows=rows).facts if fact.startswith("the pace"))
+    assert fact == (
+        "the pace changed: the median of steps 2 to 10 is 0.5 s, of steps 32 to 40 1 s; most of it is training (+0.5 s "
+        "a step)"
+    )
+
+
+def test_what_was_generated_in_vain_is_told():
+    rows = [make_row(1), make_row(2, **{"buffer/waste_fraction": 0.3, "learner/stale_fraction": 0.01})]
+    told = [fact for fact in explain(learner=BUSY, rows=rows).facts if "%" in fact and "buffer/" in fact]
+    assert told == ["30% of the tokens left the buffer untrained (buffer/waste_fraction)"]
+
+
+def test_steps_that_are_missing_or_come_again_have_no_time():
+    rows = [make_row(step) for step in (1, 2, 3, 2, 3, 40)]
+    assert "no step took more than 3 times the median of 0.5 s" in explain(learner=BUSY, rows=rows).facts
+
+
+def test_rows_without_shares_are_refused():
+    with pytest.raises(ConfigError, match="must hold the shares of the wall time"):
+        explain_slowness([{"step": 1, "time_s": 0.1, "times": None}], make_run())
+
+
+def test_every_phase_that_may_be_large_has_a_meaning():
+    assert {f"learner/{phase}" for phase in KNOWN["learner"]} <= PHASES.keys()
+    assert {f"generator/{phase}" for phase in KNOWN["generator"]} - PHASES.keys() == {"generator/rest"}
