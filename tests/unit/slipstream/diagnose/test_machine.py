@@ -9,7 +9,14 @@ import psutil
 import pytest
 
 from slipstream.diagnose import machine
-from slipstream.diagnose.machine import check_disk, check_gpus, check_hardware, check_memory, check_processes
+from slipstream.diagnose.machine import (
+    check_disk,
+    check_gpus,
+    check_hardware,
+    check_memory,
+    check_processes,
+    judge_gpus,
+)
 from tests.builders import make_run
 
 GIB = 2**30
@@ -29,8 +36,8 @@ def plant_disk(monkeypatch: pytest.MonkeyPatch, *, free: int, inodes: int = 1000
     [
         (100 * GIB, 1000, "ok", "MiB free), which holds"),
         (GIB // 2, 1000, "warn", "the run may need 1 GiB"),
-        (0, 1000, "fail", "which holds"),
-        (100 * GIB, 0, "fail", "no inode is free"),
+        (0, 1000, "fail", "no room or no inode is left"),
+        (100 * GIB, 0, "fail", "no room or no inode is left"),
     ],
 )
 def test_a_full_disk_fails(
@@ -107,10 +114,32 @@ def test_few_processes_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(
     num_gpus: int, lines: list[str], driver: str, is_live: bool, verdict: str, found: str
 ) -> None:
-    result = check_gpus(num_gpus, lines, cuda="13.0", driver=driver, is_live=is_live)
+    result = judge_gpus(num_gpus, lines, cuda="13.0", driver=driver, is_live=is_live)
     assert result.verdict == verdict
     assert found in result.found
     assert bool(result.fix) == (verdict in ("warn", "fail"))
+
+
+def test_a_machine_without_nvidias_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    machine.count_gpus.cache_clear()
+    assert check_gpus(cuda="", is_live=False).verdict == "skipped"
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    machine.count_gpus.cache_clear()
+    assert check_gpus(cuda="", is_live=False).found == "2 device files, but nvidia-smi lists no GPU"
+    machine.count_gpus.cache_clear()
+
+
+def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo 'CUDA Version  : 12.8' || echo '{H100}'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machine.count_gpus.cache_clear()
+    assert "serves CUDA 12.8, torch is for 13.0" in check_gpus(cuda="13.0", is_live=False).found
+    machine.count_gpus.cache_clear()
 
 
 def test_one_core_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
