@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -170,17 +171,17 @@ def _print_table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Name
     limit = f"{arguments.uplink_mib_s:g} MiB/s" if arguments.uplink_mib_s else "unlimited"
     table = Table(
         "", "out of the learner, MiB", "first, s", "last, s", "lenders that failed",
-        title=f"{arguments.generators} generators, {arguments.mib} MiB, uplinks {limit}",
+        title=f"{arguments.generators} generators, {arguments.mib} MiB, uplinks {limit}; medians of {arguments.rounds}",
     )  # fmt: skip
     for form in ("whole", "delta"):
         for name, rounds in rows.items():
             figures = [each[form] for each in rounds]
-            best = min(figures, key=lambda each: float(each["last_s"]))
+            middle = {key: median(each[key] for each in figures) for key in ("learner_mib", "first_s", "last_s")}
             table.add_row(
                 f"{form}, {name}",
-                f"{best['learner_mib']:.1f}",
-                f"{best['first_s']:.2f}",
-                f"{best['last_s']:.2f}",
+                f"{middle['learner_mib']:.1f}",
+                f"{middle['first_s']:.2f}",
+                f"{middle['last_s']:.2f}",
                 f"{sum(each['errors'] for each in figures)}",
             )
     console.print(table)

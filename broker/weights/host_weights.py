@@ -74,9 +74,13 @@ class HostWeights:
     def release(self) -> None:
         """Free the memory; no version is held or lent then."""
         with self._lock:
-            if self.buckets:
-                self.buckets.close()
-            self.buckets, self._held, self._lent, self._lent_deltas = None, [], None, {}
+            self._lent = None
+            self._free()
+
+    def _free(self) -> None:
+        if self.buckets:
+            self.buckets.close()
+        self.buckets, self._held, self._lent_deltas = None, [], {}
 
     # --- updating ------------------------------------------------------------------------------------------------
     def update_to(
@@ -129,10 +133,12 @@ class HostWeights:
 
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
-            lent = self._lent
-            self.release()
-            self.buckets = SharedBuckets(sizes)
-            self._lent, self._held = lent, [None] * len(sizes)
+            # What is lent stays lent: whoever asks while the memory is being made is told that it comes.
+            with self._lock:
+                self._free()
+            fresh = SharedBuckets(sizes)
+            with self._lock:
+                self.buckets, self._held = fresh, [None] * len(sizes)
 
     def _apply_deltas(
         self, files: WeightFiles, manifest: Manifest, *, timeout_s: float, digests: Sequence[bytes]

@@ -16,9 +16,12 @@ import torch
 
 from slipstream.broker.errors import NotYetError
 from slipstream.broker.messages import Member, Members, MemberState, SnapshotSource, Update
+from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import fetcher as fetcher_module
+from slipstream.broker.weights import host_weights as host_weights_module
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.host_weights import HostWeights, digest
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.lenders import Lenders
@@ -352,3 +355,30 @@ def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     assert reason in error.reason
     # What had arrived is not fetched again.
     assert big.server.num_bytes - before <= size * 2 // 3
+
+
+def test_a_lender_whose_memory_is_being_made_says_that_the_version_comes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked while its first fetch takes memory, and while one of another size takes other memory."""
+    weights, asked = HostWeights(), []
+
+    def ask(sizes: list[int]) -> SharedBuckets:
+        update = orders[-1]
+        assert weights.find(flat.combine(update.checksums)) == update.version
+        for name in ("bucket-0000.bin", "bucket-0002.bin"):
+            with pytest.raises(NotYetError):
+                weights.size_bytes(update.version, name)
+        asked.append(update.version)
+        return SharedBuckets(sizes)
+
+    monkeypatch.setattr(host_weights_module, "SharedBuckets", ask)
+    lender = scene.join(weights)
+    scene.publish(1)
+    orders = [scene.order(1)]
+    scene.fetch(lender, 1, is_lent=True)
+    scene.num_columns *= 2
+    scene.publish(2)
+    orders.append(scene.order(2))
+    scene.fetch(lender, 2, is_lent=True)
+    assert asked == [1, 2]
