@@ -188,6 +188,9 @@ class LearnerConfig(Config):
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     """Processes of the learner."""
+    rank_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Silence of a rank, or of its machine, after which the others end, seconds. A thread of each tells that it lives,
+    however long its step takes."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
     """Processes that share each sequence, a slice each; the others share the batch. Divides `num_ranks` and the model's
     attention heads. 1 = none."""

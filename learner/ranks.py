@@ -6,6 +6,7 @@ Rank 0 alone talks to the store and the generators; the others get all they need
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -17,13 +18,15 @@ from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.cluster.spread_seat import MACHINE_VARIABLES
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
+from slipstream.learner.rank_watch import RankWatch, leave
 from slipstream.runtime.command_line import TRY_AGAIN
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 2400.0
 """Limit of one collective, for whose begin a rank may wait as long as rank 0 publishes, reads a checkpoint or waits for
-its store; all longer waits keep the others alive, so that no setting of the user can be too short for it."""
+its store; all longer waits keep the others alive, so that no setting of the user can be too short for it. A rank that
+has vanished is noticed by its silence, much earlier."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable by which NCCL's watchdog decides, when a process group is built, whether an error ends the process."""
@@ -242,22 +245,36 @@ def join_ranks(
     device: torch.device,
     rendezvous: str | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    silence_s: float | None = None,
 ) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs.
 
     `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at
-    most `timeout_s`, which also bounds every later collective. Raises RankGroupError.
+    most `timeout_s`, which also bounds every later collective. Raises RankGroupError. Ranks that are silent for
+    `silence_s` end this process, by a RankWatch.
     """
     if size > 1 and rendezvous is None:
         raise RankGroupError(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
     # DeepSpeed needs a group even for one rank; a process that builds several such learners keeps its first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
+    if size > 1 and silence_s is not None:
+        # A connection of its own: the group's may be busy for as long as a group is formed.
+        store = dist.distributed_c10d._get_default_store().clone()
+        watch = RankWatch(store, rank=rank, size=size, timeout_s=silence_s)
+        try:
+            watch.meet(timeout_s=timeout_s)
+        except RuntimeError as error:
+            raise RankGroupError(f"{size} learner ranks must meet within {timeout_s:g} s, got: {error}") from error
+        watch.start()
     return Ranks(rank=rank, size=size, device=device)
 
 
 def exit_rank() -> NoReturn:
     """Leave the group and end this process with success: the last call of one of several ranks."""
+    # Not to be waited for by the others; a rendezvous that has ended with them is no failure of this rank.
+    with suppress(RuntimeError):
+        leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # NCCL requires that a group is destroyed before its process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
