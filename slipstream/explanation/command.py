@@ -80,12 +80,16 @@ def _health(books: Books) -> Answer:
     for warning in health.warnings:
         by_advice.setdefault(warning.advice, []).append(warning)
     findings = [
-        Finding(", ".join(each.metric for each in found), "; ".join(map(_figures, found)), advice)
+        Finding(found[0].metric, "; ".join([_figures(found[0]), *map(_named, found[1:])]), advice)
         for advice, found in by_advice.items()
     ]
     count = sum(map(len, by_advice.values()))
     said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
     return Answer(f"After step {rows[-1]['step']}, outside of its healthy range: {said}.", findings)
+
+
+def _named(warning: HealthWarning) -> str:
+    return f"{warning.metric} {_figures(warning)}"
 
 
 def _figures(warning: HealthWarning) -> str:

@@ -71,6 +71,13 @@ def test_a_metric_outside_of_its_range_is_a_warning_until_it_has_returned():
     assert health.warnings == []
 
 
+def test_a_warning_quotes_the_figures_of_the_run(tmp_path):
+    folder = record_run(tmp_path, steps=1, buffer={"staleness": {"max_lag": 7}}, **SERIAL)
+    append_rows(folder, make_row(2, **{"learner/ess": 0.1, "lag/mean": 2.5}))
+    (warning,) = read(folder).view().warnings
+    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
+
+
 def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
     folder = record_run(tmp_path, steps=1, **SERIAL)
     append_rows(folder, make_row(2, **{"learner/ess": 0.1}))

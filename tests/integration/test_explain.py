@@ -1,0 +1,22 @@
+"""Books of a run that is over, whose embedded store is not running."""
+
+from slipstream.buffer.records import VersionEntry
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.explanation.books import open_books
+from tests.recorded_run import record_run
+
+
+def test_the_store_of_a_run_that_is_over_is_started_to_be_read_and_stopped_again(tmp_path):
+    folder = record_run(tmp_path, steps=1)
+    server = EmbeddedRedis(folder / "store", max_memory_mib=64)
+    server.start(timeout_s=20)
+    try:
+        with open_run_store(server.url, "mine", timeout_s=5) as store:
+            store.open_run("mine", config_json="{}", num_rows=5, seed=7)
+            store.record_version(VersionEntry(0, 0, "aaaa"))
+    finally:
+        server.stop()
+    with open_books(folder) as books:
+        assert (books.note, [entry.checksum for entry in books.versions()]) == ("", ["aaaa"])
+    assert not server.is_listening

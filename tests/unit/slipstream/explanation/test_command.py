@@ -1,0 +1,40 @@
+"""The command, on the folder of a run that is over."""
+
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.explanation.command import explain
+from tests.recorded_run import append_rows, make_row, record_run
+
+
+def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(tmp_path, capsys):
+    folder = record_run(tmp_path, buffer={"staleness": {"max_lag": 7}})
+    append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
+    explain("health", [str(folder)])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "After step 31, outside of its healthy range: 3 of 21 watched metrics."
+    assert (
+        "1. learner/ess: 0.1, healthy is >= 0.3, since step 31; learner/chi2 3, healthy is <= 1, since step 31" in lines
+    )
+    assert any("max_lag (now 7, mean lag 1.4)" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["slow", "reward"])
+def test_a_question_is_answered_from_the_folder_alone_and_says_what_is_missing(tmp_path, capsys, kind):
+    explain(kind, [str(record_run(tmp_path))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith({"slow": "The largest part of a step", "reward": "The reward did not fall"}[kind])
+    assert lines[-1].startswith("events and versions must be read from the store, which is not there")
+
+
+def test_names_of_tasks_are_text(tmp_path, capsys):
+    folder, key = record_run(tmp_path, steps=0), "learner/by_source/[red]a\x1b[2J/stop_length"
+    falls = {"learner/reward_mean": 0.1, key: 0.9}
+    append_rows(folder, *(make_row(step, **(falls if step > 30 else {key: 0.0})) for step in range(1, 61)))
+    explain("reward", [str(folder)])
+    assert "1. learner/by_source/[red]a\\x1b[2J/stop_length: rose from 0 to 0.9" in capsys.readouterr().out
+
+
+def test_a_kind_that_has_an_id_asks_for_it(tmp_path):
+    with pytest.raises(ConfigError, match="trajectory must be followed by an ID"):
+        explain("trajectory", [])
