@@ -1,20 +1,24 @@
-"""Scripted generators on one broker: time to a lease, processor time of broker and store, tokens per second.
+"""Scripted generators on one broker or several: time to a lease, processor time and memory of brokers and store.
 
-python -m benchmarks.peers_at_scale --peers 250 1000 4000 --tokens-per-s 1000000
+python -m benchmarks.peers_at_scale --peers 250 1000 4000 --brokers 1 2 4 --tokens-per-s 1000000
 
 Every generator says Hello, answers pings, asks for one group at a time and puts its trajectories one by one at an even
-rate; a scripted learner announces versions. All of them ask at once first; after that each asks when its group is done.
+rate; a scripted learner announces versions. Each is at the broker that its hash gives it, the learner at all of them.
+All ask at once first; after that each asks when its group is done. `us/put` is the brokers' processor time, pings and
+leases included, by the trajectories that they took: it does not depend on what else the machine does.
 """
 
 import argparse
 import heapq
 import multiprocessing
+import os
 import select
 import socket
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
 from benchmarks.ingest.paths import ANY_LEASE, make_trajectory
-from benchmarks.ingest.served_run import GROUP_SIZE, TOKEN, ServedRun
+from benchmarks.ingest.served_run import GROUP_SIZE, SOCKETS, TOKEN, ServedRun
 from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import (
     NO_EPOCH,
@@ -49,6 +53,7 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.transport import zmq_channels
+from slipstream.broker.transport.route import preferred
 from slipstream.buffer.codec import decode, encode, pack
 from slipstream.buffer.trajectory import make_trajectory_id
 
@@ -79,9 +84,19 @@ class Peer:
 class Crowd:
     """Scripted generators of one process, on one epoll. Life: join -> burst -> steady."""
 
-    def __init__(self, numbers: range, address: str, *, tokens: int, put_every_s: float, has_learner: bool) -> None:
-        """`put_every_s`: seconds between two trajectories of one generator."""
-        self._keys, self._address, self._put_every_s = derive_keys(TOKEN), address, put_every_s
+    def __init__(
+        self,
+        numbers: range,
+        addresses: dict[str, str],
+        *,
+        is_plain: bool,
+        tokens: int,
+        put_every_s: float,
+        has_learner: bool,
+    ) -> None:
+        """`addresses`: of the brokers, by name; `put_every_s`: seconds between two trajectories of one generator."""
+        options = zmq_channels._CLIENT_OPTIONS if is_plain else zmq_channels._client_options(derive_keys(TOKEN))
+        self._options, self._addresses, self._put_every_s = options, addresses, put_every_s
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 16_384)
         self._epoll = select.epoll()
@@ -89,15 +104,16 @@ class Crowd:
         self._touched: dict[int, Peer] = {}
         self._due: list[tuple[float, int, Peer]] = []
         self._template = make_trajectory(ANY_LEASE, 0, num_tokens=tokens, rng=np.random.default_rng(0))
-        self._live: list[Member] = []
+        self._live: dict[int, list[Member]] = {}
         self.waits_s: list[float] = []
         self.num_acked = self.num_updates = self.num_rejected = 0
-        self._peers = [self._connect("generator", f"generator-{number}") for number in numbers]
-        self._learner = self._connect(_LEARNER, _LEARNER) if has_learner else None
+        names = [f"generator-{number}" for number in numbers]
+        self._peers = [self._connect("generator", name, addresses[preferred(name, addresses)[0]]) for name in names]
+        self._learners = [self._connect(_LEARNER, _LEARNER, each) for each in addresses.values() if has_learner]
 
     def join(self) -> None:
         """Block until every peer is welcome."""
-        everyone = [*self._peers, *([self._learner] if self._learner else [])]
+        everyone = [*self._peers, *self._learners]
         self._run_until(_JOIN_S, lambda: all(peer.is_joined for peer in everyone))
         if missing := sum(not peer.is_joined for peer in everyone):
             raise RuntimeError(f"every peer must be welcome within {_JOIN_S:g} s, {missing} of {len(everyone)} are not")
@@ -111,11 +127,11 @@ class Crowd:
     def steady(self, seconds: float) -> None:
         self._run_until(seconds, lambda: False)
 
-    def _connect(self, role: Any, peer_id: str) -> Peer:
+    def _connect(self, role: Any, peer_id: str, address: str) -> Peer:
         member = Member(peer_id, f"{peer_id}-0123456789abcdef0123456789")
-        options = zmq_channels._client_options(self._keys) | {zmq.IDENTITY: member.incarnation.encode()}
+        options = self._options | {zmq.IDENTITY: member.incarnation.encode()}
         peer = Peer(zmq_channels._open(self._context, zmq.DEALER, options), member)
-        peer.socket.connect(self._address)
+        peer.socket.connect(address)
         descriptor = int(peer.socket.getsockopt(zmq.FD))
         self._by_fd[descriptor] = peer
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -126,7 +142,7 @@ class Crowd:
         deadline = time.perf_counter() + seconds
         next_update_at = time.perf_counter() + _UPDATE_EVERY_S
         while (now := time.perf_counter()) < deadline and not is_done():
-            if self._learner and now >= next_update_at:
+            if self._learners and now >= next_update_at:
                 next_update_at = now + _UPDATE_EVERY_S
                 self._announce()
             while self._due and self._due[0][0] <= now:
@@ -170,7 +186,7 @@ class Crowd:
             case Nack():
                 self.num_rejected += 1
             case Members(generators=generators):
-                self._live = [each.member for each in generators]
+                self._live[id(peer)] = [each.member for each in generators]
             case Update(version=version, epoch=epoch):
                 peer.version, self.num_updates = version, self.num_updates + 1
                 self._pong(peer, -1.0)
@@ -199,16 +215,17 @@ class Crowd:
             self._ask(peer)
 
     def _announce(self) -> None:
-        assert self._learner is not None
-        self._learner.version += 1
+        version = self._learners[0].version = self._learners[0].version + 1
+        members = [member for live in self._live.values() for member in live]
         slots = [
             TensorSlot(f"model.layers.{n}.mlp.weight", [4096, 4096], "bfloat16", 0, n) for n in range(_NUM_TENSORS)
         ]
         order = Update(
-            NO_EPOCH, self._live, self._learner.version, slots, [2**26] * 8, [2**63] * 8, [[1] * 32] * 4,
+            NO_EPOCH, members, version, slots, [2**26] * 8, [2**63] * 8, [[1] * 32] * 4,
             [[-1.0] * 31] * 4, max_probe_diff=1e-3, timeout_s=60.0,
         )  # fmt: skip
-        self._send(self._learner, order)
+        for learner in self._learners:
+            self._send(learner, order)
 
 
 def _work(pipe: Connection, numbers: range, settings: dict[str, Any], seconds: float) -> None:
@@ -229,7 +246,8 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
     """Run the peers on a served run that nobody used yet; return the figures."""
     context = multiprocessing.get_context("spawn")
     settings = {
-        "address": served.address,
+        "addresses": served.addresses,
+        "is_plain": served.is_plain,
         "tokens": arguments.tokens,
         "put_every_s": num_peers * arguments.tokens / arguments.tokens_per_s,
     }
@@ -250,17 +268,22 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
     _release(pipes)
     results = _gather(pipes)
     wall_s = time.perf_counter() - started_at
-    cores = {name: (used - before[name]) / wall_s for name, used in served.cpu_s().items()}
+    cores, memory = _cores_since(before, served, wall_s), served.memory_mib()
     for worker in workers:
         worker.join(5.0)
     waits = [wait for result in results for wait in result[0]]
     return {
         "peers": num_peers,
+        "brokers": len(served.addresses),
+        "is_encrypted": not served.is_plain,
         "idle_cores": idle,
         "burst_s": _quantiles(burst),
         "lease_s": _quantiles(waits),
         "leases": len(waits),
         "cores": cores | {"peers": sum(result[4] for result in results) / wall_s},
+        "memory_mib": memory,
+        "broker_us": 1e6 * _of_brokers(cores) * wall_s / max(1, sum(result[1] for result in results)),
+        "load": os.getloadavg()[0],
         "tokens_per_s": arguments.tokens * sum(result[1] for result in results) / wall_s,
         "updates": sum(result[2] for result in results),
         "rejected": sum(result[3] for result in results),
@@ -270,7 +293,15 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
 def _cores(served: ServedRun, seconds: float) -> dict[str, float]:
     before = served.cpu_s()
     time.sleep(seconds)
+    return _cores_since(before, served, seconds)
+
+
+def _cores_since(before: dict[str, float], served: ServedRun, seconds: float) -> dict[str, float]:
     return {name: (used - before[name]) / seconds for name, used in served.cpu_s().items()}
+
+
+def _of_brokers(figures: dict[str, float]) -> float:
+    return sum(figure for name, figure in figures.items() if name.startswith("broker"))
 
 
 def _gather(pipes: list[Connection]) -> list[Any]:
@@ -290,11 +321,12 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure each number of generators on a broker and a store of its own."""
+    """Measure each number of generators on each number of brokers and a store of their own."""
     rows = []
-    for num_peers in arguments.peers:
+    for sockets, num_peers, brokers in product(arguments.sockets, arguments.peers, arguments.brokers):
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-            served = ServedRun(Path(folder), durability="standard", settings=["broker.peer_timeout_s=8"])
+            own = {"sockets": sockets, "brokers": brokers, "settings": ["broker.peer_timeout_s=8"]}
+            served = ServedRun(Path(folder), durability="standard", **own)
             try:
                 served.start()
                 rows.append(measure(served, num_peers, arguments))
@@ -306,21 +338,26 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(
-        "peers", "all at once: p50, last", "lease p50", "p99", "broker", "store", "idle", "peers'", "tokens/s"
-    )
-    table.title = "Seconds to a lease in ms; processor time in shares of a core"
+        "peers", "brokers", "all at once: p50, last", "lease p50", "p99", "brokers'", "store", "idle", "peers'",
+        "us/put", "MiB", "tokens/s", "load",
+    )  # fmt: skip
+    table.title = "Seconds to a lease in ms; processor time in shares of a core, of all brokers together"
     for row in rows:
         burst, lease, cores = row["burst_s"], row["lease_s"], row["cores"]
         table.add_row(
             f"{row['peers']:,}",
+            f"{row['brokers']}{'' if row['is_encrypted'] else ' plain'}",
             f"{1e3 * burst['p50']:,.0f}, {1e3 * burst['max']:,.0f}",
             f"{1e3 * lease['p50']:,.1f}",
             f"{1e3 * lease['p99']:,.1f}",
-            f"{cores['broker']:.2f}",
+            f"{_of_brokers(cores):.2f}",
             f"{cores['store']:.2f}",
-            f"{row['idle_cores']['broker']:.2f}",
+            f"{_of_brokers(row['idle_cores']):.2f}",
             f"{cores['peers']:.2f}",
+            f"{row['broker_us']:.0f}",
+            " + ".join(f"{mib:.0f}" for mib in row["memory_mib"].values()),
             f"{row['tokens_per_s']:,.0f}",
+            f"{row['load']:.1f}",
         )
     return table
 
@@ -328,6 +365,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 if __name__ == "__main__":
     parser = make_parser("benchmarks.peers_at_scale", __doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=[250, 1000, 4000], help="generators (250 1000 4000)")
+    parser.add_argument("--brokers", type=int, nargs="+", default=[1], help="brokers of a run (1)")
+    parser.add_argument("--sockets", nargs="+", default=["ipc"], choices=SOCKETS, help="of the brokers (ipc)")
     parser.add_argument("--tokens-per-s", type=float, default=1e6, help="of all generators together (1,000,000)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a trajectory (1024)")
     parser.add_argument("--seconds", type=float, default=20.0, help="measured after all have a lease (20)")

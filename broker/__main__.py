@@ -1,7 +1,9 @@
-"""python -m broker [KEY=VALUE]...: start the broker and, without a launcher, the embedded store.
+"""python -m broker [--shard N] [KEY=VALUE]...: start a broker and, without a launcher, the embedded store.
 
 python -m broker experiment=digits_cpu name=mine                         on this machine
 python -m broker name=mine broker.token_file=token                       with a token of your own
+
+--shard N                       number of this broker, from 0, of a run with several; the store is started by number 0
 
 Most used settings; those of the learner must be the same:
   experiment=PRESET, name=NAME  the run; resume=true continues it
@@ -17,20 +19,22 @@ Outside a checkout the module is called slipstream.broker.
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 import msgspec
 import structlog
 
 from slipstream.broker.archiver import ArchiverThread
+from slipstream.broker.chief import Chief
 from slipstream.broker.credentials import derive_keys, make_token, write_guest_tokens
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
+from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
-from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -38,13 +42,21 @@ from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.sampling import RowCount
 from slipstream.cluster.observers import Observers, check_observers, observed
+from slipstream.configs.base import require
+from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import ended_beside, exempt_from_collection, has_launcher, on_stop_signal
+from slipstream.runtime.process import (
+    ended_beside,
+    exempt_from_collection,
+    has_launcher,
+    launcher_pid,
+    on_stop_signal,
+)
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
@@ -60,30 +72,51 @@ log = structlog.get_logger(__name__)
 def main(overrides: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
     exit_after_help(overrides, __doc__)
+    shard, overrides = split_shard(overrides)
     run = load(overrides)
-    configure_logs("broker")
+    name = _name_of(run, shard)
+    configure_logs(name)
     # Whatever the user can get wrong is checked before the store starts.
     train, heldout = open_datasets(run)
     folder = RunFolder(run)
     folder.make()
-    if not has_launcher():
+    is_first = name == FIRST_BROKER
+    if is_first and not has_launcher():
         check_observers(run)
         folder.lock()
     keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
-    channel = listen(folder.broker_address, keys=keys, cluster=run.cluster, before=folder.read_address())
-    folder.open()
-    folder.write_address(channel.address)
-    write_guest_tokens(folder, keys)
-    supervisor = _make_supervisor(run, folder)
+    address = folder.broker_addresses[name]
+    channel = listen(address, keys=keys, cluster=run.cluster, before=folder.read_address(name))
+    if is_first:
+        folder.open()
+        write_guest_tokens(folder, keys)
+    folder.write_address(channel.address, broker=name)
+    supervisor = _make_supervisor(run, folder) if is_first else None
     try:
         if supervisor:
             supervisor.start()
-        _serve(run, folder, channel, supervisor, train=train, heldout=heldout)
+        _serve(run, folder, channel, supervisor, name=name, train=train, heldout=heldout)
     finally:
         channel.close()
         if supervisor:
             supervisor.stop()
         folder.unlock()
+
+
+def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the word after `--shard`, "0" without one, and the overrides."""
+    if "--shard" not in arguments:
+        return "0", arguments
+    at = arguments.index("--shard")
+    return "".join(arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :]
+
+
+def _name_of(run: RunConfig, shard: str) -> str:
+    """Return the name of the broker of that number. Raises ConfigError unless the run has it."""
+    is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
+    must = f"be a number from 0 to {run.broker.shards - 1}"
+    require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
+    return run.broker.names[int(shard)]
 
 
 def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
@@ -101,6 +134,7 @@ def _serve(
     channel: ZmqServerChannel,
     supervisor: RedisSupervisor | None,
     *,
+    name: str,
     train: Dataset,
     heldout: Mapping[str, Dataset],
 ) -> None:
@@ -124,18 +158,20 @@ def _serve(
         heldout=heldout,
         store_url=url,
         model=fingerprint(run.model.path),
+        name=name,
+        address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
     exempt_from_collection()
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
-    with closing(store), _observing(run, folder) as observers, _archiving(run, folder, url):
+    with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=0.2)
             beside = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
             for sentence in beside:
                 log.warning(sentence)
-        # A launcher restarts the broker, or ends the generators itself.
-        if not has_launcher():
+        # A launcher restarts the broker, or ends the generators itself; of several brokers the others go on.
+        if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
 
@@ -154,7 +190,9 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount)
             group_filter=run.buffer.filter,
             curriculum=run.data.curriculum,
         )
-    if state.phase == "finished" and not run.resume:
+        is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
+    # Of several brokers one that is restarted late may find the run that others have served to its end.
+    if state.phase == "finished" and not (run.resume or is_served):
         raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "
             "choose another with name=..., or continue it with resume=true and a larger learner.max_steps."
@@ -163,9 +201,9 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount)
 
 
 @contextmanager
-def _observing(run: RunConfig, folder: RunFolder) -> Iterator[Observers | None]:
-    """Run loggers and exporter during the block, unless a launcher does."""
-    if has_launcher():
+def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Observers | None]:
+    """Run loggers and exporter during the block, at the first broker, unless a launcher does."""
+    if has_launcher() or chief.name != FIRST_BROKER:
         yield None
         return
     with observed(run, logs=folder.logs) as observers:
@@ -173,20 +211,28 @@ def _observing(run: RunConfig, folder: RunFolder) -> Iterator[Observers | None]:
 
 
 @contextmanager
-def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[None]:
-    """Archive finished groups during the block; the rest stays in the store for the next broker."""
+def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) -> Iterator[None]:
+    """Archive finished groups during the block, while this broker is the chief; the rest stays in the store."""
     if not run.buffer.archive.enabled:
         yield
         return
     connect = partial(open_run_store, store_url, run.name, timeout_s=run.buffer.retry_timeout_s)
     storage = open_storage(run, timeout_s=_STORAGE_TIMEOUT_S)
     archive = storage and storage.child(folder.archive.name)
-    archiver = ArchiverThread(connect, folder.archive, run.buffer.archive, storage=archive)
+    archiver = ArchiverThread(
+        connect, folder.archive, run.buffer.archive, storage=archive, lead=lambda: chief.fence or None
+    )
     archiver.start()
+
+    def stay_chief() -> None:
+        with suppress(StoreUnavailableError):
+            chief.report(num_generators=0)
+
     try:
         yield
     finally:
-        if not archiver.stop(timeout_s=UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S):
+        timeout_s = UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S
+        if not archiver.stop(timeout_s=timeout_s, meanwhile=stay_chief):
             log.warning("archive_unfinished", reason=archiver.status().reason, folder=str(folder.archive))
 
 

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,8 @@ from slipstream.buffer.archive.archive import missing_images, write_images
 from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.archive.mirror import ArchiveMirror
 from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.errors import ReplayBufferError, StorageError, StoreUnavailableError
+from slipstream.buffer.chief import NO_FENCE
+from slipstream.buffer.errors import ReplayBufferError, StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder
 from slipstream.buffer.records import FinishedGroup, StepEntry, image_names
 from slipstream.buffer.store import Store
@@ -122,8 +123,9 @@ class Archiver:
         clock: Clock = time.monotonic,
         open_writer: OpenWriter = ShardWriter,
         mirror: ArchiveMirror | None = None,
+        fence: int = NO_FENCE,
     ) -> None:
-        """`folder`: of the archive; `mirror`: its copy in the object store.
+        """`folder`: of the archive; `mirror`: its copy in the object store; `fence`: of the chief.
 
         Raises ArchiveError if another process writes there, StorageError, OSError.
         """
@@ -133,6 +135,7 @@ class Archiver:
         self._max_shard_bytes = max_shard_bytes
         self._clock = clock
         self._mirror = mirror
+        self._fence = fence
         if mirror:
             mirror.fetch()
         self._writer = open_writer(folder)
@@ -155,8 +158,8 @@ class Archiver:
     def step(self) -> int:
         """Archive one shard if it is due; returns the number of groups taken from the store.
 
-        Raises StoreUnavailableError, StorageError, OSError. Nothing is lost then: the next call starts where this one
-        did.
+        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError. Nothing is lost then: the next call starts
+        where this one did.
         """
         self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
@@ -214,7 +217,7 @@ class Archiver:
             self._steps.mark_archived(group.id for group in groups)
         # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:
-            self._store.forget([group.id for group in groups])
+            self._store.forget([group.id for group in groups], fence=self._fence)
         self._waiting_since = None
         self.num_groups += len(new)
         return len(groups)
@@ -248,7 +251,10 @@ class ArchiverStatus(Record):
 
 
 class ArchiverThread:
-    """An Archiver with its own thread and store connection; it retries after errors and reports them as its status."""
+    """An Archiver with its own thread and store connection; it retries after errors and reports them as its status.
+
+    It works while its broker is the chief, and leaves the folder to the archiver of another when that is the chief.
+    """
 
     def __init__(
         self,
@@ -259,15 +265,18 @@ class ArchiverThread:
         tick_s: float = _TICK_S,
         open_writer: OpenWriter = ShardWriter,
         storage: ObjectFolder | None = None,
+        lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
         """`connect` opens the store; it is called on the thread, and again after every error. `storage`: where the
-        archive is kept beside its folder."""
+        archive is kept beside its folder. `lead`: fence of the chief, None while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
         self._tick_s = tick_s
         self._open_writer = open_writer
         self._storage = storage
+        self._lead = lead
+        self._fence: int | None = None
         self._stopping = threading.Event()
         self._status = ArchiverStatus()
         self._last_error = ""
@@ -280,13 +289,16 @@ class ArchiverThread:
         """Return the current status, from any thread; the store has it as the gauges of the role `archiver`."""
         return self._status
 
-    def stop(self, *, timeout_s: float) -> bool:
+    def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
         """Archive what is finished, then end; blocks at most `timeout_s`. Returns whether it has ended.
 
-        Groups that it did not get to stay in the store for the next archiver.
+        Groups that it did not get to stay in the store for the next archiver. `meanwhile` is called every second.
         """
         self._stopping.set()
-        self._thread.join(timeout=timeout_s)
+        ends_at = time.monotonic() + timeout_s
+        while self._thread.is_alive() and (left_s := ends_at - time.monotonic()) > 0:
+            self._thread.join(timeout=min(left_s, _TICK_S))
+            meanwhile()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -295,7 +307,10 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until stopped; False after an error."""
+        """Archive until stopped; False after an error, and while another broker is the chief."""
+        self._fence = self._lead()
+        if self._fence is None:
+            return False
         try:
             with closing(self._connect()) as store:
                 return self._archive_until_stopped(store)
@@ -305,9 +320,9 @@ class ArchiverThread:
 
     def _archive_until_stopped(self, store: Store) -> bool:
         try:
-            with closing(self._open(store)) as archiver:
-                self._archive(archiver, store)
-            return True
+            with suppress(StaleFenceError), closing(self._open(store)) as archiver:
+                return self._archive(archiver, store)
+            return False
         except (ReplayBufferError, OSError) as error:
             self._record_error(error)
             # The store may work all the same: the disk is full, or another archiver writes to the folder.
@@ -316,10 +331,20 @@ class ArchiverThread:
 
     def _open(self, store: Store) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
-        return Archiver(store, self._folder, self._config, open_writer=self._open_writer, mirror=mirror)
+        return Archiver(
+            store,
+            self._folder,
+            self._config,
+            open_writer=self._open_writer,
+            mirror=mirror,
+            fence=NO_FENCE if self._fence is None else self._fence,
+        )
 
-    def _archive(self, archiver: Archiver, store: Store) -> None:
+    def _archive(self, archiver: Archiver, store: Store) -> bool:
+        """Return whether it was stopped; False once another broker is the chief."""
         while not self._stopping.is_set():
+            if self._lead() != self._fence:
+                return False
             moved = archiver.step()
             self._record_progress(archiver, state="archiving")
             self._report(store)
@@ -328,6 +353,7 @@ class ArchiverThread:
         archiver.flush()
         self._record_progress(archiver, state="gone")
         self._report(store)
+        return True
 
     def _record_progress(self, archiver: Archiver, *, state: Literal["archiving", "gone"]) -> None:
         if self._last_error:

@@ -12,10 +12,11 @@ from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.transport.endpoints import is_here
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Record
+from slipstream.configs.broker import BROKER_NAME
 
 LEARNER = "learner"
 """Id of the learner."""
-_RESERVED_IDS = ("broker", LEARNER, "archiver", "store", LAUNCHER)
+_RESERVED_IDS = (LEARNER, "archiver", "store", LAUNCHER)
 
 
 class Rejection(Record):
@@ -60,7 +61,7 @@ class Handshake:
         # One name for the one learner: a second one is then refused as any other duplicate is.
         if hello.role == "learner" and hello.peer_id != LEARNER:
             return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
-        if hello.role == "generator" and hello.peer_id in _RESERVED_IDS:
+        if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
             return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
         location = self._locate_duplicate(hello)
         if location and hello.role == "learner":

@@ -15,6 +15,7 @@ from slipstream.broker.admission import (
     pacing_reason,
     weights_reason,
 )
+from slipstream.broker.chief import Chief
 from slipstream.broker.fair_share import FairShare
 from slipstream.broker.guests.desk import GuestDesk
 from slipstream.broker.messages import Ack, Message, Prompt, Prompts
@@ -70,6 +71,7 @@ class LeaseScheduler:
     def __init__(
         self,
         store: Store,
+        chief: Chief,
         *,
         run: RunConfig,
         train: Dataset,
@@ -78,7 +80,8 @@ class LeaseScheduler:
         guests: GuestDesk,
         clock: Clock,
     ) -> None:
-        """`outage` records failed calls of the store; requests are answered during an outage too."""
+        """`chief` knows the share of the generators that are served here. `outage` records failed calls of the store;
+        requests are answered during an outage too."""
         self._guests = guests
         self._store = store
         self._outage = outage
@@ -86,6 +89,7 @@ class LeaseScheduler:
         self._train = train
         self._heldout = heldout
         self._clock = clock
+        self._chief = chief
         self._fair_share = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
         self._requests: dict[bytes, _Request] = {}
         self._state: RunState | None = None
@@ -177,6 +181,8 @@ class LeaseScheduler:
             return None
         counts = self._store_counts()
         available = counts.returned + max(0, limit - counts.admitted)
+        # The other brokers offer the rest to theirs.
+        available = ceil(available * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 

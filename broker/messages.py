@@ -13,7 +13,7 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     Profile (learner)                           the same, relayed to all generators
     Audited (generator)                         Audit
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
-    Bye                                         Members (to the learner), Drain, Bye
+    Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 """
 
 from typing import Annotated, Any, Literal
@@ -78,6 +78,15 @@ class Hello(Message):
     """Equal for peers that reach each other's loopback addresses; empty: unknown."""
 
 
+class LivingBrokers(Message):
+    """Other brokers live than before: a generator goes to the one that its hash gives it, the learner to all."""
+
+    broker: Name
+    """The one that sends this."""
+    brokers: dict[Name, Name]
+    """Name -> address for the receiver's machine; empty: it cannot be reached from there."""
+
+
 class Welcome(Message):
     """Acceptance of a peer, with everything it needs to know about the run."""
 
@@ -97,6 +106,8 @@ class Welcome(Message):
     """Number of prompts of each held-out set."""
     model: ModelFingerprint | None = None
     """Fingerprint of `model.path` on the broker's machine; None if there is no such folder."""
+    living: LivingBrokers | None = None
+    """None if the run has one broker."""
 
 
 class Refuse(Message):
@@ -111,6 +122,8 @@ class Bye(Message):
 
     reason: ErrorText = ""
     """The error that ends a peer; empty for a regular departure."""
+    is_moving: bool = False
+    """Whether the peer goes to another broker, and takes its leases along."""
 
 
 class Drain(Message):
@@ -381,7 +394,7 @@ class Audited(Message):
 
 
 AnyMessage = (
-    Hello | Welcome | Refuse | Bye | Drain | Ping | Pong | LeaseRequest | Prompts | Put | Ack | Nack | ReturnLeases
-    | Members | OpenEpoch | EpochOpened | Update | UpdateApplied | Profile | Audit | Audited
+    Hello | Welcome | Refuse | Bye | Drain | LivingBrokers | Ping | Pong | LeaseRequest | Prompts | Put | Ack | Nack
+    | ReturnLeases | Members | OpenEpoch | EpochOpened | Update | UpdateApplied | Profile | Audit | Audited
 )  # fmt: skip
 """Type to decode a header as."""

@@ -1,7 +1,7 @@
-"""Peers: the connected generators and the learner, and the drain requests for them."""
+"""Peers: the connected generators and the learner, those that have left, and the drain requests for them."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import ceil
@@ -11,15 +11,18 @@ import structlog
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
+    Drain,
     Gauges,
     Hello,
     Member,
     Members,
     MemberState,
+    Message,
     Pong,
     WeightTransport,
 )
 from slipstream.buffer.store import Store
+from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -220,16 +223,20 @@ class PingRound:
         return taken
 
 
+# --- departures ------------------------------------------------------------------------------------------------------
 LEFT = "left"
 """Reason of a regular departure; any other departure is recorded as an event."""
 
 
 class Departures:
-    """Peers that have left and whose departure the store has not recorded yet."""
+    """Peers that have left, with the reason, until the store has taken their leases back."""
 
-    def __init__(self, store: Store, peers: Peers) -> None:
+    def __init__(self, store: Store, peers: Peers, *, run: RunConfig, broker: str) -> None:
+        """`broker`: name of this one."""
         self._store = store
         self._peers = peers
+        self._run = run
+        self._broker = broker
         self._departed: list[tuple[Peer, str]] = []
 
     def add(self, peer: Peer, reason: str) -> None:
@@ -237,10 +244,11 @@ class Departures:
 
     def record(self) -> None:
         """Return the leases of departed peers. Raises StoreUnavailableError; what it did not record, it keeps."""
+        elsewhere = self._served_elsewhere() if self._departed and self._run.broker.shards > 1 else set()
         while self._departed:
             peer, reason = self._departed[0]
-            # The same incarnation may have come back meanwhile, and works on its leases.
-            if not self._peers.is_back(peer):
+            # The same incarnation may have come back meanwhile, here or at another broker, and works on its leases.
+            if not self._peers.is_back(peer) and peer.owner not in elsewhere:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
                 gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
@@ -249,6 +257,12 @@ class Departures:
                     self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
                 log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
             del self._departed[0]
+
+    def _served_elsewhere(self) -> set[str]:
+        """Owners whom other brokers serve: generators go on to them while this one hangs."""
+        oldest = self._store.now() - self._run.broker.peer_timeout_s
+        roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
+        return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
 
 
 # --- drain requests --------------------------------------------------------------------------------------------------
@@ -265,37 +279,43 @@ class _DrainRequest:
 
 
 class DrainRequests:
-    """Pending requests to drain generators. Each is repeated until the generator drains or the deadline passes.
+    """Requests to drain generators. Each is repeated until the generator drains or the deadline passes.
 
-    Repeated because the generator may join only later, and because a Drain sent over a dying connection is lost.
+    Repeated because a Drain sent over a dying connection is lost. Requests for another broker's generators, or for one
+    that joins only later, stay in the store until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, *, send: Callable[[bytes, Message], bool]) -> None:
+        self._store = store
+        self._send = send
         self._requests: dict[str, _DrainRequest] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
-
-    def add(self, requests: dict[str, str], *, now: float) -> None:
-        """Add requests as the store holds them (subject -> deadline) and drop those past their deadline."""
-        for subject, deadline in requests.items():
-            if subject.startswith(DRAIN_REQUEST):
-                self._requests[subject.removeprefix(DRAIN_REQUEST)] = _DrainRequest(float(deadline))
-        self._requests = {name: request for name, request in self._requests.items() if now < request.deadline}
-
-    def due(self, generators: Iterable[Peer]) -> list[Peer]:
-        """Return the generators to order now.
+    def send_due(self, generators: list[Peer]) -> None:
+        """Order what is requested of these generators, all of this broker's. Raises StoreUnavailableError.
 
         Once sent, a request is bound to that incarnation: a successor of the same name was not meant.
         """
-        return [peer for peer in generators if peer.state != "draining" and self._applies_to(peer)]
+        if requests := self._store.requests("broker"):
+            self._take(requests, generators)
+        for peer in (each for each in generators if self._requests and self._is_due(each)):
+            request = self._requests[peer.hello.peer_id]
+            if self._send(peer.identity, Drain("drain requested")) and not request.owner:
+                request.owner = peer.owner
+                self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
 
-    def mark_sent(self, peer: Peer) -> bool:
-        """Record that the order was sent; returns whether it was the first time."""
-        request = self._requests[peer.hello.peer_id]
-        is_first, request.owner = not request.owner, peer.owner
-        return is_first
+    def _take(self, requests: dict[str, str], generators: list[Peer]) -> None:
+        """Take the requests for these generators, and those past their deadline, which are dropped."""
+        now = self._store.now()
+        here = {DRAIN_REQUEST + peer.hello.peer_id for peer in generators}
+        subjects = [subject for subject, deadline in requests.items() if subject in here or now >= float(deadline)]
+        for subject, deadline in self._store.take_requests("broker", subjects=subjects).items():
+            self._requests[subject.removeprefix(DRAIN_REQUEST)] = _DrainRequest(float(deadline))
 
-    def _applies_to(self, peer: Peer) -> bool:
+    def _is_due(self, peer: Peer) -> bool:
         request = self._requests.get(peer.hello.peer_id)
-        return request is not None and request.owner in ("", peer.owner)
+        if request is None or peer.state == "draining":
+            return False
+        if self._store.now() >= request.deadline:
+            del self._requests[peer.hello.peer_id]
+            return False
+        return request.owner in ("", peer.owner)

@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
+from slipstream.broker.chief import Chief
 from slipstream.broker.guests.desk import GuestDesk
 from slipstream.broker.handshake import Handshake, Rejection, reject_unreadable
 from slipstream.broker.ingest import Ingest
@@ -43,7 +44,6 @@ from slipstream.broker.partial_decode import HelloHeader, decode_header, decode_
 from slipstream.broker.peers import LEFT, Departures, DrainRequests, Peer, Peers, PingRound
 from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.status.inspection import Inspection
-from slipstream.broker.store_clock import StoreClock
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import ServerChannel
 from slipstream.broker.vitals import Vitals
@@ -51,6 +51,7 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
 from slipstream.buffer.records import Heartbeat
 from slipstream.buffer.store import Store
+from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.logs import LogLimiter
@@ -88,9 +89,12 @@ class Router:
         heldout: Mapping[str, Dataset],
         store_url: str = "",
         model: ModelFingerprint | None = None,
+        name: str = FIRST_BROKER,
+        address: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`model`: fingerprint sent to peers; None if the broker has none."""
+        """`model`: fingerprint sent to peers; None if the broker has none. `name`: of this broker; `address`:
+        where other machines reach it; empty: nowhere."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -98,7 +102,9 @@ class Router:
         self._store_url = store_url
         self._model = model
         self._clock = clock
+        self._name = name
         self._incarnation = uuid.uuid4().hex
+        self.chief = Chief(store, run, name=name, incarnation=self._incarnation, address=address, clock=clock)
         self._peers = Peers(
             timeout_s=run.broker.peer_timeout_s,
             suspect_after_s=_SUSPECT_AFTER_PINGS * run.broker.heartbeat_s,
@@ -116,18 +122,17 @@ class Router:
         self._ingest = Ingest(store, self._outage, check, log_limiter=self._log_limiter, max_payload_bytes=limit)
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(
-            store, run=run, train=train, heldout=heldout, outage=self._outage, guests=self._guests, clock=clock
-        )
-        self._drain_requests = DrainRequests()
-        self._store_clock = StoreClock(store, run, clock=clock)
-        self._vitals = Vitals(run, store, self._ingest, send=self._send)
+            store, self.chief, run=run, train=train, heldout=heldout, outage=self._outage, guests=self._guests,
+            clock=clock,
+        )  # fmt: skip
+        self._drain_requests = DrainRequests(store, send=self._send)
+        self._departures = Departures(store, self._peers, run=run, broker=name)
+        self._vitals = Vitals(run, store, self._ingest, send=self._send, name=name, address=address)
         self._account = self._vitals.account
         self._inspection = Inspection(run, self._peers.weights_at, model=model, send=channel.send)
-        self._departures = Departures(store, self._peers)
         self._ping_round = PingRound(())
         self._members_changed = False
-        self._next_ping_at = self._next_reap_at = self._next_members_at = 0.0
-        self._next_serve_at = self._may_serve_at = 0.0
+        self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0
 
     def step(self, *, timeout_s: float) -> int:
         """Handle received messages, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
@@ -234,9 +239,10 @@ class Router:
                     self._send(learner.identity, replace(message, lender_errors=[]) if is_accusing else message)
             case Audited() if not peer.guest:
                 self._guests.record_check(peer, message)
-            case Bye(reason=reason):
+            case Bye(reason=reason, is_moving=is_moving):
                 self._peers.remove(peer.identity)
-                self._depart(peer, f"{LEFT}: {reason}" if reason else LEFT)
+                leave = self._forget if is_moving else self._depart
+                leave(peer, f"{LEFT}: {reason}" if reason else LEFT)
             case _:
                 self._log_limiter.log("unexpected_message", type(message).__name__, peer=peer.hello.peer_id)
 
@@ -265,6 +271,7 @@ class Router:
                 broker_incarnation=self._incarnation,
                 num_heldout=self._num_heldout,
                 model=self._model,
+                living=self.chief.living_for(hello.machine),
             ),
         )
         self._vitals.record_join(identity)
@@ -290,9 +297,12 @@ class Router:
             return ""
         return f"process {duplicate.hello.pid} on {duplicate.hello.host}"
 
-    def _depart(self, peer: Peer, reason: str) -> None:
+    def _forget(self, peer: Peer, _reason: str) -> None:
         self._leases.remove_peer(peer)
         self._members_changed = True
+
+    def _depart(self, peer: Peer, reason: str) -> None:
+        self._forget(peer, reason)
         self._departures.add(peer, reason)
         self._try(self._departures.record)
 
@@ -332,7 +342,8 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
+                    self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
+                    self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
@@ -343,21 +354,12 @@ class Router:
             self._next_reap_at = now + _REAP_INTERVAL_S
             self._report_strangers()
             self._log_limiter.flush()
-            self._reap()
+            self.chief.work()
 
     def _report_strangers(self) -> None:
         num_refused = self._channel.take_refused()
         if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
-            self._store.record_event("broker", f"refused: {num_refused} connections without the run's token")
-
-    def _reap(self) -> None:
-        self._store_clock.follow()
-        reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline)
-        for event in reaped:
-            log.warning("reaped", what=event)
-        if reaped:
-            # One event for all: the leases of one dead generator must not push everything else off the list.
-            self._store.record_event("broker", "; ".join(reaped))
+            self._store.record_event(self._name, f"refused: {num_refused} connections without the run's token")
 
     def _ping(self, peers: list[Peer], now: float) -> None:
         frames = [encode(Ping(sent_at=now))]
@@ -370,25 +372,23 @@ class Router:
         """Renew the leases that peers still hold, and store their gauges and the broker's own."""
         self._departures.record()
         # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
-        beats = [
-            Heartbeat(peer.hello.peer_id, peer.report | self._guests.gauges(peer), peer.owner, peer.lease_ids)
-            for peer in peers
-        ]
+        gauges = [each.report | self._guests.gauges(each) | self.chief.marks(each.owner) for each in peers]
+        beats = [Heartbeat(p.hello.peer_id, own, p.owner, p.lease_ids) for p, own in zip(peers, gauges, strict=True)]
         if self._ping_round.is_over:
-            beats.append(Heartbeat("broker", self._vitals.gauges(num_peers=len(self._peers))))
+            own = self._vitals.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
+            beats.append(Heartbeat(self._name, own))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
         if self._ping_round.is_over:
-            self._send_requested_drains()
+            self._drain_requests.send_due(self._peers.generators())
+            self._report_broker()
         # Every call above has succeeded.
         self._outage.end()
 
-    def _send_requested_drains(self) -> None:
-        requests = self._store.take_requests("broker")
-        if requests or self._drain_requests:
-            self._drain_requests.add(requests, now=self._store.now())
-        for peer in self._drain_requests.due(self._peers.generators()):
-            if self._send(peer.identity, Drain("drain requested")) and self._drain_requests.mark_sent(peer):
-                self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
+    def _report_broker(self) -> None:
+        if self.chief.report(num_generators=sum(peer.hello.role == "generator" for peer in self._peers)):
+            for peer in self._peers:
+                if living := self.chief.living_for(peer.hello.machine):
+                    self._send(peer.identity, living)
 
     def _send(self, identity: bytes, message: Message) -> bool:
         return self._send_frames(identity, [encode(message)], kind=type(message))

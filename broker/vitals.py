@@ -20,27 +20,43 @@ class Vitals:
     """Belongs to the router's thread."""
 
     def __init__(
-        self, run: RunConfig, store: Store, ingest: Ingest, *, send: Callable[[bytes, Message], object]
+        self,
+        run: RunConfig,
+        store: Store,
+        ingest: Ingest,
+        *,
+        send: Callable[[bytes, Message], object],
+        name: str,
+        address: str,
     ) -> None:
+        """`name`, `address`: of this broker."""
         self._store = store
         self._ingest = ingest
         self._send = send
-        folder = RunFolder(run)
-        self._address = folder.read_address()
-        self._trace = Trace("broker", folder.profile)
+        self._address = address
+        self._trace = Trace(name, RunFolder(run).profile)
         self.account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
             # Generators are told as they join: the learner's order would come after their first leases.
             self._trace.obey("events")
 
-    def gauges(self, *, num_peers: int) -> dict[str, object]:
+    def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
         deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
         reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
         where = {"host": socket.gethostname(), "pid": os.getpid(), "address": self._address}
         waits = {"reason": reason, "waits_for": "store" if reason else ""}
         # Without children: a store that this process started reports its own time.
         used = {"cpu_s": round(time.process_time(), 3), "store_cpu_s": self._store.cpu_s(), **self.account.gauges()}
-        return {"role": "broker", "state": "ready", "peers": num_peers, **waits, **where, **deferred, **used}
+        return {
+            "role": "broker",
+            "state": "ready",
+            "peers": num_peers,
+            "is_chief": is_chief,
+            **waits,
+            **where,
+            **deferred,
+            **used,
+        }
 
     # --- profile -------------------------------------------------------------------------------------------------
     def pass_on(self, order: Profile, generators: Iterable[Peer]) -> None:

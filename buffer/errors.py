@@ -2,7 +2,7 @@
 
 ReplayBufferError
 ├── RecordRefusedError         a record is invalid; carries a short reason for counters
-├── StaleFenceError            a claim was used after it had lapsed
+├── StaleFenceError            a claim, or the chief's lease, was used after it had lapsed
 ├── StoreUnavailableError      the store does not answer
 │   └── StoreCannotWriteError  the store answers, but refuses writes: disk or memory full, or a replica
 ├── StoreLostError             the embedded store died and cannot be restarted
@@ -31,7 +31,7 @@ class RecordRefusedError(ReplayBufferError, ValueError):
 
 
 class StaleFenceError(ReplayBufferError, RuntimeError):
-    """A claim lapsed (or was rolled back) before it was committed or renewed."""
+    """A claim lapsed (or was rolled back) before it was committed or renewed, or a chief's lease did."""
 
 
 class StoreUnavailableError(ReplayBufferError, ConnectionError):

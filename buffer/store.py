@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.buffer.accounting import Audit, StoreCounts, StoreMemory
+from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import (
     Addressee,
@@ -135,19 +136,27 @@ class Store(Protocol):
         """Return every prompt that `owner` holds; return their number."""
         ...
 
-    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
         """Keep deadlines right after the store's clock has jumped forward by `jump_s`, or back; call it before `reap`.
 
         Leases, claims and groups short of members keep the time they had left. None of them gets more than `lease_s` or
-        `claim_lease_s`, which a clock that was set back would give them.
+        `claim_lease_s`, which a clock that was set back would give them. For the chief, as `reap` is.
         """
         ...
 
-    def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
+    def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         """Take back lapsed leases and claims, and quarantine groups that were tried too often.
 
         Groups that wait too long for their last members become ready without them, if the run's filter lets them, or
-        expire, as `group_deadline` says. Returns one log line per event.
+        expire, as `group_deadline` says. Returns one log line per event. Raises StaleFenceError unless `fence` is the
+        chief's (see `buffer.chief`).
+        """
+        ...
+
+    def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
+        """Report a broker as alive for `lease_s`, and make it the chief if there is none; return who is alive.
+
+        `facts`: plain values for the others. Every broker of a run names the same `lease_s`.
         """
         ...
 
@@ -252,8 +261,8 @@ class Store(Protocol):
         """Return the oldest `limit` groups that are over and still stored; they stay."""
         ...
 
-    def forget(self, group_ids: list[str]) -> int:
-        """Delete groups that are over and archived; return their number. Others are skipped."""
+    def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
+        """Delete groups that are over and archived; return their number. Others are skipped. For the chief alone."""
         ...
 
     def audit(self) -> Audit:
@@ -314,8 +323,12 @@ class Store(Protocol):
         """Leave a request to a role of the run; it replaces one on the same subject."""
         ...
 
-    def take_requests(self, addressee: Addressee) -> dict[str, str]:
-        """Return subject -> value of the requests since the last call; each request is returned once."""
+    def requests(self, addressee: Addressee) -> dict[str, str]:
+        """Return subject -> value of the requests that nobody has taken."""
+        ...
+
+    def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
+        """Return subject -> value of the requests that nobody has taken, of all or of these; each is returned once."""
         ...
 
     def append_metrics(self, row: dict[str, Any]) -> None:

@@ -10,6 +10,9 @@ from slipstream.configs.base import Config, require
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer connects anew, seconds."""
+FIRST_BROKER = "broker"
+"""Name of the only broker of a run, or of the first."""
+BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
 PROBE_SEQUENCES = 4
 """Canary sequences whose log-probabilities are compared after every weight update: few, as engines reserve room for
 them, and more than one, as a damaged tensor may spare some tokens."""
@@ -22,6 +25,9 @@ class BrokerConfig(Config):
     """ZeroMQ endpoint that the broker binds; null: a unix socket in the run folder, where every role of the run finds
     it, and with `cluster.interface` also a port, which `status` shows. A port (`tcp://127.0.0.1:5757`) on a loopback
     address for tunnels, or in `cluster.interface`; for a generator on another machine, where it reaches the broker."""
+    shards: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Brokers that share the generators of a run. Each is a process with an address: `address` and the ports after it,
+    or a unix socket and a port of its own. One carries a thousand generators; without it the others go on."""
     token_file: str | None = None
     """File with the token that encrypts and admits to all sockets of the run, readable by its owner alone.
     `SLIPSTREAM_TOKEN` in the environment takes precedence; without either, a token is made in the run folder."""
@@ -36,6 +42,11 @@ class BrokerConfig(Config):
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
     """Time a generator has for a leased prompt before it is leased again, seconds; pings renew it, so at least three
     must fit."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the brokers."""
+        return [FIRST_BROKER, *(f"{FIRST_BROKER}-{number}" for number in range(1, self.shards))]
 
     @property
     def heartbeat_s(self) -> float:

@@ -11,7 +11,7 @@ from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
     "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
-    "weights.fetch_address", "buffer.store", "loggers", "logging", "exporter",
+    "weights.fetch_address", "buffer.store", "broker.shards", "loggers", "logging", "exporter",
 )  # fmt: skip
 """Settings that say where a run lives, how it is started and who is told. They are no part of its identity: a run may
 move."""
@@ -162,6 +162,21 @@ class ClusterConfig(Config):
             got=self.guests.names,
             why="answers of guests could not be scored again by an engine of one's own",
         )
+
+    def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:
+        """Check that the mode has brokers, and that there are ports for so many, the first at this `broker.address`.
+
+        Raises ConfigError.
+        """
+        must, why = f"be 1 with mode={mode}", "only mode=async has brokers as processes"
+        require(mode == "async" or brokers == 1, "broker.shards", must, got=brokers, why=why)
+        port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
+        must, why = f"be <= {_PORTS[-1] + 1 - brokers} with broker.shards={brokers}", "each broker takes the next port"
+        require(port + brokers - 1 <= _PORTS[-1], "the port of broker.address", must, got=port, why=why)
+        if self.interface and address is None and brokers > 1:
+            must = f"hold at least {brokers + 1} ports with broker.shards={brokers}"
+            why = "each broker takes one, and so does the learner for weights"
+            require(len(self.port_range) > brokers, "cluster.ports", must, got=self.ports, why=why)
 
     @property
     def network(self) -> IPv4Network | None:

@@ -267,6 +267,7 @@ def _check_places(run: RunConfig) -> None:
     workers = getattr(run.generators.engine, "num_workers", 0)
     ranks, device = run.learner.num_ranks, run.learner.device
     run.cluster.check_machines(num_ranks=ranks)
+    run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
     run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
     run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.router_replay)
     run.logging.check(run.loggers)

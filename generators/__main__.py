@@ -44,6 +44,7 @@ from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.interface import collective_environment
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.base import ConfigError
+from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import load
@@ -100,10 +101,12 @@ def main(arguments: list[str]) -> None:
     deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
     own, token = wait_for_token(given, overrides, deadline=deadline)
     loading = start_loading(next((run for run in own if run is not given), None))
-    keys, address = derive_keys(token), RunFolder(own[0]).broker_address
+    keys, brokers = derive_keys(token), RunFolder(own[0]).broker_addresses
+    address = brokers[FIRST_BROKER]
     session = join(
         "generator",
         address=address,
+        brokers=brokers,
         keys=keys,
         max_message_bytes=own[0].broker.max_message_bytes,
         peer_id=keys.guest or peer_id,
@@ -214,9 +217,9 @@ def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
             continue  # of another version, or not there yet
         # The folder may have been moved, or renamed.
         found = msgspec.structs.replace(found, runs_dir=given.runs_dir, name=folder.name)
-        own_address = RunFolder(found).broker_address
+        own_addresses = RunFolder(found).broker_addresses.values()
         # With a name any address will do: at the other end of a tunnel or a relay it differs.
-        if is_named or (own_address == address if address else is_listening(own_address)):
+        if is_named or (address in own_addresses if address else any(map(is_listening, own_addresses))):
             return found
     return None
 

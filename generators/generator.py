@@ -30,6 +30,7 @@ from slipstream.broker.messages import (
     Refuse,
     ReturnLeases,
     Update,
+    Welcome,
 )
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
@@ -211,9 +212,9 @@ class Generator:
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         """Handle a message from the broker, or the end of the connection."""
+        self._requested_at = None if isinstance(message, Prompts | Welcome) else self._requested_at  # ended by both
         match message:
             case Prompts(prompts=prompts, reason=reason):
-                self._requested_at = None
                 if self._state in _SERVING:
                     # In any other state the generator's own reason explains more than the broker's.
                     self._reason = reason
@@ -303,11 +304,10 @@ class Generator:
         return "prompts" if self._state in _SERVING and self._reason else ""
 
     def _log_idle(self) -> None:
-        if self._tasks:
+        if self._tasks or self._clock() >= self._next_idle_log_at:
             self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
-        elif self._clock() >= self._next_idle_log_at:
-            self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
-            log.info("waiting", state=self._state, reason=self._reason or "for prompts")
+            if not self._tasks:
+                log.info("waiting", state=self._state, reason=self._reason or "for prompts")
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _poll_load(self) -> None:
@@ -329,10 +329,10 @@ class Generator:
             self._client.send(LeaseRequest(max_trajectories=room))
 
     def _accept(self, prompts: list[Prompt]) -> None:
-        self._deferred_reason = "" if prompts else self._deferred_reason
         if prompts and self._state not in _SERVING:
             return self._return_leases([p.lease.id for p in prompts], f"generator is {self._state}")
         for prompt in prompts:
+            self._deferred_reason = ""
             for index in prompt.lease.indices:
                 task = asyncio.create_task(self._answer(prompt, index))
                 self._tasks[task] = prompt

@@ -9,8 +9,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.transport.inbox import Inbox
+from slipstream.broker.transport.inbox import Inbox, Sender
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.codec import decode, encode
@@ -206,7 +205,7 @@ def build_learner(
     rank_group: RankGroup,
     store: Store,
     folder: RunFolder,
-    client: BrokerClient,
+    client: Sender,
     inbox: Inbox,
     sender: WeightSender,
     snapshots: SnapshotServer | None = None,

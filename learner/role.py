@@ -118,6 +118,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
     session = join(
         "learner",
         address=RunFolder(run).broker_address,
+        brokers=RunFolder(run).broker_addresses,
         keys=keys,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id=LEARNER,
@@ -197,7 +198,7 @@ def _build_learner(
         rank_group=rank_group,
         store=store,
         folder=folder,
-        client=session.client,
+        client=session.links,
         inbox=session.inbox,
         sender=_make_sender(run, folder, device),
         snapshots=snapshots,

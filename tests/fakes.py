@@ -60,7 +60,7 @@ class RouterScene:
         self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
         self.run = make_run(**(settings or {}), buffer={"staleness": {"max_lag": 0}} | buffer)
         self.hub = MemoryBroker()
-        data = Dataset(rows or write_rows(folder / "rows.parquet"))
+        data = self.data = Dataset(rows or write_rows(folder / "rows.parquet"))
         self.config_json = msgspec.json.encode(self.run).decode()
         curriculum = self.run.data.curriculum
         self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)

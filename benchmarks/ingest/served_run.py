@@ -1,4 +1,4 @@
-"""ServedRun: the real broker and its embedded store, each in its own process, without pacing."""
+"""ServedRun: the real brokers and their embedded store, each in its own process, without pacing."""
 
 import os
 import socket
@@ -15,6 +15,8 @@ from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.load import load
+from slipstream.runtime.run_folder import RunFolder
 
 GROUP_SIZE = 8
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -31,7 +33,13 @@ class ServedRun:
     """Life: start -> use -> stop."""
 
     def __init__(
-        self, folder: Path, *, durability: Durability, sockets: str = "ipc", settings: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        durability: Durability,
+        sockets: str = "ipc",
+        brokers: int = 1,
+        settings: Sequence[str] = (),
     ) -> None:
         """`sockets`: one of SOCKETS; `settings` of the run replace those of the benchmark."""
         self._folder = folder
@@ -41,7 +49,8 @@ class ServedRun:
         self.is_plain = bool(plain)
         self.address = f"ipc://{folder}/broker.sock" if transport == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
         self._server = EmbeddedRedis(folder / "runs" / _NAME / "store")
-        self._broker: psutil.Popen | None = None
+        self._num_brokers = brokers
+        self._brokers: dict[str, psutil.Popen] = {}
         self._redis: psutil.Process | None = None
 
     @property
@@ -58,6 +67,7 @@ class ServedRun:
             f"data.train={rows}",
             f"data.heldout={rows}",
             f"broker.address={self.address}",
+            f"broker.shards={self._num_brokers}",
             f"broker.max_message_bytes={MAX_MESSAGE_BYTES}",
             "broker.peer_timeout_s=600",
             "broker.lease_s=600",
@@ -70,12 +80,15 @@ class ServedRun:
             "learner.max_steps=1000000",
             *self._settings,
         ]
-        with (self._folder / "broker.log").open("wb") as log:
-            program = "benchmarks.ingest.plain_sockets" if self.is_plain else "slipstream.broker"
-            command = [sys.executable, "-m", program, *settings]
+        program = "benchmarks.ingest.plain_sockets" if self.is_plain else "slipstream.broker"
+        run = load(settings)
+        self.addresses = RunFolder(run).broker_addresses
+        for number, name in enumerate(run.broker.names):
+            command = [sys.executable, "-m", program, "--shard", str(number), *settings]
             environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
-            self._broker = psutil.Popen(command, stdout=log, stderr=log, env=environment)
-        self._await_broker()
+            with (self._folder / f"{name}.log").open("wb") as log:
+                self._brokers[name] = psutil.Popen(command, stdout=log, stderr=log, env=environment)
+            self._await_broker(name)
         # Connecting waits until the store has written its process id.
         self.open_store().close()
         self._redis = psutil.Process(int((self._server.directory / "redis.pid").read_text()))
@@ -85,28 +98,28 @@ class ServedRun:
         return open_run_store(self.store_url, _NAME, timeout_s=_START_S)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the processor seconds of broker and store since their start."""
-        assert self._broker is not None
-        assert self._redis is not None
+        """Return the processor seconds of brokers and store since their start."""
         return {name: sum(process.cpu_times()[:2]) for name, process in self._processes().items()}
 
+    def memory_mib(self) -> dict[str, float]:
+        """Return the resident memory of brokers and store."""
+        return {name: process.memory_info().rss / 2**20 for name, process in self._processes().items()}
+
     def stop(self) -> None:
-        """Terminate the broker, which ends its store."""
-        if self._broker is not None:
-            self._broker.terminate()
-            self._broker.wait(_STOP_S)
+        """Terminate the brokers; the first, which ends the last, ends their store."""
+        for broker in reversed(self._brokers.values()):
+            broker.terminate()
+            broker.wait(_STOP_S)
 
     def _processes(self) -> dict[str, psutil.Process]:
-        assert self._broker is not None
         assert self._redis is not None
-        return {"broker": self._broker, "store": self._redis}
+        return {**self._brokers, "store": self._redis}
 
-    def _await_broker(self) -> None:
-        assert self._broker is not None
-        log = self._folder / "broker.log"
+    def _await_broker(self, name: str) -> None:
+        log = self._folder / f"{name}.log"
         deadline = time.monotonic() + _START_S
         while b"listening" not in log.read_bytes():
-            if self._broker.poll() is not None or time.monotonic() > deadline:
+            if self._brokers[name].poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the broker must listen within {_START_S:g} s, got:\n{log.read_text()[-4000:]}")
             time.sleep(0.05)
 

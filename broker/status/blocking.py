@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slipstream.broker.status.role_status import RoleStatus
+from slipstream.broker.status.role_status import RoleStatus, last_heard
 from slipstream.buffer.records import RunState
 from slipstream.buffer.trajectory import Record
 
@@ -59,12 +59,12 @@ def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
 
 def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     waits = []
-    broker = next((role for role in roles if role.role == "broker"), None)
+    broker = last_heard(roles, "broker")
     if broker is None or not broker.is_alive:
         waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
         # Everything known about the other roles is as old as the broker's last report.
         return waits
-    learner = next((role for role in roles if role.role == "learner"), None)
+    learner = last_heard(roles, "learner")
     if learner is None or not learner.is_alive:
         waits.append(Wait(_GENERATORS, _LEARNER, _describe_absence("learner", learner)))
     if not any(role.role == "generator" and role.is_alive for role in roles):

@@ -65,6 +65,10 @@ class RoleStatus(Record):
     """Generators: share of the engine's KV cache in use."""
     preemptions: int | None = None
     """Generators: requests that the engine interrupted for want of KV cache."""
+    is_chief: bool = False
+    """Brokers: whether it does what is done once for all of them."""
+    broker: str | None = None
+    """Generators: the broker that serves it; None if the run has one."""
 
     @property
     def is_alive(self) -> bool:
@@ -111,7 +115,14 @@ def _role_status(
         restarts=restarts,
         kv_usage=number_of(gauges, "kv_usage"),
         preemptions=_count(gauges, "preemptions"),
+        is_chief=gauges.get("is_chief") is True,
+        broker=gauges.get("broker"),
     )
+
+
+def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
+    """Return that one of a kind which has reported last, such as of several brokers; None without any."""
+    return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
 
 
 def _liveness(gauges: dict[str, Any], *, age_s: float, timeout_s: float) -> Liveness:

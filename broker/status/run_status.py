@@ -159,7 +159,7 @@ def make_status(
 def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
     """Return the port at which a living broker listens; empty without one."""
     living = [role.name for role in roles if role.role == "broker" and role.is_alive]
-    return str(snapshot.roles[living[0]].get("address", "")) if living else ""
+    return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
 
 
 def _by_lag(ready_versions: dict[int, int], *, version: int) -> dict[int, int]:

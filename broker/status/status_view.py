@@ -1,5 +1,6 @@
 """Renders the status of a run as one screen of text."""
 
+from collections import Counter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -54,12 +55,28 @@ def _heading(status: RunStatus) -> Text:
 
 
 def _run_facts(status: RunStatus) -> dict[str, str]:
-    return {
-        "step": _step(status),
-        "version": _version(status),
-        "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
-        "last step": _last_step(status.last_row),
-    } | ({"join": join_command(status.address)} if status.address else {})
+    return (
+        {
+            "step": _step(status),
+            "version": _version(status),
+            "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
+            "last step": _last_step(status.last_row),
+        }
+        | ({"join": join_command(status.address)} if status.address else {})
+        | _brokers(status.roles)
+    )
+
+
+def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
+    """Name several brokers with the generators that each serves, and the chief."""
+    brokers = [role for role in roles if role.role == "broker"]
+    served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
+    shown = [
+        f"{each.name} ({'chief, ' if each.is_chief and each.is_alive else ''}"
+        + (f"{served[each.name]} generators)" if each.is_alive else f"{each.liveness})")
+        for each in brokers
+    ]
+    return {"brokers": ", ".join(shown)} if len(brokers) > 1 else {}
 
 
 def join_command(address: str) -> str:

@@ -20,8 +20,8 @@ class ClientChannel(Protocol):
         """End a blocked `receive`, or the next one to block."""
         ...
 
-    def reconnect(self) -> None:
-        """Drop the connection and all queued frames, then connect under a new identity."""
+    def reconnect(self, address: str = "") -> None:
+        """Drop the connection and all queued frames, then connect under a new identity, to another address if given."""
         ...
 
     def close(self) -> None:

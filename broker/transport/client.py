@@ -1,4 +1,4 @@
-"""BrokerClient: a peer's end of the protocol, which rejoins by itself after a loss of the broker.
+"""BrokerClient: a peer's end of the protocol; after a loss of the broker it rejoins by itself, there or at another.
 
 Consumes: messages from the broker; messages and trajectories from its own role.
 Produces: Hello until Welcome, a Pong for every Ping, each trajectory until its Ack.
@@ -21,6 +21,8 @@ from slipstream.broker.messages import (
     Bye,
     Frames,
     Hello,
+    LivingBrokers,
+    Member,
     Members,
     Message,
     Nack,
@@ -35,6 +37,7 @@ from slipstream.broker.messages import (
 from slipstream.broker.partial_decode import RefuseHeader, decode_header
 from slipstream.broker.transport.channels import ClientChannel
 from slipstream.broker.transport.outbox import Outbox
+from slipstream.broker.transport.route import Route
 from slipstream.buffer.codec import chunks, decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import Record, TrajectoryHeader
@@ -62,7 +65,8 @@ class BrokerClient:
     """`step` and `close` belong to one thread (BrokerClientThread, or the serial run's); the rest may be called by any.
 
     Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message it
-    reconnects. Each new Welcome resends the outbox, which is safe because the store's insert is idempotent.
+    reconnects, and goes on to the next broker of its route if there are several; once its own is alive again it goes
+    back. Each new Welcome resends the outbox, which is safe because the store's insert is idempotent.
     """
 
     def __init__(
@@ -73,20 +77,22 @@ class BrokerClient:
         status: Callable[[], PeerStatus],
         on_message: Callable[[Message], None],
         on_end: Callable[[ClientDiedError], None] = lambda _: None,
+        route: Route | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_end` is called if the thread that steps this client dies."""
+        """`on_end` is called if the thread that steps this client dies. `route`: of a peer that any broker serves."""
         self._channel = channel
         self._hello = hello
         self._status = status
         self._on_message = on_message
         self.on_end = on_end
+        self._route = route
         self._clock = clock
         self._heard_at = clock()
         self._next_hello_at = clock()
         self._welcomed = threading.Event()
-        self._order: Message | None = None
-        self._order_needs_resend = False
+        self._order: OpenEpoch | Update | None = None
+        self._connected: set[Member] = set()
         self.outbox = Outbox(clock=clock)
         self.welcome: Welcome | None = None
         """Newest Welcome; None before the first."""
@@ -99,10 +105,10 @@ class BrokerClient:
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message. Weight orders are resent to a new broker; others are lost with a broker that dies."""
+        """Queue a message. Weight orders are resent to members that join later; others are lost with a broker."""
         # A new order supersedes the one that may have to be resent.
         if isinstance(message, OpenEpoch | Update):
-            self._order, self._order_needs_resend = message, False
+            self._order = message
         self._channel.send([encode(message)])
         self._channel.wake()
 
@@ -145,10 +151,13 @@ class BrokerClient:
 
     def _stay_joined(self) -> None:
         now = self._clock()
-        if self.is_joined and now - self._heard_at > BROKER_SILENCE_S:
+        has_others = self._route is not None and self._route.has_others
+        if (self.is_joined or has_others) and now - self._heard_at > BROKER_SILENCE_S:
             # A fresh connection, because ZeroMQ may keep a half-open one for a long time.
             self._welcomed.clear()
-            self._channel.reconnect()
+            self._connected.clear()
+            self._heard_at = now
+            self._channel.reconnect(self._route.next() if self._route and has_others else "")
         if not self.is_joined and not self.refusal and now >= self._next_hello_at:
             self._next_hello_at = now + _HELLO_INTERVAL_S
             self._channel.send([encode(self._hello)])
@@ -177,12 +186,12 @@ class BrokerClient:
             case Nack():
                 self.outbox.reject(message)
                 self._on_message(message)
-            case Members() if self._order_needs_resend and self._order:
-                # The order may have died with the previous broker, so it is repeated to the members that are back. The
-                # learner's own thread cannot do that: it is blocked in the broadcast. A generator that has handled the
-                # order already only repeats its answer.
-                self._channel.send([encode(self._order)])
+            case Members(generators=generators):
+                self._resend_order({each.member for each in generators})
                 self._on_message(message)
+            case LivingBrokers():
+                if not self._moves(message) and self._route is None:
+                    self._on_message(message)
             case Bye():
                 return  # repeated: Hello is under way
             case _:
@@ -192,13 +201,38 @@ class BrokerClient:
         # Several Hellos were queued while the broker was away: only the first answer to them starts anything.
         if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
             return
-        self._order_needs_resend = self.welcome is not None
+        if self._moves(welcome.living):
+            return
+        self._connected.clear()
         self.welcome = welcome
         self.outbox.set_credit(messages=welcome.credit_messages, size_bytes=welcome.credit_bytes)
         self.outbox.resend_all()
         self._welcomed.set()
         self._on_message(welcome)
         self._channel.send([encode(self._pong(sent_at=-1.0))])
+
+    def _moves(self, living: LivingBrokers | None) -> bool:
+        """Go to another broker if the living ones say so; returns whether this peer does."""
+        if not (self._route and living and self._route.follow(living.brokers, at=living.broker)):
+            return False
+        log.info("moving", broker=living.broker, to=self._route.address)
+        self._welcomed.clear()
+        self._channel.send([encode(Bye(is_moving=True))])
+        # Queued frames leave with a `receive`; what comes in answer is of no use any more.
+        self._channel.receive(timeout_s=0)
+        self._channel.reconnect(self._route.address)
+        self._heard_at = self._next_hello_at = self._clock()
+        return True
+
+    def _resend_order(self, connected: set[Member]) -> None:
+        """Repeat the newest order if the broker has members of it that it did not have before.
+
+        It may have died with the broker of before, or missed a generator on its way from another one. The learner's own
+        thread cannot do that: it is blocked in the broadcast. A generator that has handled it only repeats its answer.
+        """
+        joined, self._connected = connected - self._connected, connected
+        if self._order and not joined.isdisjoint(self._order.members):
+            self._channel.send([encode(self._order)])
 
     def _pong(self, *, sent_at: float) -> Pong:
         status = self._status()

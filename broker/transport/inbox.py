@@ -21,6 +21,14 @@ class Inbox(Protocol):
         ...
 
 
+class Sender(Protocol):
+    """Way out for the messages of a role, to one broker or to all."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message; any thread."""
+        ...
+
+
 class QueueInbox:
     """Filled by the client's thread; read by `get`, or forwarded to a listener once there is one."""
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +12,14 @@ import structlog
 
 from slipstream.broker.credentials import TOKEN_REMEDY, Keys
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import Hello, Member, Welcome
+from slipstream.broker.messages import Hello, Member, Message, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.endpoints import is_listening, machine_id
 from slipstream.broker.transport.inbox import QueueInbox
+from slipstream.broker.transport.links import Links
+from slipstream.broker.transport.route import Route
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
+from slipstream.configs.broker import FIRST_BROKER
 from slipstream.runtime.clock import Deadline
 
 _REPORT_INTERVAL_S = 5.0
@@ -31,6 +34,8 @@ class Session:
 
     client: BrokerClient
     thread: BrokerClientThread
+    links: Links
+    """Clients of all brokers that this process has joined; `client` is the first, and a generator's only one."""
     inbox: QueueInbox
     welcome: Welcome
     """The Welcome of the join; later ones arrive in the inbox."""
@@ -47,7 +52,7 @@ class Session:
             reason = str(error).strip() or type(error).__name__
             raise
         finally:
-            self.thread.stop(flush_s=flush_s, reason=reason)
+            self.links.stop(flush_s=flush_s, reason=reason)
 
 
 class StatusBoard:
@@ -73,8 +78,12 @@ def join(
     status: StatusBoard,
     timeout_s: float,
     weight_transport: Literal["", "collective", "snapshot", "delta"] = "",
+    brokers: Mapping[str, str] | None = None,
 ) -> Session:
     """Connect and wait for the Welcome, logging every few seconds what is missing.
+
+    Of several brokers a generator goes to the one that its hash gives it, the learner to all. `brokers`: those that are
+    known here, by name, `address` among them; whichever welcomes this process tells the others.
 
     Raises RefusedByBrokerError if the broker rejects this peer, WaitTimeoutError after `timeout_s`.
     """
@@ -88,16 +97,22 @@ def join(
         machine=machine_id(),
     )
     inbox = QueueInbox()
-    channel = ZmqClientChannel(address, keys=keys, max_message_bytes=max_message_bytes)
-    client = BrokerClient(channel, hello=hello, status=status, on_message=inbox.put, on_end=inbox.put)
-    thread = BrokerClientThread(client)
-    thread.start()
+    known = brokers or {FIRST_BROKER: address}
+    route = Route(peer_id, known, is_reachable=is_listening) if role == "generator" else None
+    address = route.address if route else next(filter(is_listening, known.values()), address)
+
+    def connect(to: str, on_message: Callable[[Message], None]) -> BrokerClient:
+        channel = ZmqClientChannel(to, keys=keys, max_message_bytes=max_message_bytes)
+        return BrokerClient(channel, hello=hello, status=status, on_message=on_message, on_end=inbox.put, route=route)
+
+    links = Links(connect, on_message=inbox.put, joins_all=route is None)
+    client, thread = links.open(address)
     try:
         welcome = _wait_for_welcome(thread, inbox, address=address, keys=keys, timeout_s=timeout_s)
     except BaseException:
-        thread.stop()
+        links.stop()
         raise
-    return Session(client, thread, inbox, welcome, Member(peer_id, hello.incarnation))
+    return Session(client, thread, links, inbox, welcome, Member(peer_id, hello.incarnation))
 
 
 def _wait_for_welcome(

@@ -281,12 +281,14 @@ class ZmqClientChannel:
         self._is_woken.set()
         self._notify()
 
-    def reconnect(self) -> None:
-        """Drop the connection and all queued frames, then connect under a new identity."""
+    def reconnect(self, address: str = "") -> None:
+        """Drop the connection and all queued frames, then connect under a new identity, to another address if given."""
         _check_open(self._socket)
         self._queue.clear()
+        self._address = address or self._address
         dropped, self._socket = self._socket, self._connect()
-        dropped.close(linger=0)
+        # What it took already leaves for a broker that is alive: the Bye of a peer that moves.
+        dropped.close(linger=_milliseconds(LINGER_S) if address else 0)
 
     def close(self) -> None:
         """Close; queued frames get LINGER_S to leave. Idempotent."""

@@ -13,6 +13,7 @@ import redis
 from redis.commands.core import Script
 from redis.typing import EncodableT
 
+from slipstream.buffer.chief import stale_chief
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
 from slipstream.buffer.redis.scripts import load_script
@@ -262,6 +263,16 @@ class RedisConnection:
             self._scripts[script] = self._client.register_script(load_script(script))
         with self._mapped_errors():
             return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
+
+    def _run_as_chief(self, script: str, fence: int, *arguments: Any) -> Any:
+        """Run a script that is for the chief. Raises StaleFenceError unless `fence` is the chief's."""
+        try:
+            return self._run(script, fence, *arguments)
+        except StoreUnavailableError as error:
+            # The error's type is lost inside a script.
+            if "STALE" in str(error.__cause__):
+                raise stale_chief(fence) from None
+            raise
 
     def _rows_and_seed(self) -> tuple[RowCount, int]:
         """Read them once: `open_run` refuses to change them."""

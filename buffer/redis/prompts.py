@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.codec import Packed, chunks, decode, encode
 from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.errors import StoreUnavailableError
@@ -103,19 +104,20 @@ class RedisPrompts(RedisConnection):
     def return_leases_of(self, *, owner: str, reason: str) -> int:
         return self._run("return_leases_of", self._max_attempts, reason, owner)
 
-    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
-        self._run("follow_clock", *(int(seconds * 1000) for seconds in (jump_s, lease_s, claim_lease_s)))
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
+        milliseconds = [int(seconds * 1000) for seconds in (jump_s, lease_s, claim_lease_s)]
+        self._run_as_chief("follow_clock", fence, *milliseconds)
 
-    def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
+    def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         return [
-            *self._reap_leases("leases"),
-            *self._reap_leases("evaluation_leases"),
-            *self._reap_groups(group_deadline),
-            *self._reap_claims(),
+            *self._reap_leases("leases", fence),
+            *self._reap_leases("evaluation_leases", fence),
+            *self._reap_groups(group_deadline, fence),
+            *self._reap_claims(fence),
         ]
 
-    def _reap_leases(self, kind: str) -> list[str]:
-        events = self._run("reap_leases", self._max_attempts, kind, _REAPED_AT_ONCE)
+    def _reap_leases(self, kind: str, fence: int) -> list[str]:
+        events = self._run_as_chief("reap_leases", fence, self._max_attempts, kind, _REAPED_AT_ONCE)
         return [
             lapsed_lease_message(
                 text(group), attempt=int(attempt), owner=text(owner), is_quarantined=fate == b"quarantined"
@@ -123,20 +125,20 @@ class RedisPrompts(RedisConnection):
             for group, attempt, owner, fate in events
         ]
 
-    def _reap_groups(self, deadline: GroupDeadline | None) -> list[str]:
+    def _reap_groups(self, deadline: GroupDeadline | None, fence: int) -> list[str]:
         if deadline is None or isinstance(deadline, RefillConfig):
             return []
         fewest = deadline.min_members if isinstance(deadline, TrainShortConfig) else 0
-        events = self._run("reap_groups", int(deadline.after_s * 1000), fewest, _REAPED_AT_ONCE)
+        events = self._run_as_chief("reap_groups", fence, int(deadline.after_s * 1000), fewest, _REAPED_AT_ONCE)
         return [
             short_group_message(text(group), members=members, size=size, deadline=deadline)
             for group, members, size in events
         ]
 
-    def _reap_claims(self) -> list[str]:
+    def _reap_claims(self, fence: int) -> list[str]:
         return [
             lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
-            for step, num_ready, quarantined in self._run("reap_claims", self._max_attempts)
+            for step, num_ready, quarantined in self._run_as_chief("reap_claims", fence, self._max_attempts)
         ]
 
     # --- trajectories ------------------------------------------------------------------------------------------------

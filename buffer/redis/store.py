@@ -1,12 +1,13 @@
 """RedisStore: the store in Redis or Valkey."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
+from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -146,8 +147,8 @@ class RedisStore(RedisPrompts, RedisBatches):
             if outcome
         ]
 
-    def forget(self, group_ids: list[str]) -> int:
-        return self._run("forget", *group_ids)
+    def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
+        return self._run_as_chief("forget", fence, *group_ids)
 
     def audit(self) -> Audit:
         # Refuses another key layout before anything is counted by it.
@@ -235,6 +236,11 @@ class RedisStore(RedisPrompts, RedisBatches):
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         self.heartbeat([Heartbeat(role_id, gauges)], lease_s=0.0)
 
+    def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
+        chief, fence, *living = self._run("report_broker", name, incarnation, int(lease_s * 1000), encode(facts))
+        pairs = zip(living[::2], living[1::2], strict=True)
+        return Brokers(text(chief), fence, {text(each): msgspec.msgpack.decode(packed) for each, packed in pairs})
+
     def roles(self) -> dict[str, dict[str, Any]]:
         gauges, *times = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self._run("read_roles"))
         stamps = dict(zip(("reported_at", "progressed_at"), times, strict=True))
@@ -256,8 +262,15 @@ class RedisStore(RedisPrompts, RedisBatches):
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
         self._run("request", f"{addressee}_requests", subject, value)
 
-    def take_requests(self, addressee: Addressee) -> dict[str, str]:
-        flat = self._run("take_requests", f"{addressee}_requests")
+    def requests(self, addressee: Addressee) -> dict[str, str]:
+        with self._mapped_errors():
+            stored = self._client.hgetall(self._key(f"{addressee}_requests"))
+        return {text(subject): text(value) for subject, value in stored.items()}
+
+    def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
+        if subjects is not None and not subjects:
+            return {}
+        flat = self._run("take_requests", f"{addressee}_requests", *(subjects or ()))
         return {text(subject): text(value) for subject, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def append_metrics(self, row: dict[str, Any]) -> None:

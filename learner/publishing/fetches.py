@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, LenderError, Member, SnapshotSource, Update, UpdateApplied
-from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.transport.inbox import Sender
 from slipstream.broker.weights.host_weights import digest
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
@@ -77,7 +77,7 @@ class FetchTracker:
         self,
         server: SnapshotServer,
         *,
-        client: BrokerClient,
+        client: Sender,
         members: MemberTable,
         config: WeightsConfig,
         clock: Clock,

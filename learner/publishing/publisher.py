@@ -20,8 +20,7 @@ import structlog
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, Members, Message, OpenEpoch, UpdateApplied
-from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.transport.inbox import Inbox
+from slipstream.broker.transport.inbox import Inbox, Sender
 from slipstream.broker.weights.process_group import choose_backend
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.trajectory import Record
@@ -67,7 +66,7 @@ class Publisher:
     def __init__(
         self,
         *,
-        client: BrokerClient,
+        client: Sender,
         inbox: Inbox,
         sender: WeightSender,
         config: WeightsConfig,

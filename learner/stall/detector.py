@@ -154,7 +154,11 @@ class StallDetector:
     def _last_events(self) -> str:
         """Events of the roles that every wait depends on, in one line: a launcher shows the last line of a log."""
         generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
-        events = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in generators | {"broker", "store"}]
+        events = [
+            e
+            for e in self._store.events(limit=_EVENTS_READ)
+            if e.role in generators | {*self._run.broker.names, "store"}
+        ]
         now = self._store.now()
         shown = [
             f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]

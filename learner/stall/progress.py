@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from slipstream.broker.admission import capacity_reason
-from slipstream.broker.status.role_status import RoleStatus, role_statuses
+from slipstream.broker.status.role_status import RoleStatus, last_heard, role_statuses
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
@@ -57,7 +57,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
     return Snapshot(
         counts,
         version,
-        broker=next((role for role in roles if role.role == "broker"), None),
+        broker=last_heard(roles, "broker"),
         generators=generators,
         rewarded=sum(all_ - failed for all_, failed in pairs),
         unrewarded=sum(failed for _, failed in pairs),

@@ -89,7 +89,12 @@ class Launcher:
 
     def _set_roles(self, overrides: list[str]) -> None:
         self._overrides = overrides
-        self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
+        names = self._run.broker.names
+        shards = [["--shard", str(number)] if len(names) > 1 else [] for number in range(len(names))]
+        self._brokers = [
+            self._role(name, ["slipstream.broker", *shard, *overrides], restart="always")
+            for name, shard in zip(names, shards, strict=True)
+        ]
         seat = partial(self._places.learner_seat, meet=self._meet_ranks) if self._places else LocalSeat
         # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
         self._learner = self._role(
@@ -201,7 +206,7 @@ class Launcher:
             ):
                 self._watch_and_report(store)
         finally:
-            if self._broker.pid is None:
+            if self._brokers[0].pid is None:
                 # Its inputs could not be made, and the name is free again.
                 self._folder.discard()
 
@@ -246,17 +251,17 @@ class Launcher:
                 prepare()
             # Needs the model, and the generators wait for the broker, which tells them.
             self._share_gpu()
-            self._broker.start()
-            self._learner.start()
+            for role in (*self._brokers, self._learner):
+                role.start()
             yield
         finally:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
-            # The broker ends last: the others take leave of it.
-            for role in reversed(self._roles[1:]):
+            # The brokers end last: the others take leave of them.
+            for role in reversed(self._roles[len(self._brokers) :]):
                 role.terminate()
             for role in reversed(self._roles):
                 role.terminate()
-                is_uploading = role is self._broker and self._run.storage_uri
+                is_uploading = role in self._brokers and self._run.storage_uri
                 role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
 
     def _start_pool(self) -> list[Event]:
@@ -265,7 +270,7 @@ class Launcher:
 
     @property
     def _roles(self) -> list[RoleProcess]:
-        return [self._broker, self._learner, *self._pool.roles]
+        return [*self._brokers, self._learner, *self._pool.roles]
 
     def _watch_and_report(self, store: RedisStore) -> None:
         report = LauncherReport(store)
@@ -297,7 +302,7 @@ class Launcher:
 
     def _poll_roles(self) -> list[Event]:
         events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
-        events += [Event(role.name, message) for role in (self._broker, self._learner) for message in role.poll()]
+        events += [Event(role.name, message) for role in (*self._brokers, self._learner) for message in role.poll()]
         events += [Event("observers", message) for message in self._observers.poll()]
         return events + self._pool.poll()
 
@@ -311,15 +316,15 @@ class Launcher:
         self._step = snapshot.state.step
         # The broker reports once it serves, a generator is ready once its weights are verified.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
-        for role in (self._broker, *self._pool.roles):
+        for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
                 role.record_work()
-        broker = snapshot.roles.get("broker", {})
-        address = str(broker.get("address", ""))
+        reports = [(role, snapshot.roles.get(role.name, {})) for role in self._brokers]
         # Once it reports itself: the store may hold the report of a broker on the machine where the run was before.
-        if address != self._address and self._broker.pid == broker.get("pid"):
-            self._address = address
-            self._view.print_line(f"generators on other machines join with {join_command(address)}")
+        addresses = [str(report.get("address", "")) for role, report in reports if role.pid == report.get("pid")]
+        if addresses and self._address not in addresses:
+            self._address = addresses[0]
+            self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
         """Show and report the run, and scale it. Raises StoreUnavailableError once the store is away for too long."""

@@ -137,7 +137,7 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
             cache = _cache_gib(run, policy, machine, needs, where=first, num_engines=len(names))
             problems += _cache_problems(run, policy, machine, needs, where=first, cache=cache)
             needs += [Need(name, held, "KV cache", cache) for name in names for held in own[name]]
-        needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"]))
+        needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"] * run.broker.shards))
         if isinstance(run.buffer.store, EmbeddedRedisConfig):
             needs.append(Need("store", HOST, "store, full", run.buffer.store.max_memory_mib / 1024))
     plan = Plan(machine, needs, problems)

@@ -80,8 +80,8 @@ def _check_address(run: RunConfig) -> None:
     # taken by whoever holds the run's lock.
     if run.cluster.network:
         find_interface(run.cluster)
-    if run.broker.address:
-        check_free(run.broker.address, network=run.cluster.network)
+    for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
+        check_free(address, network=run.cluster.network)
 
 
 def _check_store(run: RunConfig) -> None:

@@ -195,7 +195,7 @@ def run_serial(
         learner.run()
         rank_group.shutdown()
         pump.stop()
-        _archive(run, folder, store)
+        _archive(run, folder, store, fence=router.chief.fence)
 
 
 def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisStore:
@@ -229,7 +229,7 @@ def _build_router(
     return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
 
 
-def _archive(run: RunConfig, folder: RunFolder, store: RedisStore) -> None:
+def _archive(run: RunConfig, folder: RunFolder, store: RedisStore, *, fence: int) -> None:
     if run.buffer.archive.enabled:
-        with closing(Archiver(store, folder.archive, run.buffer.archive)) as archiver:
+        with closing(Archiver(store, folder.archive, run.buffer.archive, fence=fence)) as archiver:
             archiver.flush()

@@ -26,6 +26,11 @@ def has_launcher() -> bool:
     return LAUNCHER_VARIABLE in os.environ
 
 
+def launcher_pid() -> int:
+    """Return the process id of the launcher; 0 without one."""
+    return int(os.environ.get(LAUNCHER_VARIABLE, "0"))
+
+
 def die_with_parent(number: signal.Signals, *, parent: int) -> None:
     """Have the kernel send this process a signal when its parent dies. No effect on systems other than Linux."""
     if sys.platform != "linux":

@@ -4,7 +4,7 @@ runs/<name>/            for its owner alone
     run.lock            held by the launcher, or by a broker that was started by hand
     token               secret that keeps strangers off the run's sockets, unless the user gave one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             where generators on other machines reach the broker
+    address             where generators on other machines reach the broker; address-broker-1, ... of further ones
     doors/<generator>   address at which agents of the user's find a generator
     sockets/            unix sockets of the broker and of the learner
     config.yaml         the resolved configuration
@@ -44,6 +44,7 @@ import msgspec
 import structlog
 
 from slipstream.configs.base import ConfigError
+from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.runtime.disk import is_disk_full
 
@@ -92,7 +93,6 @@ class RunFolder:
         self.token = self.path / "token"
         self.guests = self.path / "guests"
         self.doors = self.path / "doors"
-        self._address = self.path / "address"
         self._lock: IO[str] | None = None
         self._is_new = False
 
@@ -114,8 +114,18 @@ class RunFolder:
 
     @property
     def broker_address(self) -> str:
-        """Endpoint of the broker: `broker.address`, else a unix socket of the run's own."""
-        return self._run.broker.address or f"ipc://{self.sockets}/broker.sock"
+        """Endpoint of the first broker: `broker.address`, else a unix socket of the run's own."""
+        return self.broker_addresses[FIRST_BROKER]
+
+    @property
+    def broker_addresses(self) -> dict[str, str]:
+        """Endpoints of the brokers by name: with `broker.address` that one and the ports, or paths, after it."""
+        config, first = self._run.broker, self._run.broker.address
+        if first is None:
+            return {name: f"ipc://{self.sockets}/{name}.sock" for name in config.names}
+        host, _, port = first.rpartition(":")
+        further = [f"{host}:{int(port) + n}" if port.isdecimal() else f"{first}-{n}" for n in range(1, config.shards)]
+        return dict(zip(config.names, [first, *further], strict=True))
 
     def claim(self) -> None:
         """Create the folder of a new run, or reuse that of the run to be resumed, and lock it.
@@ -210,16 +220,21 @@ class RunFolder:
             # A role that restarts on a full disk: the launcher has written these files when the run began.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
-    def read_address(self) -> str:
-        """Return where other machines reach the broker that was started last; empty if they do not."""
-        return self._address.read_text().strip() if self._address.is_file() else ""
+    def read_address(self, broker: str = FIRST_BROKER) -> str:
+        """Return where other machines reach the broker of that name that was started last; empty if they do not."""
+        file = self._address_file(broker)
+        return file.read_text().strip() if file.is_file() else ""
 
-    def write_address(self, address: str) -> None:
-        """Record where the broker listens, if that is a port."""
+    def write_address(self, address: str, *, broker: str = FIRST_BROKER) -> None:
+        """Record where a broker listens, if that is a port."""
+        file = self._address_file(broker)
         if address.startswith("tcp://"):
-            _replace(self._address, f"{address}\n".encode())
+            _replace(file, f"{address}\n".encode())
         else:
-            self._address.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+
+    def _address_file(self, broker: str) -> Path:
+        return self.path / ("address" if broker == FIRST_BROKER else f"address-{broker}")
 
     def write_origins(self, origins: dict[str, str]) -> None:
         """Record where each value of the configuration comes from. Raises OSError."""

@@ -28,7 +28,10 @@ BENCHMARKS = [
     ),
     ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
     ("ingest", ["--sockets", "--rounds=1", "--mib=1", "--tokens=64"]),
-    ("peers_at_scale", ["--peers=6", "--tokens=64", "--tokens-per-s=4000", "--seconds=2", "--processes=2"]),
+    (
+        "peers_at_scale",
+        ["--peers=6", "--brokers=2", "--tokens=64", "--tokens-per-s=4000", "--seconds=2", "--processes=2"],
+    ),
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
     ("weights.relay", ["--generators=5", "--mib=1", "--bucket-mib=1", "--fan-out=2", "--uplink-mib-s=0", "--rounds=1"]),
     pytest.param("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY], marks=REAL),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
@@ -95,9 +96,9 @@ class MemoryPrompts(MemoryState):
             self._opened()
             return len([self._return_lease(group_id, reason) for group_id in self._leased_to(owner)])
 
-    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
         with self._changed:
-            self._opened()
+            self._check_chief(fence)
             by = int(jump_s * 1000)
             for leases in (self._leases, self._evaluation_leases):
                 for group_id, deadline in leases.items():
@@ -107,9 +108,9 @@ class MemoryPrompts(MemoryState):
             for group in self._groups.values():
                 group.first_at = min(group.first_at + by, self._now())
 
-    def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
+    def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         with self._changed:
-            self._opened()
+            self._check_chief(fence)
             lapsed = [*_lapsed(self._leases, now=self._now()), *_lapsed(self._evaluation_leases, now=self._now())]
             messages = [self._return_lease(group_id, "lapsed") for group_id in lapsed]
             return [*messages, *self._reap_groups(group_deadline), *self._reap_claims()]

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.buffer.chief import stale_chief
 from slipstream.buffer.records import (
     EVENTS_KEPT,
     FRAMES_KEPT,
@@ -168,6 +169,17 @@ class OpenEvaluation:
     num_failed: int = 0
 
 
+@dataclass
+class Chief:
+    """The broker that does what must be done once."""
+
+    name: str
+    incarnation: str
+    fence: int
+    deadline: int
+    """End of its lease, ms."""
+
+
 class MemoryState:
     """The state, its lock, and the transitions that several operations share."""
 
@@ -209,11 +221,19 @@ class MemoryState:
         self._roles: dict[str, tuple[bytes, int]] = {}
         self._progress: dict[str, tuple[str, int]] = {}
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._brokers: dict[str, tuple[bytes, int]] = {}
+        self._chief: Chief | None = None
         self._requests: defaultdict[str, dict[str, str]] = defaultdict(dict)
         self._metrics: deque[bytes] = deque(maxlen=METRICS_KEPT)
 
     def close(self) -> None:
         """Release nothing: the state lives as long as the store."""
+
+    def _check_chief(self, fence: int) -> None:
+        """Raise StaleFenceError unless the run has never had a chief, or `fence` is the chief's."""
+        self._opened()
+        if self._chief and not (self._chief.fence == fence and self._chief.deadline > self._now()):
+            raise stale_chief(fence)
 
     def _opened(self) -> Run:
         if self._run is None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
+from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -27,7 +28,7 @@ from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.memory_store.batches import MemoryBatches
 from tests.memory_store.prompts import MemoryPrompts
-from tests.memory_store.state import Run
+from tests.memory_store.state import Chief, Run
 
 _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
@@ -126,9 +127,9 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 for group in groups
             ]
 
-    def forget(self, group_ids: list[str]) -> int:
+    def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
         with self._changed:
-            self._opened()
+            self._check_chief(fence)
             forgotten = [group_id for group_id in dict.fromkeys(group_ids) if group_id in self._finished]
             for group_id in forgotten:
                 self._finished.remove(group_id)
@@ -224,6 +225,21 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             del self._roles[longest_silent]
             self._progress.pop(longest_silent, None)
 
+    def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
+        with self._changed:
+            self._opened()
+            at, latest = self._now(), self._deadline(lease_s)
+            self._brokers[name] = encode(facts), latest
+            chief = self._chief
+            is_replaced = chief is None or (chief.name == name and chief.incarnation != incarnation)
+            if chief is None or is_replaced or not at < chief.deadline <= latest:
+                chief = self._chief = Chief(name, incarnation, chief.fence + 1 if chief else 1, latest)
+            is_own = (chief.name, chief.incarnation) == (name, incarnation)
+            chief.deadline = latest if is_own else chief.deadline
+            living = {each: packed for each, (packed, until) in self._brokers.items() if at < until <= latest}
+            decoded = {each: msgspec.msgpack.decode(packed) for each, packed in living.items()}
+            return Brokers(chief.name, chief.fence if is_own else NO_FENCE, decoded)
+
     def roles(self) -> dict[str, dict[str, Any]]:
         with self._changed:
             roles = {}
@@ -247,10 +263,18 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             self._opened()
             self._requests[addressee][subject] = value
 
-    def take_requests(self, addressee: Addressee) -> dict[str, str]:
+    def requests(self, addressee: Addressee) -> dict[str, str]:
         with self._changed:
             self._opened()
-            return self._requests.pop(addressee, {})
+            return dict(self._requests[addressee])
+
+    def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
+        with self._changed:
+            self._opened()
+            stored = self._requests[addressee]
+            return {
+                each: stored.pop(each) for each in (list(stored) if subjects is None else subjects) if each in stored
+            }
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with self._changed:

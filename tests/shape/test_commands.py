@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import typer
 
+from slipstream.broker.__main__ import split_shard
 from slipstream.buffer.cli.app import app as data_app
 from slipstream.cli import app
 from slipstream.configs.load import load
@@ -214,7 +215,7 @@ def check_module(command: Command) -> None:
     """Compose the settings of a role; the options of other programs are checked in a process of their own."""
     module = command.words[2]
     if module in ("broker", "learner"):
-        load(command.arguments)
+        load(command.arguments if module == "learner" else split_shard(command.arguments)[1])
     elif module == "generators":
         _, overrides = split_id(command.arguments)
         load(overrides)

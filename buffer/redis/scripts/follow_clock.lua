@@ -1,11 +1,12 @@
 -- Keeps deadlines right after the clock has jumped.
 -- Keys: leases, evaluation_leases, claims, open
--- Arguments: ms that it jumped forward, or 0; ms of the longest lease, of the longest claim
+-- Arguments: the chief's fence, ms that it jumped forward, or 0; ms of the longest lease, of the longest claim
 -- Returns: nothing
 -- Atomic because a deadline that is renewed in between must not be moved twice.
 if not run_exists() then return NORUN end
+if not is_chief(ARGV[2]) then return STALE end
 allow_when_full()
-local at, jump, longest_lease, longest_claim = now(), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local at, jump, longest_lease, longest_claim = now(), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local function follow(name, longest)
   local latest = at + longest

@@ -40,6 +40,8 @@
 --   role_marks, role_progress_times  hash  progress of each role, and when it last changed
 --   events              list    newest events
 --   guests              hash    quarantined guest -> reason
+--   brokers, broker_deadlines  hash  broker -> encoded facts, and when it counts as gone
+--   chief               hash    name, incarnation, fence, deadline: of the broker that does what must be done once
 --   launcher_requests, broker_requests, learner_requests  hash  subject -> value, until taken
 
 local prefix = KEYS[1]
@@ -60,6 +62,13 @@ local function run_exists() return redis.call('EXISTS', key('run')) == 1 end
 -- Redis refuses the first write of a script while memory is full, unless that write can only free memory; later writes
 -- pass. Operations that empty the store, or write little, must go on then, so they begin with such a write.
 local function allow_when_full() redis.call('DEL', prefix) end
+
+-- An operation of the chief names its fence; '0' is enough as long as the run has never had a chief.
+local STALE = redis.error_reply('STALE')
+local function is_chief(fence)
+  local chief = redis.call('HMGET', key('chief'), 'fence', 'deadline')
+  return not chief[1] or (chief[1] == fence and tonumber(chief[2]) > now())
+end
 
 -- --- groups that are over -------------------------------------------------------------------------------------------
 local function drop_record(group)

@@ -1,11 +1,13 @@
 -- Ends the wait of groups whose last members do not arrive: they become ready without them, or expire.
 -- Keys: open, group:*, leases, returned, ready, counters
--- Arguments: ms since the first member came, sampled members needed to train on (0: the group expires), most groups
+-- Arguments: the chief's fence, ms since the first member came, sampled members needed to train on (0: the group
+--   expires), most groups
 -- Returns: {group, members, size}, ...
 -- Atomic because a member that arrives in between must find the group waiting, or over.
 if not run_exists() then return NORUN end
+if not is_chief(ARGV[2]) then return STALE end
 allow_when_full()
-local events, fewest = {}, tonumber(ARGV[3])
+local events, fewest = {}, tonumber(ARGV[4])
 
 local function complete_short(group, members, size, sums)
   measure(group, sums.answered, sums.correct)
@@ -18,8 +20,8 @@ local function complete_short(group, members, size, sums)
 end
 
 -- The limit counts groups that end: those with too few sampled members stay, and must not hide the younger ones.
-for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[2])) do
-  if #events == tonumber(ARGV[4]) then break end
+for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[3])) do
+  if #events == tonumber(ARGV[5]) then break end
   local f = redis.call('HMGET', key('group:' .. group), 'members', 'size', 'owner', 'sampled', 'answered', 'correct',
     'least', 'most')
   local members, size = tonumber(f[1]), tonumber(f[2])

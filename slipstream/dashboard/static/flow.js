@@ -8,7 +8,7 @@ const SHOWN_GENERATORS = 6;
 /** What the picture shows, from the view of a run. */
 export function describe(view) {
   const status = view.status, counts = status.counts, roles = status.roles;
-  const find = (name) => roles.find((role) => role.role === name);
+  const find = (name) => roles.find((role) => role.role === name && role.liveness === "alive") ?? roles.find((role) => role.role === name);
   const isOn = view.is_live && !view.problem;
   const generators = roles.filter((role) => role.role === "generator" && role.liveness !== "gone");
   const waiting = (test) => isOn && status.waits.some(test);

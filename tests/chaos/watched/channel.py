@@ -143,11 +143,11 @@ class WatchedChannel(ZmqClientChannel):
             self._hear(decode(frames[0], AnyMessage))  # type: ignore[arg-type]
         return frames
 
-    def reconnect(self) -> None:
+    def reconnect(self, address: str = "") -> None:
         self.journal.write("reconnected")
         self._delayed.clear()
         self.credit.leave()
-        super().reconnect()
+        super().reconnect(address)
 
     def _send_delayed(self) -> None:
         now = time.monotonic()

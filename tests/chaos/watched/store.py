@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
 from slipstream.buffer.redis.connection import text
@@ -42,9 +43,9 @@ class WatchedStore(RedisStore):
         self.journal.write("departed", owner=owner, reason=reason)
         return super().return_leases_of(owner=owner, reason=reason)
 
-    def forget(self, group_ids: list[str]) -> int:
+    def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
         self.points.reach("before_forget")
-        return super().forget(group_ids)
+        return super().forget(group_ids, fence=fence)
 
     # --- the learner's side ------------------------------------------------------------------------------------------
     def claim(

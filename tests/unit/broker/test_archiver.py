@@ -13,6 +13,7 @@ from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.mirror import ArchiveMirror
 from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.chief import NO_FENCE, stale_chief
 from slipstream.buffer.errors import ArchiveError, StorageError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
@@ -33,6 +34,7 @@ class FakeStore:
         self.steps: list[StepEntry] = []
         self.checkpoint: CheckpointPointer | None = None
         self.broken = ""
+        self.fence = NO_FENCE
         self.events: list[str] = []
         memory = MemoryStore()
         memory.open_run("run", config_json="{}", num_rows=1, seed=0)
@@ -67,8 +69,10 @@ class FakeStore:
         self._record("finished")
         return self.groups[:limit]
 
-    def forget(self, group_ids: list[str]) -> int:
+    def forget(self, group_ids: list[str], *, fence: int) -> int:
         self._record("forget")
+        if fence != self.fence:
+            raise stale_chief(fence)
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)

@@ -94,6 +94,7 @@ def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
         "storage_timeout_s=99",
         "cluster.interface=10.0.0.0/8",
         "broker.address=tcp://10.0.0.5:20000",
+        "broker.shards=2",
         "broker.token_file=token",
         "weights.fetch_address=tcp://10.0.0.5:20001",
         "buffer/store=redis",

@@ -1,5 +1,6 @@
 """A client rejoins after a loss of the broker and resends until acknowledged."""
 
+import msgspec
 import pytest
 
 from slipstream.broker.errors import ClientDiedError
@@ -8,7 +9,10 @@ from slipstream.broker.messages import (
     AnyMessage,
     Bye,
     Hello,
+    LivingBrokers,
+    Member,
     Members,
+    MemberState,
     Nack,
     OpenEpoch,
     Ping,
@@ -20,7 +24,9 @@ from slipstream.broker.messages import (
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.inbox import QueueInbox
 from slipstream.broker.transport.memory_channels import MemoryBroker, MemoryServerChannel
+from slipstream.broker.transport.route import Route, preferred
 from slipstream.buffer.codec import decode, encode
+from slipstream.configs.broker import BROKER_SILENCE_S
 from tests.builders import make_packed
 from tests.fakes import FakeClock
 
@@ -174,17 +180,92 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
     client, broker, _, _ = make_pair()
     join(client, broker)
-    order = OpenEpoch(1, [], "127.0.0.1", 1, 1.0)
+    first, second = Member("g0", "1"), Member("g1", "1")
+    order = OpenEpoch(1, [first, second], "127.0.0.1", 1, 1.0)
+    broker.send(members(first, second))
+    client.step(timeout_s=0)
     client.send(order)
-    broker.send(Members([]))
+    broker.send(members(first, second))
     client.step(timeout_s=0)
     assert broker.receive().count(order) == 1
     broker.send(Bye())
     broker.send(make_welcome("b2"))
-    broker.send(Members([]))
+    for connected in ([], [first], [first], [first, second]):
+        broker.send(members(*connected))
     client.step(timeout_s=0)
     client.step(timeout_s=0)
-    assert broker.receive().count(order) == 1
+    assert broker.receive().count(order) == 2, "once for each that came"
+
+
+def members(*connected: Member) -> Members:
+    return Members([MemberState(member, "ready", 0) for member in connected])
+
+
+def make_moving_pair():
+    """A generator whose hash gives it `broker`; it knows the address of the other one."""
+    client, broker, clock, received = make_pair()
+    assert preferred("g", BROKERS) == ["broker", "broker-1"]
+    client._route = Route("g", {"broker": "ipc:///a"}, is_reachable=lambda _: True)
+    return client, broker, clock, received
+
+
+BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
+
+
+def welcome_of(broker: str) -> Welcome:
+    return msgspec.structs.replace(make_welcome(f"of {broker}"), living=LivingBrokers(broker, BROKERS))
+
+
+def test_a_generator_that_joined_another_broker_goes_on_to_its_own_with_its_leases():
+    client, broker, _, received = make_moving_pair()
+    client.put(*make_packed())
+    client.step(timeout_s=0)
+    broker.receive()
+    broker.send(welcome_of("broker-1"))
+    client.step(timeout_s=0)
+    assert not client.is_joined
+    assert received == [], "nobody has welcomed it yet"
+    assert broker.receive() == [Bye(is_moving=True)]
+    client.step(timeout_s=0)
+    assert [type(message) for message in broker.receive()] == [Hello]
+    broker.send(welcome_of("broker"))
+    client.step(timeout_s=0)
+    client.step(timeout_s=0)
+    assert client.is_joined
+    assert [type(message) for message in broker.receive()] == [Pong, Put]
+
+
+def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_own_is_alive():
+    client, broker, clock, _ = make_moving_pair()
+    client._route = Route("g", BROKERS, is_reachable=lambda _: True)
+    client.step(timeout_s=0)
+    broker.receive()
+    broker.send(welcome_of("broker"))
+    client.step(timeout_s=0)
+    clock.now += BROKER_SILENCE_S + 1
+    client.step(timeout_s=0)
+    assert (client.is_joined, client._route.address) == (False, "ipc:///b")
+    broker.receive()
+    broker.send(
+        msgspec.structs.replace(welcome_of("broker-1"), living=LivingBrokers("broker-1", {"broker-1": "ipc:///b"}))
+    )
+    client.step(timeout_s=0)
+    assert client.is_joined
+    broker.receive()
+    broker.send(LivingBrokers("broker-1", BROKERS))
+    client.step(timeout_s=0)
+    assert broker.receive() == [Bye(is_moving=True)]
+    assert (client.is_joined, client._route.address) == (False, "ipc:///a")
+
+
+def test_a_broker_that_does_not_welcome_is_left_for_the_next():
+    client, broker, clock, _ = make_moving_pair()
+    client._route = Route("g", BROKERS, is_reachable=lambda _: True)
+    for address in ("ipc:///a", "ipc:///b", "ipc:///a"):
+        client.step(timeout_s=0)
+        assert client._route.address == address
+        assert [type(message) for message in broker.receive()] == [Hello]
+        clock.now += BROKER_SILENCE_S + 1
 
 
 def test_an_exception_on_the_clients_thread_reaches_the_role():

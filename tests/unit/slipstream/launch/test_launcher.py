@@ -46,10 +46,10 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
         run = load(own)
         launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
         launcher._share_gpu()
-        assert launcher._learner._arguments[1:] == launcher._broker._arguments[1:]
+        assert launcher._learner._arguments[1:] == launcher._brokers[0]._arguments[1:]
         with pytest.raises(ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is dealt"):
             launcher._check_room(2)
-        return launcher._broker._arguments
+        return launcher._brokers[0]._arguments
 
     (told,) = [text for text in arguments() if "kv_cache_gib" in text]
     # What 256 short sequences of such a model fill, and a little more; readable by the roles.
@@ -73,6 +73,15 @@ class FarPlaces:
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> LocalSeat:
         return LocalSeat(log)
+
+
+def test_each_broker_is_told_its_number_and_the_only_one_none(tmp_path: Path) -> None:
+    for shards, numbers in ((1, [[]]), (2, [["--shard", "0"], ["--shard", "1"]])):
+        own = ["name=run", f"runs_dir={tmp_path}", f"broker.shards={shards}"]
+        run = load(own)
+        launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
+        brokers = [role for role in launcher._roles if role.name in run.broker.names]
+        assert [role._arguments for role in brokers] == [["slipstream.broker", *number, *own] for number in numbers]
 
 
 def test_generators_elsewhere_are_given_the_address_the_code_and_in_their_environment_the_token(tmp_path: Path) -> None:

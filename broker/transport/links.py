@@ -1,0 +1,111 @@
+"""Links: the clients of a process, one for each broker that it has joined.
+
+A generator has one client, which goes from broker to broker by itself. The learner has one for every broker.
+
+Consumes: messages of all brokers.
+Produces: the learner's messages, to all brokers; their members as one list.
+Invariant: the learner has a client for every broker that another one calls alive.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from slipstream.broker.messages import LivingBrokers, Members, MemberState, Message, Welcome
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
+
+log = structlog.get_logger(__name__)
+
+Connect = Callable[[str, Callable[[Message], None]], BrokerClient]
+"""Address, and a function for the messages from there -> a client."""
+
+
+@dataclass
+class _Link:
+    address: str
+    broker: str = ""
+    """Empty before the first Welcome."""
+    client: BrokerClient | None = None
+    thread: BrokerClientThread | None = None
+
+
+class Links:
+    """Fulfils Sender; thread-safe. Life: open -> send* -> stop."""
+
+    def __init__(self, connect: Connect, *, on_message: Callable[[Message], None], joins_all: bool) -> None:
+        """`on_message` gets all messages for the role, on the threads of the clients; `joins_all`: of a learner."""
+        self._connect = connect
+        self._on_message = on_message
+        self._joins_all = joins_all
+        self._lock = threading.RLock()
+        self._links: list[_Link] = []
+        self._members: dict[str, list[MemberState]] = {}
+
+    def open(self, address: str, *, broker: str = "") -> tuple[BrokerClient, BrokerClientThread]:
+        """Start a client to an address; those to the other brokers follow by themselves once it has joined."""
+        link = _Link(address, broker)
+        with self._lock:
+            self._links.append(link)
+        client = link.client = self._connect(address, lambda message: self._receive(link, message))
+        link.thread = BrokerClientThread(client)
+        link.thread.start()
+        return client, link.thread
+
+    def send(self, message: Message) -> None:
+        """Queue a message for every broker: each passes a weight order on to those of its members that it serves."""
+        with self._lock:
+            for client in [link.client for link in self._links if link.client]:
+                client.send(message)
+
+    def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
+        """Leave the run at every broker; arguments as for BrokerClientThread.stop."""
+        with self._lock:
+            threads = [link.thread for link in self._links if link.thread]
+        for thread in threads:
+            thread.stop(flush_s=flush_s, reason=reason)
+
+    def _receive(self, link: _Link, message: Message) -> None:
+        match message:
+            case Welcome(living=living):
+                link.broker = living.broker if living else ""
+                self._follow(living)
+                self._on_message(message)
+            case LivingBrokers():
+                self._follow(message)
+            case Members(generators=generators):
+                with self._lock:
+                    self._members[link.broker] = generators
+                    self._on_message(self._joined())
+            case _:
+                self._on_message(message)
+
+    def _follow(self, living: LivingBrokers | None) -> None:
+        """Open clients to brokers that have none, and drop the members of those that are gone."""
+        if not (self._joins_all and living):
+            return
+        with self._lock:
+            known = {link.broker: link for link in self._links}
+            for name, address in living.brokers.items():
+                if name != living.broker and address and (name not in known or known[name].address != address):
+                    self._replace(known.get(name), name, address)
+            gone = [name for name in self._members if name not in living.brokers]
+            for name in gone:
+                # Its generators go on to others, which report them then.
+                del self._members[name]
+            if gone:
+                self._on_message(self._joined())
+
+    def _replace(self, link: _Link | None, broker: str, address: str) -> None:
+        log.info("broker_found", broker=broker, address=address)
+        if link and link.thread:
+            self._links.remove(link)
+            # It may wait for this lock: it is left to end by itself.
+            threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
+        self.open(address, broker=broker)
+
+    def _joined(self) -> Members:
+        # Of two brokers that both have a generator one hangs, or is about to hear of its move: either will do.
+        by_member = {state.member: state for reported in self._members.values() for state in reported}
+        return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))

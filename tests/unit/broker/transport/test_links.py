@@ -1,0 +1,111 @@
+"""The learner's clients: one for each broker, and one list of members."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.broker.messages import Bye, Hello, LivingBrokers, Member, Members, MemberState, Profile, Welcome
+from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.transport.links import Links
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
+
+BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
+G0, G1 = (MemberState(Member(name, "1"), "ready", 0) for name in ("g0", "g1"))
+
+
+def until(is_met: Callable[[], Any]) -> Any:
+    ends_at = time.monotonic() + 5
+    while not (met := is_met()):
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
+    return met
+
+
+class Scene:
+    """Two brokers that the test drives, and a learner that knows the address of the first."""
+
+    def __init__(self) -> None:
+        self.hubs = {address: MemoryBroker.threaded() for address in (*BROKERS.values(), "ipc:///c")}
+        self.brokers = {address: FakeBroker(hub.server()) for address, hub in self.hubs.items()}
+        self.received: list = []
+        self.links = Links(self._connect, on_message=self.received.append, joins_all=True)
+        self.links.open("ipc:///a")
+
+    def _connect(self, address: str, on_message: Callable) -> BrokerClient:
+        hello = Hello("learner", "learner", "1", "here", 1)
+        status = lambda: PeerStatus("ready")  # noqa: E731
+        return BrokerClient(self.hubs[address].client(), hello=hello, status=status, on_message=on_message)
+
+    def welcome(self, broker: str, brokers: dict[str, str], *, address: str = "") -> None:
+        at = address or BROKERS[broker]
+        self.await_message(at, Hello)
+        living = LivingBrokers(broker, brokers) if brokers else None
+        welcome = msgspec.structs.replace(make_welcome(f"of {broker}"), living=living)
+        self.brokers[at].send(welcome)
+        until(lambda: welcome in self.received)
+
+    def await_message(self, address: str, kind: type) -> Any:
+        return until(lambda: [each for each in self.brokers[address].receive() if isinstance(each, kind)])
+
+    def report(self, address: str, *states: MemberState) -> list[MemberState]:
+        """Have a broker report its members; returns the list that the learner is told."""
+        del self.received[:]
+        self.brokers[address].send(Members(list(states)))
+        return until(lambda: [each for each in self.received if isinstance(each, Members)])[-1].generators
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.links.stop()
+
+
+def test_the_only_broker_is_joined_alone(scene: Scene):
+    scene.welcome("broker", {})
+    assert scene.report("ipc:///a", G0) == [G0]
+    assert scene.brokers["ipc:///b"].receive() == []
+
+
+def test_every_living_broker_is_joined_and_their_members_are_one_list(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    assert scene.report("ipc:///a", G1) == [G1]
+    assert scene.report("ipc:///b", G0) == [G0, G1]
+    assert scene.report("ipc:///b") == [G1]
+    scene.links.send(Profile("events"))
+    for address in BROKERS.values():
+        scene.await_message(address, Profile)
+
+
+def test_members_of_a_broker_that_is_gone_are_dropped_and_come_back_with_another(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    scene.report("ipc:///a", G0)
+    scene.report("ipc:///b", G1)
+    del scene.received[:]
+    scene.brokers["ipc:///a"].send(LivingBrokers("broker", {"broker": "ipc:///a"}))
+    assert until(lambda: scene.received) == [Members([G0])]
+    assert scene.report("ipc:///a", G0, G1) == [G0, G1]
+
+
+def test_a_broker_that_is_back_at_another_address_is_joined_there(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    moved = BROKERS | {"broker-1": "ipc:///c"}
+    scene.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
+    scene.welcome("broker-1", moved, address="ipc:///c")
+    scene.await_message("ipc:///b", Bye)
+
+
+def test_the_learner_leaves_every_broker(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    assert isinstance(scene.received[-1], Welcome)
+    scene.links.stop(reason="out of memory")
+    for address in BROKERS.values():
+        assert scene.await_message(address, Bye) == [Bye("out of memory")]

@@ -1,0 +1,58 @@
+"""The order in which a generator joins brokers."""
+
+from collections import Counter
+
+from slipstream.broker.transport.route import Route, preferred
+
+FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
+PEERS = [f"generator-{number}" for number in range(1000)]
+
+
+def route(peer_id: str, brokers: dict[str, str], *, reachable: set[str] | None = None) -> Route:
+    return Route(peer_id, brokers, is_reachable=lambda address: reachable is None or address in reachable)
+
+
+def test_peers_are_divided_about_equally_and_always_alike():
+    first = Counter(preferred(peer, FOUR)[0] for peer in PEERS)
+    assert set(first) == set(FOUR)
+    assert all(200 < number < 300 for number in first.values()), first
+    assert preferred("generator-7", FOUR) == preferred("generator-7", reversed(FOUR))
+
+
+def test_without_one_broker_only_its_peers_move_and_to_all_others():
+    rest = [name for name in FOUR if name != "broker-2"]
+    moved = [preferred(peer, rest)[0] for peer in PEERS if preferred(peer, FOUR)[0] == "broker-2"]
+    stayed = [peer for peer in PEERS if preferred(peer, FOUR)[0] != "broker-2"]
+    assert all(preferred(peer, rest)[0] == preferred(peer, FOUR)[0] for peer in stayed)
+    assert set(moved) == set(rest)
+
+
+def test_after_the_last_broker_comes_the_first():
+    own = route("generator-7", FOUR)
+    order = [FOUR[name] for name in preferred("generator-7", FOUR)]
+    assert own.address == order[0]
+    assert [own.next() for _ in range(4)] == [*order[1:], order[0]]
+
+
+def test_a_peer_that_knows_one_address_learns_the_others_and_goes_to_its_own():
+    best, second, *_ = preferred("generator-7", FOUR)
+    own = route("generator-7", {"broker": FOUR[second]})
+    assert not own.has_others
+    assert own.follow(FOUR, at=second)
+    assert own.address == FOUR[best]
+    assert not own.follow(FOUR, at=best)
+    assert own.address == FOUR[best]
+
+
+def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach():
+    best, second, *_ = preferred("generator-7", FOUR)
+    living = {name: address for name, address in FOUR.items() if name != best}
+    own = route("generator-7", FOUR)
+    own.next()
+    assert not own.follow(living, at=second)
+    assert own.address == FOUR[second]
+    behind_tunnel = route("generator-7", {"broker": "tcp://127.0.0.1:5757"}, reachable={"tcp://127.0.0.1:5757"})
+    assert not behind_tunnel.follow(FOUR, at=second)
+    assert behind_tunnel.address == "tcp://127.0.0.1:5757", "not the one that the broker knows"
+    assert not behind_tunnel.follow(dict.fromkeys(FOUR, ""), at=second)
+    assert not behind_tunnel.has_others, "no other one has an address"
