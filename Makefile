@@ -7,15 +7,18 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check docs site test test-all gpu-bundle gpu-check chaos mutants clean
+.PHONY: help setup constraints run check docs site test test-all gpu-bundle gpu-check chaos mutants clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## install into .venv: the GPU build on a machine with an NVIDIA GPU, else the CPU build
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml constraints/cpu.txt constraints/gpu.txt
 	@scripts/setup.sh
+
+constraints: ## add what pyproject.toml asks for to the fixed versions in constraints/; ARGS=--upgrade renews all
+	@scripts/setup.sh constraints $(ARGS)
 
 run: $(INSTALLED) ## train the default experiment, or another: ARGS="experiment=addition_cpu seed=1"
 	@$(python) run_async.py $(ARGS)

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Creates .venv and installs Slipstream into it; `make` runs this when .venv is missing or pyproject.toml has changed.
+# Creates .venv and installs Slipstream into it, with the versions in constraints/; `make` runs this when .venv is missing,
+# or pyproject.toml or they have changed. With the word `constraints` it brings those up to date instead: missing ones
+# are added, and with --upgrade all are renewed.
 #
 #   PYTHON              Python to create it with (python3)
 #   SLIPSTREAM_EXTRA    cpu | gpu (gpu on a machine with an NVIDIA GPU, else cpu)
-#   SLIPSTREAM_VLLM_CPU CPU build of vLLM in place of the one in pyproject.toml: path or address of a wheel
+#   SLIPSTREAM_VLLM_CPU CPU build of vLLM in place of the one in pyproject.toml: path or address of a wheel. What goes with
+#                       it is not known: no version is fixed then.
 #   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    as for pip
 set -Eeuo pipefail  # -E: the trap below holds in functions, too
 cd "$(dirname "$0")/.."
@@ -82,14 +85,45 @@ replace_vllm() {
 install() {
     local extra=$1
     local arguments=(--editable ".[$extra,dev,ray]")
-    if [ "$extra" = cpu ]; then
-        arguments+=("$(cpu_torch)")
-        [ -z "${SLIPSTREAM_VLLM_CPU:-}" ] || replace_vllm "$SLIPSTREAM_VLLM_CPU"
+    [ "$extra" = gpu ] || arguments+=("$(cpu_torch)")
+    if [ "$extra" = cpu ] && [ -n "${SLIPSTREAM_VLLM_CPU:-}" ]; then
+        replace_vllm "$SLIPSTREAM_VLLM_CPU"
+    else
+        arguments+=(--constraints "constraints/$extra.txt" --build-constraints "constraints/$extra.txt")
     fi
     step="install slipstream[$extra,dev,ray] and its dependencies (about 2 GB; the package index must be reachable)"
     "$python" -m uv pip install "${arguments[@]}"
 }
 
+# Resolves every extra but the other build's, for the lowest Python, whatever this machine is.
+resolve() {
+    local extra=$1
+    shift
+    local arguments=(--extra "$extra")
+    for each in $("$python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])'); do
+        [[ "$each" =~ ^(cpu|gpu)$ ]] || arguments+=(--extra "$each")
+    done
+    if [ "$extra" = cpu ]; then
+        case "$(cpu_torch)" in
+            --*) arguments+=(--torch-backend=cpu) ;;
+            *) cpu_torch >"$venv/torch.txt" && arguments+=("$venv/torch.txt") ;;
+        esac
+    fi
+    step="resolve the versions of slipstream[$extra] (the package index must be reachable)"
+    # A find-links folder may hold the CPU build of torch, which the gpu build must not get.
+    [ "$extra" = cpu ] || unset UV_FIND_LINKS
+    "$python" -m uv pip compile pyproject.toml "${arguments[@]}" "$@" --quiet --no-annotate --python-version 3.11 \
+        --python-platform x86_64-manylinux_2_28 --custom-compile-command "make constraints" --output-file "constraints/$extra.txt"
+}
+
+if [ "${1:-}" = constraints ]; then
+    shift
+    make_venv
+    configure_uv
+    resolve cpu "$@"
+    resolve gpu "$@"
+    exit
+fi
 rm -f "$stamp"
 check_machine
 make_venv

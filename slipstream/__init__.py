@@ -5,6 +5,7 @@ used: `import slipstream` loads nothing else.
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _DOOR = {
@@ -18,6 +19,12 @@ __all__ = ["Run", "Trainer", "load_run", "open_catalog", "run"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return version("slipstream")
+        except PackageNotFoundError:
+            # A checkout on the path, without an installation.
+            return "0+unknown"
     if name not in _DOOR:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_DOOR[name]), name)

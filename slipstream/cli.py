@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+import slipstream
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
@@ -50,6 +51,20 @@ RunWords = Annotated[
         metavar="RUN", help="Name or folder of a run, by default the newest; runs_dir=FOLDER says where runs are."
     ),
 ]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"slipstream {slipstream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("-V", "--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)

@@ -1,5 +1,6 @@
 """Finding, the result of a check; and checks of a machine that other machines' roles depend on, or it on them."""
 
+import re
 import resource
 import shutil
 from collections.abc import Mapping
@@ -54,8 +55,14 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
     if not differing:
         return Finding("versions", "ok", shown + (", as at the broker" if expected else ""))
     found = "; ".join(f"{name} {ours[name]} here and {expected[name]} at the broker" for name in differing)
-    verdict: Verdict = "fail" if "slipstream" in differing else "warn"
+    is_other_release = "slipstream" in differing and _release(ours) != _release(expected)
+    verdict: Verdict = "fail" if is_other_release else "warn"
     return Finding("versions", verdict, found, fix="install the broker's versions: log-probabilities may differ")
+
+
+def _release(versions: Mapping[str, str]) -> str:
+    """Version of Slipstream without the commit; a checkout keeps the one that it was installed at."""
+    return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
 def _merged(versions: Mapping[str, str]) -> dict[str, str]:

@@ -112,7 +112,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     """Put `run` before arguments that begin with an override. Raises ConfigError for a command that `app` lacks."""
     first = arguments[0] if arguments else "--help"
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
-    if first in (*commands, "-h", "--help"):
+    if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
         # An override, deleted (~) or mistyped with dashes; `run` is what it must be meant for.

@@ -16,6 +16,7 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.timeout(300)
 
 SHIPPED = (".py", ".yaml", ".lua", ".html", ".css", ".js", ".svg", ".LICENSE", "metrics.md", "py.typed")
+VERSION = "9.8.7"
 LINKED = ("broker", "buffer", "configs", "generators", "learner", "scripts")
 BUILD_SDIST = "import sys, setuptools.build_meta; setuptools.build_meta.build_sdist(sys.argv[1])"
 START_ENGINE = """
@@ -77,11 +78,14 @@ def names_in(wheel: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout without anything that git ignores; the build writes into it."""
+    """A copy of the checkout without anything that git ignores, with a tag; the build writes into it."""
     folder = tmp_path_factory.mktemp("tree") / "slipstream"
     for path in tracked():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false")
+    for words in (("init",), ("add", "."), (*who, "commit", "--message=all"), ("tag", f"v{VERSION}")):
+        call(folder, "git", *words)
     return folder
 
 
@@ -125,7 +129,8 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
     names = names_in(wheel)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"slipstream"}
     expected = [path if path.startswith("slipstream/") else f"slipstream/{path}" for path in tracked()]
-    of_package = tuple(f"slipstream/{part}/" for part in (*LINKED, "dashboard", "launch", "runtime"))
+    folders = [path.name for path in (ROOT / "slipstream").iterdir() if path.is_dir() and not path.is_symlink()]
+    of_package = tuple(f"slipstream/{part}/" for part in (*LINKED, *folders))
     missing = {
         path
         for path in expected
@@ -133,6 +138,12 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
         and (path.startswith(of_package) or path in ("slipstream/cli.py", "slipstream/py.typed"))
     } - set(names)
     assert missing == set()
+    vendored = {name for name in names if "/vendor/" in name and not name.endswith(".LICENSE")}
+    assert vendored
+    for name in vendored:
+        licence = Path(name).with_name(Path(name).name.split(".")[0] + ".LICENSE")
+        assert f"slipstream-{VERSION}.dist-info/licenses/{licence}" in names
+    assert f"slipstream-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
 def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path) -> None:
@@ -160,6 +171,7 @@ def test_a_run_works_in_a_folder_with_packages_of_the_same_names(python: Path, f
     for product in ("metrics.jsonl", "summary.json", "curve.png", "final_model/config.json", "archive/ledger.jsonl"):
         assert (folder / "runs" / "installed" / product).is_file()
     assert "group" in call(folder, program, "data", "ls", "runs/installed/archive")
+    assert call(folder, program, "--version") == f"slipstream {VERSION}\n"
     where = call(folder, python, "-c", "import slipstream; print(slipstream.__file__)").strip()
     assert Path(where).is_relative_to(python.parents[1])
 

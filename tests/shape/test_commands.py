@@ -45,6 +45,7 @@ TRIED_BY = {
     "make test": ".ci/run",
     "make setup": ".ci/run",
     "make test-all": ".ci/run",
+    "make constraints": "tests/unit/scripts/test_setup.py",
     "make docs": "tests/shape/test_documents.py",
     "make site": "tests/integration/test_site.py",
     "make gpu-bundle": "tests/integration/test_gpu_check.py",

@@ -23,7 +23,7 @@ PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
 OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
 COMMAND = re.compile(
-    r"(?:(?<![\w./-])(?<!from )slipstream|run_async\.py) ([a-z_-]+)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?"
+    r"(?:(?<![\w./-])(?<!from )slipstream|run_async\.py) ([a-z][a-z_-]*)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?"
 )
 MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
 TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)

@@ -25,6 +25,7 @@ def test_the_image_is_made_of_extras_that_there_are() -> None:
     (installed,) = re.findall(r'"\.\[\$BUILD,([\w,]+)\]"', text("Dockerfile"))
     assert set(installed.split(",")) <= offered
     assert {"cpu", "gpu"} <= offered
+    assert '--constraints "constraints/$BUILD.txt"' in text("Dockerfile")
     assert ("ARG", "BUILD=gpu") in INSTRUCTIONS
 
 

@@ -10,8 +10,11 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from tests.shape.tree import ROOT, paths, syntax
+from tests.shape.tree import ROOT, assert_none, paths, syntax, text
 
 H100 = 'case "$1" in -L) echo "GPU 0: NVIDIA H100 (UUID: GPU-8932f937)";; *) echo "CUDA Version : CUDA.1";; esac'
 
@@ -94,3 +97,21 @@ def test_both_builds_are_of_the_same_versions() -> None:
         "vllm",
         "deepspeed",
     }
+
+
+@pytest.mark.parametrize(("build", "other"), [("cpu", "gpu"), ("gpu", "cpu")])
+def test_the_fixed_versions_are_what_the_project_asks_for(build: str, other: str) -> None:
+    pinned = dict(line.split("==") for line in text(f"constraints/{build}.txt").splitlines() if "==" in line)
+    project = tomllib.loads(text("pyproject.toml"))
+    extras = project["project"]["optional-dependencies"]
+    asked = [line for name, lines in extras.items() if name != other for line in lines]
+    asked += [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    unmet = []
+    for requirement in map(Requirement, asked):
+        version = pinned.get(canonicalize_name(requirement.name))
+        if not version or not requirement.specifier.contains(Version(version), prereleases=True):
+            unmet.append(
+                f"constraints/{build}.txt has {version} for {requirement}: `make constraints` adds what is missing"
+            )
+    assert_none(unmet)
+    assert pinned["torch"].endswith("+cpu") == (build == "cpu")

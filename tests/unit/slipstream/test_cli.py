@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,11 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     code, printed, _ = call(capsys, "--help")
     assert code == 0
     assert re.findall(r"^  ([a-z-]+) {2,}[A-Z]", printed, re.MULTILINE) == COMMANDS
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_is_that_of_the_installation(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

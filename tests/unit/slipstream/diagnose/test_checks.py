@@ -39,6 +39,9 @@ LOOPBACK = "127.0.0.0/8"
         (OWN | {"torch": "2.12.0"}, "warn", "torch 2.13.0 here and 2.12.0 at the broker"),
         (OWN | {"vllm": "0.31.0"}, "warn", "vllm 0.32.0 here and 0.31.0 at the broker"),
         (OWN | {"slipstream": "0.2.0"}, "fail", "slipstream 0.1.0 here and 0.2.0 at the broker"),
+        (OWN | {"slipstream": "0.2.0.dev3+g1a2b3c4"}, "fail", "and 0.2.0.dev3+g1a2b3c4 at the broker"),
+        (OWN | {"slipstream": "0.1.0.dev3+g1a2b3c4"}, "warn", "and 0.1.0.dev3+g1a2b3c4 at the broker"),
+        (OWN | {"slipstream": "0.1.0+d20260102"}, "warn", "and 0.1.0+d20260102 at the broker"),
     ],
 )
 def test_versions_are_compared(theirs: dict[str, str] | None, verdict: str, found: str) -> None:
