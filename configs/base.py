@@ -21,7 +21,8 @@ def require(holds: bool, key: str, must: str, *, got: object, why: str) -> None:
         raise ConfigError(f"{key} must {must}, got {shown}: {why}.")
 
 
-_STORAGE_URI = re.compile(r"(s3://|gs://|file:///)[^@?#]+")
+_OBJECT_STORES = ("s3://", "gs://", "file:///")
+_STORAGE_URI = re.compile(rf"({'|'.join(_OBJECT_STORES)})[^@?#]+")
 
 
 def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
@@ -37,6 +38,12 @@ def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
         require(_STORAGE_URI.fullmatch(uri) is not None, key, must, got=shown, why=why)
         why = "a run of one process has its checkpoints in its run folder"
         require(is_fit, key, "be null with mode=serial and mode=replay", got=shown, why=why)
+
+
+def require_folder(key: str, archive: str) -> None:
+    """Raise ConfigError for an archive in an object store: archives are read from folders of this machine."""
+    why = "`slipstream data fetch URI --into FOLDER` copies an archive out of an object store"
+    require(not archive.startswith(_OBJECT_STORES), key, "be on this machine", got="one in an object store", why=why)
 
 
 class Formula(Config, tag_field="kind"):

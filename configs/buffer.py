@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -230,6 +230,9 @@ class MixConfig(Config):
     """Folder of the archive; empty: none."""
     fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Share of a step's groups that come from it, sampled uniformly by the run's seed and the step."""
+
+    def __post_init__(self) -> None:
+        require_folder("buffer.mix.archive", self.archive)
 
 
 class BufferConfig(Config):

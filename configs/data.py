@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, require, require_folder
 from slipstream.configs.generators import RewardConfig
 
 
@@ -53,10 +53,13 @@ class ReplayConfig(Config):
     """Training from stored rollouts, `mode=replay`."""
 
     path: str = ""
-    """Archive folder of a run, such as `runs/mine/archive`; empty in every other mode."""
+    """Archive folder of a run, such as `runs/mine/archive`, on this machine; empty in every other mode."""
     rescore: RewardConfig | str | None = None
     """Reward that replaces the stored ones: `module:function`, or a record with the fields of `generators.reward`. null
     = the stored rewards."""
+
+    def __post_init__(self) -> None:
+        require_folder("replay.path", self.path)
 
     @property
     def reward(self) -> RewardConfig | None:

@@ -28,6 +28,9 @@ from slipstream.buffer.records import FinishedGroup
 
 log = structlog.get_logger(__name__)
 
+LOCK = "writer.lock"
+"""File that the writer of an archive holds."""
+
 # --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
 OVERFLOW = "overflow"
 """Folder of these groups in the archive's."""
@@ -184,7 +187,7 @@ def _to_parquet(table: pa.Table) -> memoryview:
 
 
 def _lock(folder: Path) -> io.TextIOWrapper:
-    lock = (folder / "writer.lock").open("w")
+    lock = (folder / LOCK).open("w")
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -22,7 +22,7 @@ from slipstream.buffer.records import StepEntry
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import group_of, lease_of
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require_folder
 from slipstream.configs.run import RunConfig, read_config
 
 _STORE_TIMEOUT_S = 5.0
@@ -175,6 +175,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
     `starts_server`: start the embedded server of a run that is over, and stop it at the end. Raises ConfigError when
     `where` is none of them, and as `open_run_store` and `Archive` do.
     """
+    require_folder("SOURCE", where)
     if "://" in where:
         if run_name is None:
             raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {where}.")

@@ -28,7 +28,7 @@ from slipstream.buffer.cli.show import (
     show_tokens,
 )
 from slipstream.buffer.cli.stats import TrajectoryStats, describe_audit, describe_check
-from slipstream.buffer.cli.transfer import export, import_rollouts
+from slipstream.buffer.cli.transfer import export, fetch_archive, import_rollouts
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.console import make_console
 
@@ -206,6 +206,16 @@ def import_files(
     """Make an archive of rollouts in files: of all of them, or none."""
     imported = import_rollouts(files, into, runs_dir=runs_dir)
     print(f"{imported.groups} groups, {imported.trajectories} trajectories in {into}")
+
+
+@app.command()
+def fetch(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="Archive in `storage_uri`: s3://BUCKET/RUNS/NAME/archive.")],
+    into: Annotated[Path, typer.Option("--into", metavar="FOLDER", help="Folder of the copy.")],
+) -> None:
+    """Copy an archive out of an object store, or what the folder lacks of it."""
+    fetched = fetch_archive(uri, into)
+    print(f"{fetched.groups} groups, {fetched.trajectories} trajectories in {into}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Export of trajectories to one file, and import of such files as an archive to train on."""
+"""Export of trajectories to one file, import of such files as an archive to train on, and copies of stored archives."""
 
 import shutil
 import tempfile
@@ -14,14 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.manifest import MANIFEST, ShardEntry, read_manifest
+from slipstream.buffer.archive.mirror import ArchiveMirror
+from slipstream.buffer.archive.shard_writer import LOCK, ShardWriter
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
 from slipstream.buffer.catalog.rollout_files import SourcedTrajectory, read_rollouts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Record
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require_storage
 
 # --- export ----------------------------------------------------------------------------------------------------------
 _ROWS_AT_ONCE = 1024
@@ -111,12 +114,10 @@ _SHARD_GROUPS = 1024
 
 
 class Imported(Record):
-    """Result of an import. Example: Imported(groups=1024, trajectories=8192)."""
+    """Content of an archive that was made or copied. Example: Imported(groups=1024, trajectories=8192)."""
 
     groups: int
-    """Number of groups written."""
     trajectories: int
-    """Number of trajectories written."""
 
 
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
@@ -150,6 +151,11 @@ def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
         shards = writer.shards
     if not shards:
         raise ConfigError("FILE must hold at least one trajectory, got none.")
+    return _content(shards)
+
+
+def _content(shards: Iterable[ShardEntry]) -> Imported:
+    shards = list(shards)
     return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
 
 
@@ -239,3 +245,25 @@ def _check_target(into: Path) -> None:
         )
     if not into.parent.is_dir():
         raise ConfigError(f"--into must lie in a folder that exists, got {into}.")
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+_STORAGE_TIMEOUT_S = 60.0
+
+
+def fetch_archive(uri: str, into: Path) -> Imported:
+    """Copy an archive of an object store, or what `into` still lacks of it; the manifest comes last.
+
+    Raises ConfigError for what is no archive, or a folder that is written by another; StorageError after a minute of
+    failures; DamagedObjectError for a shard that does not have its checksum; ArchiveError for another archive's folder.
+    """
+    require_storage("URI", uri, is_fit=True)
+    if (into / LOCK).exists():
+        raise ConfigError(f"--into must be a new folder, or one of an earlier fetch, got {into}, which a run writes.")
+    remote = ObjectFolder(uri, StorageWait(_STORAGE_TIMEOUT_S))
+    if not remote.read(MANIFEST):
+        raise ConfigError(
+            f"URI must be an archive, got {uri}, which has no {MANIFEST}: name URI/NAME/archive of a run."
+        )
+    ArchiveMirror(into, remote).fetch()
+    return _content(read_manifest(into))

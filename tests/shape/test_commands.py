@@ -73,6 +73,7 @@ TRIED_BY = {
     "slipstream data refused": "tests/integration/test_data_commands.py",
     "slipstream data export": "tests/unit/buffer/cli/test_transfer.py",
     "slipstream data import": "tests/unit/buffer/cli/test_transfer.py",
+    "slipstream data fetch": "tests/unit/buffer/cli/test_transfer.py",
     "python -m broker": "tests/integration/test_roles_die.py",
     "python -m learner": "tests/integration/test_roles_die.py",
     "python -m generators": "tests/integration/test_roles_die.py",

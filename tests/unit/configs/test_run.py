@@ -55,6 +55,8 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ("mode=sft", "sft.train_path", "be set with mode=sft"),
         ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
         ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
+        ("mode=replay replay.path=s3://a/archive", "replay.path", "be on this machine, got one in an object store"),
+        ("buffer.mix.archive=gs://a/archive", "buffer.mix.archive", "be on this machine, got one in an object store"),
         ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
         ("mode=sft sft.train_path=a learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "one process"),
         ("buffer/filter=zero_signal algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),

@@ -1,4 +1,4 @@
-"""`python -m buffer import`: exported files come back unchanged, and a line that is no trajectory is refused."""
+"""`python -m buffer import` and `fetch`: files come back unchanged; what is no trajectory or no archive is refused."""
 
 import json
 from collections.abc import Callable
@@ -221,3 +221,44 @@ def test_missing_unknown_and_empty_files_are_refused(archive, capsys):
     assert "FILE must exist" in complaint(capsys, "import", "none.jsonl", "--into", "again")
     assert "FILE must end in .jsonl or .parquet" in complaint(capsys, "import", "none.csv", "--into", "again")
     assert "FILE must hold at least one" in complaint(capsys, "import", write_lines(), "--into", "again")
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+def test_an_archive_is_copied_out_of_an_object_store_and_later_what_the_copy_lacks(archive, capsys):
+    uri = f"file://{archive}"
+    assert run("fetch", uri, "--into", "copy") == 0
+    assert capsys.readouterr().out.endswith("3 groups, 6 trajectories in copy\n")
+    assert facts(Path("copy")) == facts(archive)
+    write_archive(archive, [make_finished("4", steps=[3])])
+    assert run("fetch", uri, "--into", "copy") == 0
+    assert capsys.readouterr().out.endswith("4 groups, 8 trajectories in copy\n")
+    assert facts(Path("copy")) == facts(archive)
+    assert Archive(Path("copy")).check().problems == []
+
+
+def test_what_is_no_archive_and_folders_that_are_written_are_refused_by_fetch(archive, capsys):
+    uri = f"file://{archive}"
+    assert "has no manifest.jsonl" in complaint(capsys, "fetch", f"file://{archive}/nothing", "--into", "copy")
+    assert "s3://BUCKET/PREFIX" in complaint(capsys, "fetch", "archive", "--into", "copy")
+    secret = complaint(capsys, "fetch", "s3://key:secret@bucket/runs", "--into", "copy")
+    assert "an address with a user in it" in secret
+    assert "secret" not in secret
+    assert "which a run writes" in complaint(capsys, "fetch", uri, "--into", "archive")
+    other = write_archive(Path("other"), [make_finished("9")])
+    (other / "writer.lock").unlink()
+    assert "must have the first shards of" in complaint(capsys, "fetch", uri, "--into", "other")
+
+
+def test_a_damaged_shard_is_not_copied(archive, capsys):
+    shard = sorted(archive.glob("*.parquet"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert run("fetch", f"file://{archive}", "--into", "copy") == 2
+    assert "must have the checksum it was written with" in capsys.readouterr().err
+    assert not Path("copy/manifest.jsonl").exists()
+
+
+def test_an_archive_in_an_object_store_is_read_after_fetching_it(archive, capsys):
+    for uri in (f"file://{archive}", "s3://key:secret@bucket/archive"):
+        refused = complaint(capsys, "ls", uri)
+        assert "`slipstream data fetch URI --into FOLDER`" in refused
+        assert "secret" not in refused
