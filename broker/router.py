@@ -129,7 +129,7 @@ class Router:
         self._departures = Departures(store, self._peers, run=run, broker=name)
         self._vitals = Vitals(run, store, self._ingest, send=self._send, name=name, address=address)
         self._account = self._vitals.account
-        self._inspection = Inspection(run, self._peers.weights_at, model=model, send=channel.send)
+        self._inspection = Inspection(run, channel.send, self._peers.weights_at, self.chief.living_for, model=model)
         self._ping_round = PingRound(())
         self._members_changed = False
         self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from slipstream.broker.messages import Frames, Message
+from slipstream.broker.messages import Frames, HostName, LivingBrokers, Message
 from slipstream.broker.partial_decode import decode_header
 from slipstream.broker.transport.endpoints import is_inside, is_listening
 from slipstream.buffer.codec import encode
@@ -35,6 +35,8 @@ class Inspect(Message):
     """Port of the machine for the broker to connect to; empty: none. Tried only inside `cluster.interface`."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
     """Length of the answer's second frame, which measures the link."""
+    machine: HostName = ""
+    """As in Hello: which of their addresses the other brokers are named by."""
 
 
 class Inspected(Message):
@@ -52,6 +54,8 @@ class Inspected(Message):
     """Seconds since 1970 by the broker's clock."""
     weights_at: str = ""
     """Port of the learner from which generators fetch weights; empty without a learner, or a port."""
+    living: LivingBrokers | None = None
+    """The brokers that live; None for a run of one."""
     is_reached: bool | None = None
     """Whether the broker could connect to `listens_at`; None: not tried."""
 
@@ -62,17 +66,20 @@ class Inspection:
     def __init__(
         self,
         run: RunConfig,
+        send: Callable[[bytes, Frames], object],
         find_weights: Callable[[], str],
+        find_living: Callable[[str], LivingBrokers | None],
         *,
         model: ModelFingerprint | None,
-        send: Callable[[bytes, Frames], object],
     ) -> None:
-        """`find_weights` returns the port of the learner for weights; empty without one."""
+        """`find_weights` returns the port of the learner for weights, empty without one; `find_living` the brokers
+        that live, with their addresses for a machine."""
         self._run = run
         self._config_json = msgspec.json.encode(run).decode()
         self._model = model
         self._send = send
         self._find_weights = find_weights
+        self._find_living = find_living
         self._probing: dict[bytes, Future[bool]] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="inspection")
 
@@ -84,7 +91,7 @@ class Inspection:
         if self._may_try(question.listens_at):
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
-            self._answer(identity, num_bytes=question.num_bytes)
+            self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
         return True
 
     def send_due(self) -> None:
@@ -97,7 +104,9 @@ class Inspection:
         host = address.removeprefix("tcp://").rpartition(":")[0]
         return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES
 
-    def _answer(self, identity: bytes, *, num_bytes: int = 0, is_reached: bool | None = None) -> None:
+    def _answer(
+        self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None
+    ) -> None:
         answer = Inspected(
             self._run.name,
             # Left out of a measurement, to which it would add.
@@ -106,6 +115,7 @@ class Inspection:
             self._model,
             time=time.time(),
             weights_at=self._find_weights(),
+            living=self._find_living(machine),
             is_reached=is_reached,
         )
         self._send(identity, [encode(answer), bytes(num_bytes)] if num_bytes else [encode(answer)])

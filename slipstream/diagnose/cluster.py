@@ -9,8 +9,9 @@ import msgspec
 
 from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.broker.errors import ChannelClosedError
+from slipstream.broker.messages import LivingBrokers
 from slipstream.broker.status.inspection import MAX_BYTES, Inspect, Inspected
-from slipstream.broker.transport.endpoints import is_listening
+from slipstream.broker.transport.endpoints import is_listening, machine_id
 from slipstream.broker.transport.interface import find_interface
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
 from slipstream.buffer.codec import decode, encode
@@ -106,7 +107,7 @@ def _with_link(
     link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys
 ) -> list[Finding]:
     asked_at = time.time()
-    answer = link.ask(Inspect())
+    answer = link.ask(Inspect(machine=machine_id()))
     took_s = time.time() - asked_at
     if answer is None:
         fix = "wait until it serves (it may wait for its store: see its log), and run the same version on both sides"
@@ -119,6 +120,7 @@ def _with_link(
         check_model(given.model.path if is_named else run.model.path, answer.model),
         check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
         _check_reached(link, run.cluster),
+        _check_brokers(answer.living),
         _check_weights(answer.weights_at, keys),
         _check_bandwidth(link, run, answer),
         *_of_the_machine(run, cluster=run.cluster, answer=answer),
@@ -187,6 +189,22 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
         return Finding("way back", "ok", f"the broker reaches {host}:{port}")
     fix = f"open {cluster.ports} of this machine for the broker's; weights.transport=delta needs no way back"
     return Finding("way back", "fail" if cluster.trusted_network else "warn", f"{host}:{port} is not reached", fix=fix)
+
+
+def _check_brokers(living: LivingBrokers | None) -> Finding:
+    """Connect to the other brokers of the run: a generator goes to the one that its hash gives it."""
+    if living is None:
+        return Finding("brokers", "ok", "the run has one")
+    others = {name: address for name, address in living.brokers.items() if name != living.broker}
+    unreached = [
+        f"{name} at {address or 'no address for other machines'}"
+        for name, address in sorted(others.items())
+        if not (address and is_listening(address))
+    ]
+    if not unreached:
+        return Finding("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
+    fix = "open their ports for this machine, or forward all of them: until then a generator stays at those it reaches"
+    return Finding("brokers", "warn", f"{', '.join(unreached)}: not reached", fix=fix)
 
 
 def _check_weights(address: str, keys: Keys) -> Finding:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.broker.chief import LEASE_S
 from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.prompts.dataset import Dataset
@@ -40,8 +41,8 @@ from tests.runs import SMALL, make_task, until
 
 TOKEN = "a token of thirty-two characters"
 HERE = ["cluster.interface=127.0.0.0/8", "cluster.ports=23100-23119"]
-CHECKS = ["token", "broker", "model", "clock", "way back", "weights", "bandwidth", "versions", "interface"]
-CHECKS += ["ports", "shared memory", "open files", "locked memory"]
+CHECKS = ["token", "broker", "model", "clock", "way back", "brokers", "weights", "bandwidth", "versions"]
+CHECKS += ["interface", "ports", "shared memory", "open files", "locked memory"]
 
 
 class ServedRun:
@@ -137,6 +138,34 @@ def test_the_learners_port_for_weights_is_tried(served: ServedRun, tmp_path: Pat
     assert found(address)["weights"].verdict in ("fail", "warn")
 
 
+def test_the_other_brokers_of_the_run_are_tried(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    cluster = {"interface": "127.0.0.0/8", "ports": "23100-23119"}
+    run = make_run(runs_dir=str(tmp_path), cluster=cluster, model={"path": str(model)}, broker={"shards": 3})
+
+    others: dict[str, str] = {}
+
+    def is_told(verdict: str, words: str) -> bool:
+        for name, address in others.items():
+            facts = {"here": address, "address": address, "machine": "another", "generators": 0}
+            opened.store.report_broker(name, incarnation=name, facts=facts, lease_s=LEASE_S)
+        finding = found(f"broker.address={opened.channel.address}")["brokers"]
+        return finding.verdict == verdict and words in finding.found
+
+    with (
+        closing(ServedRun(tmp_path, run)) as opened,
+        closing(ZmqServerChannel("tcp://127.0.0.1:*", keys=derive_keys(TOKEN))) as other,
+    ):
+        until(lambda: is_told("ok", "no other lives"), timeout_s=20, what="a broker alone")
+        others["broker-1"] = other.address
+        until(lambda: is_told("ok", "1 more: all are reached"), timeout_s=20, what="the second broker")
+        others["broker-2"] = ""
+        missing = "broker-2 at no address for other machines: not reached"
+        until(lambda: is_told("warn", missing), timeout_s=20, what="the third broker")
+        others["broker-2"] = "tcp://127.0.0.1:9"
+        until(lambda: is_told("warn", "broker-2 at tcp://127.0.0.1:9: not reached"), timeout_s=20, what="its port")
+
+
 def test_another_model_is_named(served: ServedRun, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"hidden_size": 128}')
@@ -192,7 +221,7 @@ def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     findings = found(*HERE)
-    assert list(findings) == ["token", *CHECKS[7:]]
+    assert list(findings) == ["token", *CHECKS[8:]]
     assert found("cluster.interface=203.0.113.0/24")["interface"].verdict == "fail"
     with pytest.raises(SystemExit) as caught:
         main(["diagnose", "cluster", "cluster.ports=9-1"])
