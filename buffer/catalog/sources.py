@@ -44,7 +44,6 @@ class ArchiveSource:
         # Answers of `slipstream evaluate` and `generate` lie beside their settings.
         has_settings = (folder / "config.yaml").is_file()
         self._run_folder = folder.resolve() if has_settings else folder.resolve().parent
-        self.elsewhere = ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
@@ -79,31 +78,41 @@ class ArchiveSource:
 
 
 class StoreSource:
-    """The store of a run, in progress or over."""
+    """The store of a run, in progress or over, with the run's archive."""
 
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
         """`run_folder` is None when only the server is known."""
         self.store = store
         self.run_folder = run_folder
+        is_archived = run_folder is not None and (run_folder / "archive" / MANIFEST).is_file()
+        self._archive = ArchiveSource(run_folder / "archive") if run_folder and is_archived else None
         self._versions: dict[int, int] = {}
         self._newest: StepEntry | None = None
 
     @property
-    def elsewhere(self) -> str:
-        """Folder of the run's other groups, for messages: those that are over leave the store for the archive."""
-        archive = self.run_folder / "archive" if self.run_folder else None
-        return f"; groups that are over are in {archive}" if archive and (archive / MANIFEST).is_file() else ""
+    def num_unreadable(self) -> int:
+        """Shards of the archive that could not be read."""
+        return self._archive.num_unreadable if self._archive else 0
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
+        """Yield the selected trajectories: the archive's, which are over, after those of the store.
+
+        `decode` is needed for a condition on text.
+        """
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
+        seen = set()
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
+            seen.add(group.id)
             for payload in group.payloads:
                 stored = StoredTrajectory(unpack(payload), group.state, group.reason, group.steps)
                 if selected.matches(stored, decode=decode):
                     yield stored
+        # The archive last: a group that moves in between is found in both, and not in neither.
+        for stored in self._archive.read(selected, decode=decode) if self._archive else ():
+            if stored.trajectory.group_id not in seen:
+                yield stored
 
     def step_versions(self) -> dict[int, int]:
         """Return step -> the learner's version at its start, of the steps that are known."""
@@ -136,8 +145,6 @@ class StoreSource:
 
 class FileSource:
     """A file of rollouts, as `export` or verl writes it."""
-
-    elsewhere = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path

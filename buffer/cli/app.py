@@ -11,7 +11,6 @@ import typer
 
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, TrajectoryFilter
 from slipstream.buffer.catalog.sources import (
-    ArchiveSource,
     FileSource,
     Source,
     StoreSource,
@@ -126,7 +125,7 @@ def ls(
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
         table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit)
-        make_console().print(table if count else f"nothing matches{source.elsewhere}")
+        make_console().print(table if count else "nothing matches")
         if count == limit:
             print(f"the first {limit}; more with --limit")
 
@@ -144,9 +143,7 @@ def show(
     with _open(where, run, runs_dir) as source:
         stored = next(source.read(TrajectoryFilter(id=trajectory_id), decode=None), None)
         if stored is None:
-            raise ConfigError(
-                f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids{source.elsewhere}."
-            )
+            raise ConfigError(f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids.")
         decode = decoder_of(source, tokenizer)
         console = make_console()
         console.print(show_facts(stored, step_versions=source.step_versions()))
@@ -170,7 +167,7 @@ def stats(
         tables = TrajectoryStats(islice(found, limit), step_versions=source.step_versions()).tables()
         console = make_console()
         if not tables:
-            console.print(f"nothing matches{source.elsewhere}")
+            console.print("nothing matches")
         for table in tables:
             console.print(table)
             console.print()
@@ -265,7 +262,7 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
     """Open the source; exit with 1 at the end if a part of it could not be read."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
         yield source
-    if isinstance(source, ArchiveSource) and source.num_unreadable:
+    if not isinstance(source, FileSource) and source.num_unreadable:
         raise typer.Exit(_UNSOUND)
 
 

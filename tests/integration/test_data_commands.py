@@ -97,16 +97,19 @@ def test_the_filters_are_those_of_an_archive(
     assert "".join(line.split()[0] for line in lines[1:]) == groups
 
 
-def test_where_groups_are_that_left_the_store(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_groups_that_left_the_store_are_read_from_the_archive(
+    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
+):
     assert run(capsys, "ls", *where(config), "--min-reward", "7") == (0, ["nothing matches"])
-    archive = write_archive(RunFolder(config).path / "archive", [make_finished("9")])
-    hint = f"groups that are over are in {archive}"
-    for command in ("ls", "stats"):
-        _, lines = run(capsys, command, *where(config), "--min-reward", "7")
-        assert " ".join(lines) == f"nothing matches; {hint}"
-    assert run_command("show", "mine", "9-0-0", "--runs-dir", config.runs_dir) == 2
-    assert hint in capsys.readouterr().err
-    assert run(capsys, "show", str(archive), "9-0-0")[0] == 0
+    # Group 0 is being moved: it is in both.
+    archive = write_archive(RunFolder(config).path / "archive", [make_finished("0"), make_finished("9")])
+    code, (*lines, last) = run(capsys, "ls", *where(config))
+    assert (code, lines) == (0, LISTED)
+    assert last.split()[0] == "9"
+    assert run(capsys, "show", "mine", "9-0-0", "--runs-dir", config.runs_dir)[0] == 0
+    (shard,) = archive.glob("*.parquet")
+    shard.write_bytes(b"")
+    assert run(capsys, "ls", *where(config)) == (1, LISTED)
 
 
 def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):

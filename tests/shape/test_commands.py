@@ -70,6 +70,8 @@ TRIED_BY = {
     "slipstream view": "tests/unit/slipstream/viewer/test_viewer.py",
     "slipstream import-config": "tests/unit/slipstream/migration/test_migration.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",
+    "slipstream data show": "tests/integration/test_data_commands.py",
+    "slipstream data verify": "tests/integration/test_data_commands.py",
     "slipstream data refused": "tests/integration/test_data_commands.py",
     "slipstream data export": "tests/unit/buffer/cli/test_transfer.py",
     "slipstream data import": "tests/unit/buffer/cli/test_transfer.py",
@@ -121,10 +123,14 @@ class Command(NamedTuple):
 
 # --- finding them ----------------------------------------------------------------------------------------------------
 def find_commands(page: str) -> Iterator[Command]:
-    """Every command of a page; of those within a sentence the ones with arguments: others are names."""
+    """Every command of a page; of those within a sentence the ones with arguments: others are names.
+
+    The `sh` blocks of tutorials are left out: tests/integration/test_tutorials.py executes them.
+    """
     content = text(page)
+    executed = "sh" if page.startswith("docs/tutorials/") else ""
     for language, block in BLOCK.findall(content):
-        if language in ("sh", "console"):
+        if language in ("sh", "console") and language != executed:
             yield from in_block(page, block, prompt="$ " if language == "console" else "")
     for span in SPAN.findall(BLOCK.sub("", content)):
         words = re.sub(r"\[([^]]*)\]", "", span.replace("…", "")).split()
