@@ -25,7 +25,7 @@ _SOURCES = (
     "SECURITY.md",
     "docs/**/*.md",
     "benchmarks/*.md",
-    "examples/*/*.md",
+    "examples/**/*.md",
 )
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 _TIMEOUT_S = 300.0

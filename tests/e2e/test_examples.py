@@ -26,6 +26,13 @@ SERIAL = (
     "evaluation.every_steps=0",
 )
 """All roles in one process, and small steps."""
+SUMS = (
+    ("make_digits_data", "--task=addition", "--train-rows=200", "--heldout-rows=40", "--out=data/addition"),
+    (
+        *("init_random_model", "--architecture=gpt2", "--layers=2", "--width=64", "--max-length=64"),
+        "--out=models/addition-gpt2",
+    ),
+)
 PRODUCTS = "learner/by_source/multiplication/"
 
 
@@ -34,6 +41,19 @@ def folder(tmp_path: Path) -> Path:
     # The modules and settings of the examples are found from the checkout's root.
     (tmp_path / "examples").symlink_to(runs.ROOT / "examples")
     return tmp_path
+
+
+def test_mathematics(folder: Path):
+    for module, *arguments in SUMS:
+        runs.run_script(folder, f"slipstream.scripts.{module}", *arguments)
+    begin = ("prepare=[]", "model.path=models/addition-gpt2", "learner.max_steps=2")
+    runs.train(folder, "experiment=addition_cpu", *SERIAL, *begin)
+    rows = runs.metrics(folder, "addition_cpu")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        # A model that knows nothing has some digits right by chance.
+        assert 0 < row["learner/by_source/digits/addition/reward_mean"] < 0.5
+        assert row["learner/mismatch_max"] < 1e-4
 
 
 def test_calculator(folder: Path):

@@ -280,6 +280,10 @@ PUBLISHED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     [
         pytest.param("gsm8k_1gpu", 1, 1.54, marks=pytest.mark.long),
         ("gsm8k_lora_1gpu", 1, 7.62),
+        pytest.param("math_1gpu", 1, 1.54, marks=pytest.mark.long),
+        pytest.param("retool_1gpu", 1, 1.54, marks=pytest.mark.long),
+        pytest.param("search_r1_1gpu", 1, 1.54, marks=pytest.mark.long),
+        pytest.param("environment_1gpu", 1, 1.54, marks=pytest.mark.long),
         ("geometry_1gpu", 1, 3.75),
         pytest.param("gsm8k_8gpu", 8, 7.62, marks=pytest.mark.long),
         ("gsm8k_32b_8gpu", 8, 32.8),
@@ -287,10 +291,13 @@ PUBLISHED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ],
 )
 def test_a_preset_fits_the_gpus_it_is_for(preset: str, gpus: int, num_billions: float, tmp_path: Path) -> None:
-    kind, sizes = PUBLISHED[load([f"experiment={preset}"]).model.path]
+    chosen = [f"experiment={preset}"]
+    if preset == "environment_1gpu":
+        chosen += ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"]
+    kind, sizes = PUBLISHED[load(chosen).model.path]
     task = "ForConditionalGeneration" if kind is Qwen2_5_VLConfig else "ForCausalLM"
     kind(**sizes, architectures=[kind.__name__.replace("Config", task)]).save_pretrained(tmp_path)
-    run = load([f"experiment={preset}", f"model.path={tmp_path}"])
+    run = load([*chosen, f"model.path={tmp_path}"])
     plan = make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=79))
     assert plan.problems == []
     (published,) = {need.gib for need in plan.needs if need.cause == "published version, received"}
