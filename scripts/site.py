@@ -114,17 +114,28 @@ def _describe(path: Path) -> Iterator[str]:
             yield f"## {node.name}"
             yield _code(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})".replace("()", ""))
             yield _docstring(node)
+            yield "\n".join(_fields(node))
             for member in node.body:
                 yield from _function(member, "###")
         else:
             yield from _function(node, "##")
 
 
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """List of the fields of a record, each with the docstring below it."""
+    for member, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
+            yield f"- `{ast.unparse(member)}`"
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                yield f"    {' '.join(str(after.value.value).split())}".replace("<", "&lt;")
+
+
 def _function(node: ast.stmt, level: str) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.name == "__init__" or node.name[0] != "_"):
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-        yield f"{level} {node.name}"
+        # Two underscores would begin bold text.
+        yield level + " " + node.name.replace("__", r"\_\_")
         yield _code(f"{kind} {node.name}({ast.unparse(node.args)}){returns}")
         yield _docstring(node)
 

@@ -70,6 +70,14 @@ def _hidden() -> None: ...
 class Thing(Base):
     """It."""
 
+    size: int = 2
+    """Of <all>,
+    in bytes."""
+    name: str
+    _hidden: int = 0
+
+    def __init__(self, size: int) -> None: ...
+
     async def use(self) -> None:
         """Use it."""
 ''',
@@ -77,7 +85,8 @@ class Thing(Base):
     site._write(Path("learner/thing.py"))
     page = (tree / "pages/learner/thing.md").read_text()
     headings = [line for line in page.splitlines() if line.startswith("#")]
-    assert headings == ["# learner.thing", "## make", "## Thing", "### use"]
+    assert headings == ["# learner.thing", "## make", "## Thing", r"### \_\_init\_\_", "### use"]
+    assert "- `size: int = 2`\n    Of &lt;all>, in bytes.\n- `name: str`\n\n" in page
     assert "A thing of &lt;angles>." in page
     assert "def make(*, size: int=2) -> 'Thing'" in page
     assert "async def use(self) -> None" in page
