@@ -4,8 +4,10 @@ python -m benchmarks.peers_at_scale --peers 250 1000 4000 --brokers 1 2 4 --toke
 
 Every generator says Hello, answers pings, asks for one group at a time and puts its trajectories one by one at an even
 rate; a scripted learner announces versions. Each is at the broker that its hash gives it, the learner at all of them.
-All ask at once first; after that each asks when its group is done. `us/put` is the brokers' processor time, pings and
-leases included, by the trajectories that they took: it does not depend on what else the machine does.
+All ask at once first; after that each asks when its group is done, for as long as at least one and a half groups take.
+`again` counts those that a broker gave up, because they were silent for 8 s, and that joined anew. `us/put` is the
+brokers' processor time, pings and leases included, by the trajectories that they took: it does not depend on what else
+the machine does.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from slipstream.broker.messages import (
     NO_EPOCH,
     Ack,
     AnyMessage,
+    Bye,
     Hello,
     LeaseRequest,
     Member,
@@ -59,6 +62,7 @@ from slipstream.buffer.trajectory import make_trajectory_id
 
 _LEARNER = "learner"
 _JOIN_S, _BURST_S = 60.0, 60.0
+_HELLO_EVERY_S = 5.0
 _UPDATE_EVERY_S = 5.0
 _NUM_TENSORS = 300
 _GAUGES: dict[str, Any] = {f"gauge_{number}": float(number) for number in range(24)}
@@ -106,17 +110,21 @@ class Crowd:
         self._template = make_trajectory(ANY_LEASE, 0, num_tokens=tokens, rng=np.random.default_rng(0))
         self._live: dict[int, list[Member]] = {}
         self.waits_s: list[float] = []
-        self.num_acked = self.num_updates = self.num_rejected = 0
+        self.num_acked = self.num_updates = self.num_rejected = self.num_rejoined = 0
         names = [f"generator-{number}" for number in numbers]
-        self._peers = [self._connect("generator", name, addresses[preferred(name, addresses)[0]]) for name in names]
-        self._learners = [self._connect(_LEARNER, _LEARNER, each) for each in addresses.values() if has_learner]
+        self._peers = [self._connect(name, addresses[preferred(name, addresses)[0]]) for name in names]
+        self._learners = [self._connect(_LEARNER, each) for each in addresses.values() if has_learner]
 
     def join(self) -> None:
         """Block until every peer is welcome."""
         everyone = [*self._peers, *self._learners]
-        self._run_until(_JOIN_S, lambda: all(peer.is_joined for peer in everyone))
-        if missing := sum(not peer.is_joined for peer in everyone):
-            raise RuntimeError(f"every peer must be welcome within {_JOIN_S:g} s, {missing} of {len(everyone)} are not")
+        deadline = time.perf_counter() + _JOIN_S
+        while (missing := [each for each in everyone if not each.is_joined]) and time.perf_counter() < deadline:
+            for peer in missing:
+                self._say_hello(peer)
+            self._run_until(_HELLO_EVERY_S, lambda: all(peer.is_joined for peer in missing))
+        if missing:
+            raise RuntimeError(f"all peers must be welcome within {_JOIN_S:g} s, {len(missing)} are not")
 
     def burst(self) -> None:
         """Have all generators ask at once, and wait for all answers."""
@@ -127,7 +135,12 @@ class Crowd:
     def steady(self, seconds: float) -> None:
         self._run_until(seconds, lambda: False)
 
-    def _connect(self, role: Any, peer_id: str, address: str) -> Peer:
+    def wait(self, pipe: Connection) -> None:
+        """Go on until the other end says so."""
+        self._run_until(_JOIN_S, pipe.poll)
+        pipe.recv()
+
+    def _connect(self, peer_id: str, address: str) -> Peer:
         member = Member(peer_id, f"{peer_id}-0123456789abcdef0123456789")
         options = self._options | {zmq.IDENTITY: member.incarnation.encode()}
         peer = Peer(zmq_channels._open(self._context, zmq.DEALER, options), member)
@@ -135,8 +148,12 @@ class Crowd:
         descriptor = int(peer.socket.getsockopt(zmq.FD))
         self._by_fd[descriptor] = peer
         self._epoll.register(descriptor, select.EPOLLIN)
-        self._send(peer, Hello(role, peer_id, member.incarnation, socket.gethostname(), 1))
         return peer
+
+    def _say_hello(self, peer: Peer) -> None:
+        peer_id = peer.member.peer_id
+        role: Any = _LEARNER if peer_id == _LEARNER else "generator"
+        self._send(peer, Hello(role, peer_id, peer.member.incarnation, socket.gethostname(), 1))
 
     def _run_until(self, seconds: float, is_done: Any) -> None:
         deadline = time.perf_counter() + seconds
@@ -171,8 +188,15 @@ class Crowd:
             case Welcome():
                 peer.is_joined = True
                 self._pong(peer, -1.0)
+                if peer.asked_at and not peer.lease_ids:
+                    self._send(peer, LeaseRequest(GROUP_SIZE))
+            case Bye() if peer.is_joined:
+                peer.is_joined, self.num_rejoined = False, self.num_rejoined + 1
+                self._say_hello(peer)
             case Ping(sent_at=sent_at):
                 self._pong(peer, sent_at)
+            case Prompts() if peer.lease_ids:
+                return  # It had asked before it joined again: that lease lapses.
             case Prompts(prompts=[]):
                 self._send(peer, LeaseRequest(GROUP_SIZE))
             case Prompts(prompts=[prompt, *_]):
@@ -217,9 +241,8 @@ class Crowd:
     def _announce(self) -> None:
         version = self._learners[0].version = self._learners[0].version + 1
         members = [member for live in self._live.values() for member in live]
-        slots = [
-            TensorSlot(f"model.layers.{n}.mlp.weight", [4096, 4096], "bfloat16", 0, n) for n in range(_NUM_TENSORS)
-        ]
+        names = [f"model.layers.{number}.mlp.weight" for number in range(_NUM_TENSORS)]
+        slots = [TensorSlot(name, [4096, 4096], "bfloat16", 0, number) for number, name in enumerate(names)]
         order = Update(
             NO_EPOCH, members, version, slots, [2**26] * 8, [2**63] * 8, [[1] * 32] * 4,
             [[-1.0] * 31] * 4, max_probe_diff=1e-3, timeout_s=60.0,
@@ -232,30 +255,29 @@ def _work(pipe: Connection, numbers: range, settings: dict[str, Any], seconds: f
     crowd = Crowd(numbers, **settings)
     crowd.join()
     pipe.send("joined")
-    pipe.recv()
+    crowd.wait(pipe)
     crowd.burst()
     pipe.send(crowd.waits_s)
-    pipe.recv()
-    crowd.waits_s, crowd.num_acked, crowd.num_updates = [], 0, 0
+    crowd.wait(pipe)
+    crowd.waits_s, crowd.num_acked, crowd.num_updates, crowd.num_rejoined = [], 0, 0, 0
     cpu_s = time.process_time()
     crowd.steady(seconds)
-    pipe.send((crowd.waits_s, crowd.num_acked, crowd.num_updates, crowd.num_rejected, time.process_time() - cpu_s))
+    counts = crowd.num_acked, crowd.num_updates, crowd.num_rejected, crowd.num_rejoined
+    pipe.send((crowd.waits_s, time.process_time() - cpu_s, *counts))
 
 
 def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the peers on a served run that nobody used yet; return the figures."""
     context = multiprocessing.get_context("spawn")
-    settings = {
-        "addresses": served.addresses,
-        "is_plain": served.is_plain,
-        "tokens": arguments.tokens,
-        "put_every_s": num_peers * arguments.tokens / arguments.tokens_per_s,
-    }
+    put_every_s = num_peers * arguments.tokens / arguments.tokens_per_s
+    seconds = max(arguments.seconds, 1.5 * GROUP_SIZE * put_every_s)
+    settings = {"addresses": served.addresses, "is_plain": served.is_plain}
+    settings |= {"tokens": arguments.tokens, "put_every_s": put_every_s}
     pipes, workers = [], []
     for number in range(arguments.processes):
         ours, theirs = context.Pipe()
         numbers = range(number, num_peers, arguments.processes)
-        work = (theirs, numbers, settings | {"has_learner": number == 0}, arguments.seconds)
+        work = (theirs, numbers, settings | {"has_learner": number == 0}, seconds)
         workers.append(context.Process(target=_work, args=work, daemon=True))
         workers[-1].start()
         theirs.close()
@@ -272,6 +294,7 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
     for worker in workers:
         worker.join(5.0)
     waits = [wait for result in results for wait in result[0]]
+    peers_cpu_s, acked, updates, rejected, rejoined = (sum(each) for each in list(zip(*results, strict=True))[1:])
     return {
         "peers": num_peers,
         "brokers": len(served.addresses),
@@ -280,13 +303,15 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
         "burst_s": _quantiles(burst),
         "lease_s": _quantiles(waits),
         "leases": len(waits),
-        "cores": cores | {"peers": sum(result[4] for result in results) / wall_s},
+        "cores": cores | {"peers": peers_cpu_s / wall_s},
         "memory_mib": memory,
-        "broker_us": 1e6 * _of_brokers(cores) * wall_s / max(1, sum(result[1] for result in results)),
+        "broker_us": 1e6 * _of_brokers(cores) * wall_s / max(1, acked),
         "load": os.getloadavg()[0],
-        "tokens_per_s": arguments.tokens * sum(result[1] for result in results) / wall_s,
-        "updates": sum(result[2] for result in results),
-        "rejected": sum(result[3] for result in results),
+        "tokens_per_s": arguments.tokens * acked / wall_s,
+        "seconds": wall_s,
+        "updates": updates,
+        "rejected": rejected,
+        "rejoined": rejoined,
     }
 
 
@@ -337,17 +362,17 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "peers", "brokers", "all at once: p50, last", "lease p50", "p99", "brokers'", "store", "idle", "peers'",
-        "us/put", "MiB", "tokens/s", "load",
-    )  # fmt: skip
-    table.title = "Seconds to a lease in ms; processor time in shares of a core, of all brokers together"
+    columns = "peers", "brokers", "burst", "p50", "p99", "brokers'", "store", "idle", "peers'", "us/put"
+    table = Table(*columns, "MiB", "tokens/s", "load", "again")
+    table.title = (
+        "ms to a lease: median and last of all at once (burst), then p50, p99; shares of a core: brokers together"
+    )
     for row in rows:
         burst, lease, cores = row["burst_s"], row["lease_s"], row["cores"]
         table.add_row(
             f"{row['peers']:,}",
             f"{row['brokers']}{'' if row['is_encrypted'] else ' plain'}",
-            f"{1e3 * burst['p50']:,.0f}, {1e3 * burst['max']:,.0f}",
+            f"{1e3 * burst['p50']:,.0f} {1e3 * burst['max']:,.0f}",
             f"{1e3 * lease['p50']:,.1f}",
             f"{1e3 * lease['p99']:,.1f}",
             f"{_of_brokers(cores):.2f}",
@@ -355,9 +380,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{_of_brokers(row['idle_cores']):.2f}",
             f"{cores['peers']:.2f}",
             f"{row['broker_us']:.0f}",
-            " + ".join(f"{mib:.0f}" for mib in row["memory_mib"].values()),
+            f"{_of_brokers(row['memory_mib']):,.0f} + {row['memory_mib']['store']:,.0f}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['load']:.1f}",
+            str(row["rejoined"]),
         )
     return table
 
@@ -369,6 +395,6 @@ if __name__ == "__main__":
     parser.add_argument("--sockets", nargs="+", default=["ipc"], choices=SOCKETS, help="of the brokers (ipc)")
     parser.add_argument("--tokens-per-s", type=float, default=1e6, help="of all generators together (1,000,000)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a trajectory (1024)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="measured after all have a lease (20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured after all have a lease, at least (20)")
     parser.add_argument("--processes", type=int, default=1, help="that the generators are divided over (1)")
     main(parser.parse_args())
