@@ -40,7 +40,7 @@ def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: st
 
 def test_an_unknown_key_that_is_like_no_other_lists_those_beside_it() -> None:
     assert refusal("learner.batch_size=3").startswith(
-        "unknown key learner.batch_size; learner has num_ranks, sequence_parallel, "
+        "unknown key learner.batch_size; learner has num_ranks, rank_timeout_s, "
     )
 
 

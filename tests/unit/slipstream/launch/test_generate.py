@@ -134,7 +134,12 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     with console.capture() as printed:
         console.print(*tables(found))
     assert "accuracy of task-1" in printed.get()
-    assert "minus the first" in printed.get()
+    assert [column.header for column in tables(found)[0].columns] == [
+        "",
+        run.model.path,
+        other,
+        f"{other} minus the first",
+    ]
 
 
 def test_the_rows_of_a_run_are_those_it_reports(run: RunConfig) -> None:
