@@ -6,6 +6,7 @@ clock.
 Invariant: work for all has an effect at one broker at a time: the store refuses it from any other.
 """
 
+import math
 from typing import Any
 
 import structlog
@@ -46,6 +47,7 @@ class Chief:
         self._facts: dict[str, Any] = {"here": here, "address": address, "machine": machine_id()}
         self._clock = clock
         self._is_ahead_s: float | None = None
+        self._reported_at = -math.inf
         self.fence = NO_FENCE
         """Fence of the chief, if this broker is the chief, else NO_FENCE. The store has the last word."""
         self._living: dict[str, dict[str, Any]] = {}
@@ -59,6 +61,11 @@ class Chief:
     @property
     def has_living_others(self) -> bool:
         return bool(self._living.keys() - {self.name})
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it must report before it tells a peer who is alive: this broker has just started, or hung."""
+        return self.has_others and self._clock() - self._reported_at > LEASE_S
 
     @property
     def share(self) -> float:
@@ -85,10 +92,15 @@ class Chief:
         Raises StoreUnavailableError.
         """
         self._facts["generators"] = num_generators
+        ahead_s = self._ahead_s()
         answer = self._store.report_broker(self.name, incarnation=self._incarnation, facts=self._facts, lease_s=LEASE_S)
+        if not answer.fence:
+            # Jumps up to here are the chief's. A later one may lapse its lease, and make this broker the chief.
+            self._is_ahead_s = ahead_s
         if answer.fence != self.fence:
             self._set_fence(answer.fence, chief=answer.chief)
         before, self._living = self._addresses(), answer.living
+        self._reported_at = self._clock()
         total = sum(facts["generators"] for facts in answer.living.values())
         self._share = num_generators / total if total else 1.0
         return self.has_others and before != self._addresses()
@@ -96,8 +108,8 @@ class Chief:
     def work(self) -> None:
         """Do what is due for all brokers, if this one is the chief. Raises StoreUnavailableError."""
         try:
-            self._follow_clock()
             if self.fence:
+                self._follow_clock()
                 self._reap()
         except StaleFenceError as error:
             # Another may be the chief already: the next report tells.
@@ -122,24 +134,26 @@ class Chief:
             # One event for all: the leases of one dead generator must not push everything else off the list.
             self._store.record_event(self.name, "; ".join(reaped))
 
+    def _ahead_s(self) -> float:
+        return self._store.now() - self._clock()
+
     def _follow_clock(self) -> None:
         """Move the deadlines in the store by the jump of its clock since the last call, if there was one.
 
-        A machine was suspended, or its clock was set. Every broker looks, as each may have become the chief by it.
+        A machine was suspended, or its clock was set.
         """
-        ahead_s = self._store.now() - self._clock()
+        ahead_s = self._ahead_s()
         jump_s = 0.0 if self._is_ahead_s is None else ahead_s - self._is_ahead_s
         has_jumped = abs(jump_s) > _JUMP_S
-        if self.fence:
-            self._store.follow_clock(
-                jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
-                lease_s=self._run.broker.lease_s,
-                claim_lease_s=self._run.buffer.claim_lease_s,
-                fence=self.fence,
-            )
+        self._store.follow_clock(
+            jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
+            lease_s=self._run.broker.lease_s,
+            claim_lease_s=self._run.buffer.claim_lease_s,
+            fence=self.fence,
+        )
         # Only now: after an error the jump is found again.
         self._is_ahead_s = ahead_s
-        if has_jumped and self.fence:
+        if has_jumped:
             what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"
             log.warning("clock_jumped", what=what)
             self._store.record_event(self.name, what)

@@ -253,18 +253,19 @@ class Router:
         if rejection := self._handshake.check(hello, guest=guest, quarantined=quarantined):
             self._reject(identity, hello.peer_id, rejection)
             return
+        if self.chief.is_outdated:
+            self._report_broker()
         replaced = self._peers.add(identity, hello, guest=guest)
         for older in replaced:
             # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
                 self._depart(older, "replaced by a new incarnation")
-        is_learner = hello.role == "learner"
         self._send(
             identity,
             Welcome(
                 run_id=self._run.name,
                 config_json=self._config_json,
-                store_url=self._store_url if is_learner else "",
+                store_url=self._store_url if hello.role == "learner" else "",
                 version=self._store.run_state().version,
                 credit_messages=_CREDIT_MESSAGES,
                 credit_bytes=_CREDIT_BYTES,
@@ -394,7 +395,6 @@ class Router:
         return self._send_frames(identity, [encode(message)], kind=type(message))
 
     def _send_frames(self, identity: bytes, frames: Frames, *, kind: type[Message]) -> bool:
-        sent = self._channel.send(identity, frames)
-        if not sent:
+        if not (sent := self._channel.send(identity, frames)):
             self._log_limiter.log("undeliverable", kind.__name__)
         return sent

@@ -91,7 +91,8 @@ class BrokerClient:
         self._heard_at = clock()
         self._next_hello_at = clock()
         self._welcomed = threading.Event()
-        self._order: OpenEpoch | Update | None = None
+        self.order: OpenEpoch | Update | None = None
+        """Newest weight order, which is sent again to members that join later."""
         self._connected: set[Member] = set()
         self.outbox = Outbox(clock=clock)
         self.welcome: Welcome | None = None
@@ -108,7 +109,7 @@ class BrokerClient:
         """Queue a message. Weight orders are resent to members that join later; others are lost with a broker."""
         # A new order supersedes the one that may have to be resent.
         if isinstance(message, OpenEpoch | Update):
-            self._order = message
+            self.order = message
         self._channel.send([encode(message)])
         self._channel.wake()
 
@@ -231,8 +232,8 @@ class BrokerClient:
         thread cannot do that: it is blocked in the broadcast. A generator that has handled it only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
-        if self._order and not joined.isdisjoint(self._order.members):
-            self._channel.send([encode(self._order)])
+        if self.order and not joined.isdisjoint(self.order.members):
+            self._channel.send([encode(self.order)])
 
     def _pong(self, *, sent_at: float) -> Pong:
         status = self._status()

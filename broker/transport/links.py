@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from slipstream.broker.messages import LivingBrokers, Members, MemberState, Message, Welcome
+from slipstream.broker.messages import LivingBrokers, Members, MemberState, Message, OpenEpoch, Update, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,12 @@ class Links:
         self._joins_all = joins_all
         self._lock = threading.RLock()
         self._links: list[_Link] = []
+        self._is_stopped = False
+        self._order: OpenEpoch | Update | None = None
         self._members: dict[str, list[MemberState]] = {}
+        """Newest report of each broker, the last to report at the end."""
+        self._living: set[str] | None = None
+        """Brokers whose members count; None: all."""
 
     def open(self, address: str, *, broker: str = "") -> tuple[BrokerClient, BrokerClientThread]:
         """Start a client to an address; those to the other brokers follow by themselves once it has joined."""
@@ -49,6 +54,8 @@ class Links:
         with self._lock:
             self._links.append(link)
         client = link.client = self._connect(address, lambda message: self._receive(link, message))
+        # Its members may have missed it on their way from another broker.
+        client.order = self._order
         link.thread = BrokerClientThread(client)
         link.thread.start()
         return client, link.thread
@@ -56,12 +63,15 @@ class Links:
     def send(self, message: Message) -> None:
         """Queue a message for every broker: each passes a weight order on to those of its members that it serves."""
         with self._lock:
+            if isinstance(message, OpenEpoch | Update):
+                self._order = message
             for client in [link.client for link in self._links if link.client]:
                 client.send(message)
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
         """Leave the run at every broker; arguments as for BrokerClientThread.stop."""
         with self._lock:
+            self._is_stopped = True
             threads = [link.thread for link in self._links if link.thread]
         for thread in threads:
             thread.stop(flush_s=flush_s, reason=reason)
@@ -76,26 +86,25 @@ class Links:
                 self._follow(message)
             case Members(generators=generators):
                 with self._lock:
+                    self._members.pop(link.broker, None)
                     self._members[link.broker] = generators
                     self._on_message(self._joined())
             case _:
                 self._on_message(message)
 
     def _follow(self, living: LivingBrokers | None) -> None:
-        """Open clients to brokers that have none, and drop the members of those that are gone."""
-        if not (self._joins_all and living):
-            return
+        """Open clients to brokers that have none, and leave out the members of those that are gone."""
         with self._lock:
+            if not (self._joins_all and living) or self._is_stopped:
+                return
             known = {link.broker: link for link in self._links}
             for name, address in living.brokers.items():
                 if name != living.broker and address and (name not in known or known[name].address != address):
                     self._replace(known.get(name), name, address)
-            gone = [name for name in self._members if name not in living.brokers]
-            for name in gone:
-                # Its generators go on to others, which report them then.
-                del self._members[name]
-            if gone:
-                self._on_message(self._joined())
+            before, self._living = self._joined(), set(living.brokers)
+            # Generators go on to other brokers, which report them then; or theirs is back, with nothing new to report.
+            if (joined := self._joined()) != before:
+                self._on_message(joined)
 
     def _replace(self, link: _Link | None, broker: str, address: str) -> None:
         log.info("broker_found", broker=broker, address=address)
@@ -106,6 +115,7 @@ class Links:
         self.open(address, broker=broker)
 
     def _joined(self) -> Members:
-        # Of two brokers that both have a generator one hangs, or is about to hear of its move: either will do.
-        by_member = {state.member: state for reported in self._members.values() for state in reported}
+        # Of two brokers that both have a generator, one hangs or is about to hear of its move: the last one knows more.
+        counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
+        by_member = {state.member: state for states in counted for state in states}
         return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))

@@ -103,6 +103,19 @@ def test_the_clock_of_the_store_is_followed_by_whoever_is_the_chief_after_it(fir
     assert [text[:35] for _, text in events(first)].count("the store's clock jumped by +3600 s") == 1
 
 
+def test_a_jump_of_the_clock_that_a_broker_saw_before_it_became_the_chief_takes_no_lease(first, second):
+    peer = FakePeer(first, "generator", "g1")
+    peer.exchange(Pong(-1.0, "ready", 0))
+    (prompt,) = peer.lease(max_trajectories=2).prompts
+    peer.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
+    first.store_is_ahead_s += 3600
+    second.router.chief.work()
+    second.router.chief.report(num_generators=0)
+    second.router.chief.work()
+    assert second.router.chief.fence == 2
+    assert (first.store.counts().leased, first.store.counts().returned) == (1, 0)
+
+
 # --- peers -----------------------------------------------------------------------------------------------------------
 def test_peers_are_told_who_is_alive_when_they_join_and_when_that_changes(first, second):
     here = first.router.chief.living_for("").brokers
@@ -119,6 +132,15 @@ def test_peers_are_told_who_is_alive_when_they_join_and_when_that_changes(first,
     assert LivingBrokers("broker-1", {"broker-1": here["broker-1"]}) in peer.receive()
     tick(first, second)
     assert LivingBrokers("broker-1", here) in peer.receive()
+
+
+def test_a_broker_that_has_just_started_or_hung_first_asks_who_is_alive(first, second):
+    # Its Hello waits in the queue when the broker begins to read.
+    for broker, living in ((Beside(first, "broker-1"), ["broker", "broker-1"]), (second, ["broker-1"])):
+        peer = FakePeer(broker, "learner", "learner")
+        (welcome,) = (each for each in peer.receive() if isinstance(each, Welcome))
+        assert list(welcome.living.brokers) == living
+        first.clock.now += LEASE_S + 1
 
 
 def test_the_only_broker_of_a_run_tells_its_peers_of_no_others(scene):

@@ -7,7 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.messages import Bye, Hello, LivingBrokers, Member, Members, MemberState, Profile, Welcome
+from slipstream.broker.messages import (
+    NO_EPOCH,
+    Bye,
+    Hello,
+    LivingBrokers,
+    Member,
+    Members,
+    MemberState,
+    Profile,
+    Update,
+    Welcome,
+)
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.broker.transport.links import Links
 from slipstream.broker.transport.memory_channels import MemoryBroker
@@ -109,3 +120,33 @@ def test_the_learner_leaves_every_broker(scene: Scene):
     scene.links.stop(reason="out of memory")
     for address in BROKERS.values():
         assert scene.await_message(address, Bye) == [Bye("out of memory")]
+
+
+def test_members_of_a_broker_that_is_back_count_again_though_it_has_nothing_new_to_report(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    scene.report("ipc:///a", G0)
+    scene.report("ipc:///b", G1)
+    for living, members in (({"broker": "ipc:///a"}, [G0]), (BROKERS, [G0, G1])):
+        del scene.received[:]
+        scene.brokers["ipc:///a"].send(LivingBrokers("broker", living))
+        assert until(lambda: scene.received) == [Members(members)]
+
+
+def test_an_order_reaches_the_members_of_a_broker_that_is_found_after_it(scene: Scene):
+    scene.welcome("broker", {"broker": "ipc:///a"})
+    order = Update(NO_EPOCH, [G0.member, G1.member], 1, [], [], [], [], [], 1.0, 1.0)
+    scene.links.send(order)
+    scene.await_message("ipc:///a", Update)
+    scene.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS))
+    scene.welcome("broker-1", BROKERS)
+    scene.report("ipc:///b", G1)
+    assert scene.await_message("ipc:///b", Update) == [order]
+
+
+def test_no_broker_is_joined_once_the_learner_leaves(scene: Scene):
+    scene.welcome("broker", {"broker": "ipc:///a"})
+    scene.links.stop()
+    (link,) = scene.links._links
+    scene.links._receive(link, LivingBrokers("broker", BROKERS))
+    assert scene.links._links == [link]
