@@ -107,7 +107,8 @@ class LoggingConfig(Config):
     num_samples: Annotated[int, Meta(ge=1)] = 8
     """Answers in such a table."""
     max_queue: Annotated[int, Meta(ge=1)] = 1000
-    """Entries that wait for a logger that is slow or hangs; beyond them the oldest is dropped and counted."""
+    """Entries that wait for a logger that is slow or hangs, besides the rows of before its start; beyond them the
+    oldest is dropped and counted."""
     close_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
     """Time for a logger to take what waits for it once the roles have ended, seconds; it is killed then."""
 

@@ -6,6 +6,7 @@ A row's key `learner/ess` becomes `slipstream_learner_ess`; what a key holds bes
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -199,9 +200,12 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
         yield "groups", {"state": state}, counts[state]
     for lag, number in status.ready_by_lag.items():
         yield "ready_groups", {"lag": str(lag)}, number
+    ends: Counter[tuple[str, str]] = Counter()
     for reason, number in status.counts.reasons.items():
-        outcome, _, why = reason.partition(": ")
-        yield "group_ends", {"outcome": outcome, "reason": why}, number
+        # What follows is told of single groups: as labels it would be as many series.
+        outcome, why, *_ = f"{reason}: ".split(": ")
+        ends[outcome, why] += number
+    yield from (("group_ends", {"outcome": outcome, "reason": why}, number) for (outcome, why), number in ends.items())
     # Groups that were trained on are over without a reason.
     yield "group_ends", {"outcome": "retired", "reason": ""}, status.counts.outcomes.get("retired", 0)
     for kind in ("accepted", "duplicates", "superseded", "trained"):

@@ -1,21 +1,24 @@
 """MetricsServer: answers Prometheus, on a loopback address anybody of this machine, elsewhere holders of the token."""
 
 import hmac
+import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
 
 _TIMEOUT_S = 10.0
 """Longest wait for a request, so that one that never comes holds no thread for ever."""
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -30,7 +33,7 @@ class MetricsServer:
         registry.register(self)
         application = guarded(make_wsgi_app(registry), token=token, is_local=ip_address(host).is_loopback)
         try:
-            self._server = make_server(host, port, application, _Server, _Handler)
+            self._server = make_server(host, port, application, _ServerV6 if ":" in host else _Server, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"exporter.port must be free at {host}, got {port}: {error.strerror}; choose another."
@@ -69,18 +72,28 @@ def guarded(application: Application, *, token: str, is_local: bool) -> Applicat
 
 def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | None:
     given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-    host = environ.get("HTTP_HOST", "").rpartition(":")[0] or environ.get("HTTP_HOST", "")
     if token and not hmac.compare_digest(given.encode(), token.encode()):
         return "401 Unauthorized"
-    if is_local and host not in _LOCAL_NAMES and not host.startswith("127."):
+    if is_local and not is_loopback(_host_of(environ)):
         return "400 Bad Request"
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return "405 Method Not Allowed"
     return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
 
 
+def _host_of(environ: Mapping[str, Any]) -> str:
+    """Name by which the server was asked, without its port; empty for one that cannot be."""
+    with suppress(ValueError):
+        return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+    return ""
+
+
 class _Server(ThreadingWSGIServer):
     daemon_threads = True
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):

@@ -98,20 +98,27 @@ class Passing:
             return
         if self._delivery.error:
             self._give_up(self._delivery.error)
-        if self._delivery.cursor > self._bookmark.cursor:
-            self._bookmark.save(self._delivery.cursor)
+        self._keep(self._delivery.cursor or self._bookmark.cursor)
 
     def _start(self) -> None:
         """Build the logger once there is a row, with whose step it begins."""
-        run, cursor = self._run, self._bookmark.cursor
-        if not (rows := self._source.read(cursor).rows):
+        run, news = self._run, self._source.read(self._bookmark.cursor)
+        if not news.rows:
+            # A resume has cut the rows: those that come again are told apart from the ones that were passed on.
+            self._keep(news.cursor)
             return
+        cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
-        logged = LoggedRun(run.name, identity, self._folder.resolve(), settings, rows[0]["step"])
+        logged = LoggedRun(run.name, identity, self._folder.resolve(), settings, news.rows[0]["step"])
         options = run.logging.options.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
-        self._delivery = Delivery(make, max_queue=run.logging.max_queue)
+        # The rows of before wait in any case: they come at once, and say nothing of how fast the logger is.
+        self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(news.rows))
         self._feed = Feed(self._source, self._delivery, config=run.logging, name=run.name, cursor=cursor)
+
+    def _keep(self, cursor: int) -> None:
+        if cursor != self._bookmark.cursor:
+            self._bookmark.save(cursor)
 
     def close(self) -> bool:
         """Pass on the last rows and close the logger within its time; return whether it did."""
@@ -121,7 +128,7 @@ class Passing:
         if self._delivery:
             is_whole = self._delivery.close(timeout_s=max(0.0, ends_at - time.monotonic()))
             gauges = self._delivery.gauges()
-            self._bookmark.save(max(self._delivery.cursor, self._bookmark.cursor))
+            self._keep(self._delivery.cursor or self._bookmark.cursor)
         log.info("closed" if is_whole else "did_not_close", **gauges)
         try:
             self._report("gone")

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from slipstream.buffer.archive.trajectory_filter import Decode
 from slipstream.buffer.catalog.token_decoder import find_decoder
 from slipstream.buffer.codec import unpack
@@ -17,6 +15,7 @@ from slipstream.buffer.trajectory import Record, Trajectory
 from slipstream.configs.run import RunConfig
 from slipstream.loggers.logger import Cell
 from slipstream.runtime.model_files import find_file
+from slipstream.runtime.run_folder import parse_row
 
 SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "reward", "ended by", "lag")
 _MAX_TEXT = 4000
@@ -64,7 +63,7 @@ class FileRows:
             file.seek(start)
             lines = file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
-        return News([msgspec.json.decode(line) for line in whole], start + sum(map(len, whole)))
+        return News([row for line in whole if (row := parse_row(line))], start + sum(map(len, whole)))
 
     def samples(self, step: int, *, limit: int) -> list[list[Cell]]:
         return []

@@ -261,7 +261,7 @@ class RunFolder:
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_bytes().splitlines(keepends=True)
-        rows = [_parse_row(line) for line in lines]
+        rows = [parse_row(line) for line in lines]
         if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
             log.warning(
                 "damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=len(rows) - len(damaged)
@@ -293,13 +293,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, in order, but for what a crash left damaged. Raises ConfigError when there is none."""
     if not path.is_file():
         raise ConfigError(f"{path} must exist: name the folder of a run that has made a step.")
-    rows = [row for line in path.read_bytes().splitlines(keepends=True) if (row := _parse_row(line)) is not None]
+    rows = [row for line in path.read_bytes().splitlines(keepends=True) if (row := parse_row(line)) is not None]
     if not rows:
         raise ConfigError(f"{path} must hold at least one step, but is empty.")
     return rows
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """Decode a row of metrics; None if a crash, or a power failure (which leaves NULs), cut it short."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None

@@ -94,3 +94,12 @@ def test_names_follow_from_keys():
     assert family_of("learner/ess")[0].full_name == "slipstream_learner_ess"
     assert family_of("eval/version") == (family_of("eval/version")[0], {})
     assert FAMILIES["refused_frames"].full_name == "slipstream_refused_frames_total"
+
+
+def test_what_is_told_of_single_groups_makes_no_labels(run):
+    status = status_of({})
+    reasons = {f"quarantined: lease_attempts: {n}-0-0 was refused: too_long": 1 for n in range(5)} | {"expired: x": 2}
+    counts = msgspec.structs.replace(status.counts, reasons=reasons)
+    found = scraped(metrics_of(msgspec.structs.replace(status, counts=counts), Context(run, {}, 0.0)))
+    ends = {(each["outcome"], each["reason"]): n for each, n in found["slipstream_group_ends_total"]}
+    assert ends == {("quarantined", "lease_attempts"): 5, ("expired", "x"): 2, ("retired", ""): 0}

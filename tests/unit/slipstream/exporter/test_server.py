@@ -1,4 +1,5 @@
 import http.client
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,14 @@ from slipstream.exporter.families import unreachable
 from slipstream.exporter.server import MetricsServer, guarded
 
 TOKEN = "a token of thirty-two characters"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -54,3 +63,24 @@ def test_on_a_loopback_address_a_foreign_name_is_a_page_in_a_browser(host, statu
 def test_a_port_in_use_is_one_sentence(server):
     with pytest.raises(ConfigError, match=f"exporter.port must be free at 127.0.0.1, got {server.port}"):
         MetricsServer("127.0.0.1", server.port, token="")
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.evil.example", "evil.example"])
+def test_a_page_whose_name_only_looks_local_reads_nothing(host):
+    server = MetricsServer("127.0.0.1", 0, token="")
+    try:
+        assert ask(server.port, Host=f"{host}:{server.port}")[0] == 400
+        assert ask(server.port, Host="127.0.0.9")[0] == ask(server.port, Host="[::1]")[0] == 200
+    finally:
+        server.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_it_listens_at_an_ipv6_address():
+    server = MetricsServer("::1", 0, token="")
+    try:
+        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status == 200
+    finally:
+        server.close()

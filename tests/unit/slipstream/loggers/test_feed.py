@@ -131,3 +131,11 @@ def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path:
     assert (Bookmark(path).cursor, Bookmark(path).id) == (17, first.id)
     path.write_text('{"id": "a')
     assert Bookmark(path).cursor == 0
+
+
+def test_a_damaged_line_of_a_file_is_passed_over_and_a_number_may_be_none(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "learner/ess": NaN}\n\0\0\0\n"learner/ess": 1}\n{"step": 2}\n')
+    news = FileRows(path).read(0)
+    assert [each["step"] for each in news.rows] == [1, 2]
+    assert news.cursor == path.stat().st_size
