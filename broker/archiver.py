@@ -181,7 +181,12 @@ class Archiver:
 
     def _write_steps(self) -> None:
         self._steps.write()
+        self._send()
+
+    def _send(self) -> None:
         if self._mirror:
+            # Asks for the fence alone: another chief may have written from another machine while this one hung.
+            self._store.forget([], fence=self._fence)
             self._mirror.send()
 
     def _is_due(self) -> bool:
@@ -212,8 +217,8 @@ class Archiver:
                 write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
-            if new and self._mirror:
-                self._mirror.send()
+            if new:
+                self._send()
             self._steps.mark_archived(group.id for group in groups)
         # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:

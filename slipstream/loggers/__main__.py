@@ -141,7 +141,7 @@ class Passing:
         gauges = self._delivery.gauges() if self._delivery else {"reason": "waiting for the first step"}
         self._source.report(self._role, where | gauges | {"lost": self._feed.num_lost if self._feed else 0})
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception | SystemExit) -> None:
         if isinstance(error, ConfigError | TypeError):
             raise ConfigError(f"logging.options must fit logger {self._name!r}: {error}.") from None
         exit_with_error(f"logger {self._name!r} cannot start: {type(error).__name__}: {error}", code=TRY_AGAIN)

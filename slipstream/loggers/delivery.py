@@ -36,7 +36,7 @@ class Delivery:
         """Entries that were taken | raised in the logger | left out of the full queue."""
         self.cursor = 0
         """Position in the source up to which entries were taken or given up; 0 before the first."""
-        self.error: Exception | None = None
+        self.error: Exception | SystemExit | None = None
         """Exception with which the logger could not start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
         self._thread.start()
@@ -71,7 +71,7 @@ class Delivery:
     def _run(self) -> None:
         try:
             logger = self._make()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error = error
             return
         self._call = ""
@@ -99,8 +99,8 @@ class Delivery:
         try:
             if call:
                 call()
-        # Whatever a library raises: one entry is lost, and the next may fare better.
-        except Exception as error:
+        # Whatever a library raises, or its wish to exit: one entry is lost, and the next may fare better.
+        except (Exception, SystemExit) as error:
             self._limiter.log("logger_failed", name, error=f"{type(error).__name__}: {error}")
             return False
         finally:

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.archiver import ArchiverThread
+from slipstream.broker.archiver import Archiver, ArchiverThread, OpenWriter
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import ShardEntry
+from slipstream.buffer.archive.mirror import ArchiveMirror
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.errors import StaleFenceError
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
+from slipstream.buffer.records import FinishedGroup
 from tests.unit.broker.test_archiver import CONFIG, FakeStore, await_status, shards_in
 
 
@@ -48,3 +55,32 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
     for thread in threads.values():
         assert thread.stop(timeout_s=10)
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4", "5"]]
+
+
+def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_successor_wrote(
+    tmp_path: Path, store: FakeStore
+):
+    def archiver(place: str, fence: int, open_writer: OpenWriter = ShardWriter) -> Archiver:
+        mirror = ArchiveMirror(tmp_path / place, ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)))
+        return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence, open_writer=open_writer)
+
+    class Hangs(ShardWriter):
+        """Hangs behind its shard until another broker is the chief, and has archived on its machine."""
+
+        def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+            written = super().write(groups)
+            store.fence = 2
+            store.groups.pop(0)
+            second = archiver("there", 2)
+            second.flush()
+            second.close()
+            return written
+
+    store.fence = 1
+    first = archiver("here", 1, Hangs)
+    store.finish(0, 1, 2)
+    with pytest.raises(StaleFenceError):
+        first.step()
+    first.close()
+    assert shards_in(tmp_path / "remote") == [["1", "2"]]
+    assert Archive(tmp_path / "remote").check().is_sound

@@ -106,3 +106,18 @@ def test_a_logger_that_cannot_start_is_known_by_its_error():
     delivery = Delivery(refuse, max_queue=2)
     assert delivery.close(timeout_s=WAIT_S)
     assert str(delivery.error) == "no network"
+
+
+def test_a_logger_that_ends_its_thread_loses_one_entry():
+    class Exits(Recorder):
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                raise SystemExit(1)
+            super().log(step, metrics)
+
+    logger = Exits()
+    delivery = Delivery(lambda: logger, max_queue=10)
+    put(delivery, [1, 2])
+    assert delivery.close(timeout_s=WAIT_S)
+    assert (logger.steps, logger.is_closed) == ([2], True)
+    assert counts(delivery) == (1, 1, 0, 0)
