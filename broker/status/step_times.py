@@ -119,6 +119,8 @@ def describe_times(times: dict[str, Any] | None) -> list[str]:
 
 def _slower_side(times: StepTimes) -> str:
     learner, generators = times.share("learner", "waiting"), times.share("generator", "prompts")
+    if not times.shares("generator"):
+        return f"the learner waits {learner:.0%} of its time for trajectories; no generator has reported its time"
     both = f"the learner waits {learner:.0%} of its time for trajectories, the generators {generators:.0%} for prompts"
     if learner - generators > _ALIKE:
         return f"{both}: generating is the slower side"

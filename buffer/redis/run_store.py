@@ -77,8 +77,12 @@ def open_own_store(
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Return the address of the run's store. Raises ConfigError when it is for the run's own process alone."""
+    """Return the address of the run's store. Raises ConfigError when it has none, or one for its own process alone."""
     config = run.buffer.store
+    if run.mode == "sft":
+        raise ConfigError(
+            f"run {run.name!r} must have a store to look into, but mode=sft has none: see {folder / 'metrics.jsonl'}."
+        )
     if isinstance(config, RedisConfig):
         return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
     if run.is_one_process:

@@ -79,15 +79,20 @@ class SftRun:
         self._disk = DiskWait()
 
     def run(self) -> None:
-        """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError."""
-        self._start()
+        """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError, ConfigError."""
+        if self._ranks.is_first:
+            # Others see by it that the run is in progress.
+            self._folder.lock()
         try:
+            self._start()
             while self._step < self._num_steps:
                 self._train_one_step()
+            self._finish()
         except DivergenceError:
             self._checkpoints.saver.join()
             raise
-        self._finish()
+        finally:
+            self._folder.unlock()
 
     def _start(self) -> None:
         # Rank 0 alone lists the checkpoints: another rank might see one that was finished meanwhile.

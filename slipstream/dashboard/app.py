@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 from anyio.to_thread import run_sync
 from sse_starlette import EventSourceResponse
@@ -44,6 +45,8 @@ PAGES = ("pipeline", "trajectories", "events", "settings")
 _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
+_GRACE_S = 1.0
+"""Time in which the streams end after Ctrl-C; less than the server's own."""
 _WATCH_EVERY_S = 0.5
 """Between two looks whether somebody still waits for a search."""
 
@@ -151,7 +154,10 @@ class Dashboard:
 
     async def _stream(self, request: Request) -> Response:
         position = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        return EventSourceResponse(self._feed(request).messages(position), ping=_PING_S)
+        ending = anyio.Event()
+        messages = self._feed(request).messages(position, ending=ending)
+        # A stream that is cancelled is an error to the server, which would report it.
+        return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
 
     async def _settings(self, request: Request) -> Response:
         return _json(await run_sync(read_settings, self._reader(request).folder))

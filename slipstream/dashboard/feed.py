@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
@@ -48,14 +49,18 @@ class Feed:
         elif rows:
             self._send(self._rows(rows) if len(rows) <= _MAX_ROWS else self._reset())
 
-    async def messages(self, position: str) -> AsyncIterator[Message]:
-        """Yield the messages of one client that has the rows up to `position`, an id of a message or empty."""
+    async def messages(self, position: str, *, ending: anyio.Event) -> AsyncIterator[Message]:
+        """Yield the messages of one client that has the rows up to `position`, an id of a message or empty.
+
+        They end when `ending` is set, as by a server that stops.
+        """
         queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUE_LENGTH)
         async with self._lock:
             await self._refresh()
             if missed := self._since(position):
                 queue.put_nowait(missed)
             self._queues.add(queue)
+        end = asyncio.create_task(self._disconnect_at(ending, queue))
         try:
             if len(self._queues) == 1:
                 self._tasks = [asyncio.create_task(self._poll_rows()), asyncio.create_task(self._poll_view())]
@@ -64,6 +69,7 @@ class Feed:
             while message := await queue.get():
                 yield message
         finally:
+            end.cancel()
             self._queues.discard(queue)
             if not self._queues:
                 for task in self._tasks:
@@ -94,9 +100,7 @@ class Feed:
         for queue in list(self._queues):
             if queue.full():
                 # It reads too slowly: disconnected, its browser comes back and begins where it was.
-                self._queues.discard(queue)
-                queue.get_nowait()
-                queue.put_nowait(None)
+                self._disconnect(queue)
             else:
                 queue.put_nowait(message)
 
@@ -115,12 +119,20 @@ class Feed:
                 self._send({"event": "events", "data": events.decode()})
             await asyncio.sleep(_VIEW_EVERY_S)
 
+    def _disconnect(self, queue: asyncio.Queue[Message | None]) -> None:
+        self._queues.discard(queue)
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
+    async def _disconnect_at(self, ending: anyio.Event, queue: asyncio.Queue[Message | None]) -> None:
+        await ending.wait()
+        self._disconnect(queue)
+
     async def close(self) -> None:
         """Disconnect all clients."""
         for queue in list(self._queues):
-            while not queue.empty():
-                queue.get_nowait()
-            queue.put_nowait(None)
+            self._disconnect(queue)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

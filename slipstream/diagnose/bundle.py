@@ -17,13 +17,13 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.diagnose.checks import Finding
 from slipstream.diagnose.install import installed_packages
-from slipstream.diagnose.last_run import log_tail, read_events
+from slipstream.diagnose.last_run import log_tail, read_events, read_or_nothing
 from slipstream.diagnose.secrets import known_secrets, mask, without_secrets
 from slipstream.runtime.run_folder import versions
 
 _ENDING = ".tar.gz"
-_LINES = 300
-"""Last lines of a log, and last rows of the metrics."""
+_LINES, _LOG_BYTES = 300, 2**22
+"""Last lines of a log, and last rows of the metrics, with their limit."""
 
 
 class Subject(NamedTuple):
@@ -46,11 +46,12 @@ def check_bundle(path: Path) -> None:
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
     """Return the secrets that this machine knows: of the environment, and the tokens of the run and its guests."""
     tokens = []
-    with suppress(ConfigError):
+    with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
     if folder:
         files = [folder / "token", *(folder / "guests").glob("*")]
-        tokens += [file.read_text(errors="replace").strip() for file in files if file.is_file()]
+        # Those of another user's run cannot be read, and then stand in no bundle of ours.
+        tokens += [read_or_nothing(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 
@@ -86,10 +87,10 @@ def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[
     yield "events.json", _json(events or problem)
     for file in [*sorted((folder / "logs").glob("*.log")), folder / "store/redis.log", folder / "metrics.jsonl"]:
         if file.is_file():
-            yield f"run/{file.name}", "\n".join([*log_tail(file)[-_LINES:], ""])
+            yield f"run/{file.name}", "\n".join([*log_tail(file, num_bytes=_LOG_BYTES)[-_LINES:], ""])
     for name in ("summary.json", "versions.json", "origins.json"):
-        if (folder / name).is_file():
-            yield f"run/{name}", (folder / name).read_text(errors="replace")
+        if text := read_or_nothing(folder / name):
+            yield f"run/{name}", text
 
 
 def _json(data: object) -> str:

@@ -26,7 +26,7 @@ from slipstream.diagnose.last_run import check_last_run
 from slipstream.diagnose.probe import run_probe
 from slipstream.diagnose.secrets import mask
 from slipstream.launch.preflight import surroundings
-from slipstream.runtime.run_folder import RunFolder, find_run, is_held, list_runs
+from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs
 
 T = TypeVar("T")
 
@@ -89,7 +89,9 @@ def _choose_with_secrets(words: Sequence[str]) -> tuple[Subject, set[str]]:
 
 def choose(words: Sequence[str]) -> Subject:
     """Return what the words of the command line ask to check. Raises ConfigError."""
-    runs = [word for word in words if not word.startswith("-") and ("=" not in word or word.startswith(_OF_A_RUN))]
+    if options := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"no such option: {options[0]}; see `slipstream diagnose --help`.")
+    runs = [word for word in words if ("=" not in word or word.startswith(_OF_A_RUN))]
     folder = None
     if len(runs) == len(words):
         try:
@@ -183,8 +185,12 @@ def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[]
 
 def _last_run(subject: Subject) -> Finding | list[Finding]:
     if subject.folder is None:
-        return Finding("last run", "skipped", f"there is none in {subject.run.runs_dir}/")
+        return Finding("last run", "skipped", _absence(subject.run))
     return check_last_run(subject.folder, is_live=subject.is_live)
+
+
+def _absence(run: RunConfig) -> str:
+    return f"there is no run {run.name!r}: {describe_others(Path(run.runs_dir), run.name)}"
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------

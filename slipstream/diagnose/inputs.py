@@ -40,6 +40,8 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]
     Raises StoreUnavailableError.
     """
     config = run.buffer.store
+    if run.mode == "sft":
+        return [Finding("store", "skipped", "mode=sft has none")]
     if isinstance(config, EmbeddedRedisConfig) and not (is_live and not run.is_one_process):
         return [Finding("store", "ok", f"{find_redis_binary()} starts with the run, durability {config.durability}")]
     url = store_url(run, folder)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.broker.status.role_status import LAUNCHER
@@ -44,7 +45,8 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
     deaths = [event for event in events if _DEATH.search(event.text)]
     fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
     whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
-    found = f"{folder.name} {whole} at step {_last_step(folder)}"
+    step = _last_step(folder)
+    found = f"{folder.name} {whole}{', with no step in metrics.jsonl' if step is None else f' at step {step}'}"
     if is_live or has_ended:
         first = Finding("last run", "ok", found)
     else:
@@ -62,11 +64,23 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
         return [], str(error)
 
 
-def log_tail(path: Path) -> list[str]:
-    """Return the last lines of a log, which may be large."""
+def log_tail(path: Path, *, num_bytes: int = _LOG_BYTES) -> list[str]:
+    """Return the whole lines at the end of a log, which may be large."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        start = max(0, path.stat().st_size - num_bytes)
+        if start:
+            # A part of a line is no row, and a part of a secret is not recognized.
+            file.seek(start - 1)
+            file.readline()
         return file.read().decode(errors="replace").splitlines()
+
+
+def read_or_nothing(path: Path) -> str:
+    """Return the text of a file; empty if it is not there or another user's."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _judge_events(deaths: Sequence[Event], problem: str) -> Finding:
@@ -91,12 +105,13 @@ def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
     return found or [Finding("logs", "ok", "no error and no traceback at their ends")]
 
 
-def _last_step(folder: Path) -> int:
-    try:
-        rows = log_tail(folder / "metrics.jsonl")
-        return int(json.loads(rows[-1])["step"]) if rows else 0
-    except (OSError, ValueError, KeyError):
-        return 0
+def _last_step(folder: Path) -> int | None:
+    """Return the step of the newest row that is whole; None without any."""
+    path = folder / "metrics.jsonl"
+    for line in reversed(log_tail(path) if path.is_file() else []):
+        with suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["step"])
+    return None
 
 
 def _remedy(error: str, otherwise: str) -> str:

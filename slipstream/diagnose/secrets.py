@@ -7,7 +7,8 @@ from typing import Any
 
 LEFT_OUT = "(left out)"
 _KEY = (
-    r"(?:api[-_]?key|token|secret|passw(?:or)?d|passphrase|credentials?|authorization|private[-_]?key|access[-_]?key)"
+    r"(?:api[-_]?key|(?<!tik)token|secret|passw(?:or)?d|passphrase|credentials?|authorization|private[-_]?key|"
+    r"access[-_]?key)"
 )
 _SECRET_KEY = re.compile(rf"(?:^|[-_.a-z]){_KEY}$|^(?:headers|cookie)$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"{_KEY}|_KEY$|COOKIE|^AWS_|HEADERS", re.IGNORECASE)

@@ -1,6 +1,8 @@
 """Answer: what is found in the records of a run, with the figures that it rests on."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from slipstream.buffer.trajectory import Record
 
@@ -42,6 +44,12 @@ class Answer(Record):
             yield from ([f"   {finding.advice}"] if finding.advice else [])
         yield from self.facts
         yield from ([self.note] if self.note else [])
+
+
+def number_in(row: Mapping[str, Any], key: str) -> float:
+    """Return a metric of a row; NaN where it is absent or no number: a file may hold anything."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def shown(value: float) -> str:

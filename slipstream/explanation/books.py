@@ -1,5 +1,6 @@
 """Books: the records of a run, from its store where that can be opened, else from its folder alone."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from slipstream.buffer.trajectory import Trajectory, group_of, lease_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
+from slipstream.explanation.answer import number_in
 from slipstream.runtime.run_folder import read_metrics
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -96,8 +98,9 @@ class Books:
         if self._store is None or stepped_at is None:
             return {}
         rows = self.rows
-        own = rows[-int((rows[-1].get("times") or {}).get("steps", len(rows))) :]
-        ends = [stepped_at + row["time_s"] - rows[-1]["time_s"] for row in own]
+        latest = rows[-int((rows[-1].get("times") or {}).get("steps", len(rows))) :]
+        own = [row for row in latest if math.isfinite(number_in(row, "time_s"))]
+        ends = [stepped_at + row["time_s"] - own[-1]["time_s"] for row in own]
         found: dict[int, list[str]] = {}
         for event in self._store.events(limit=EVENTS_KEPT):
             index = bisect_left(ends, event.at)

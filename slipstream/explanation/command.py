@@ -58,7 +58,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
 def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         # Names of tasks and events are others' words.
-        console.print(printable(line), markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=not console.is_terminal)
 
 
 def _slow(books: Books) -> Answer:

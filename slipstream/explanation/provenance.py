@@ -23,7 +23,8 @@ def find_entry(books: Books, step: int) -> StepEntry:
     if entry is None:
         known = [entry.step for entry in books.entries()]
         steps = f"{known[0]} to {known[-1]}" if known else "which has none"
-        raise ConfigError(f"step must be one of the ledger's, {steps}, got {step}.")
+        reason = f": {books.note.rstrip('.')}" if books.note else ""
+        raise ConfigError(f"step must be one of the ledger's, {steps}, got {step}{reason}.")
     return entry
 
 

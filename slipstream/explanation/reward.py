@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from slipstream.buffer.records import StepEntry
 from slipstream.configs.run import RunConfig
-from slipstream.explanation.answer import Answer, Events, Finding, shown, steps_shown
+from slipstream.explanation.answer import Answer, Events, Finding, number_in, shown, steps_shown
 from slipstream.learner.metrics.ranges import SIGNS, STOP_LENGTH, Range, figures_of
 
 Row = Mapping[str, Any]
@@ -81,9 +81,10 @@ def explain_reward(
 
     `entries`: of the step ledger, which show other settings. `events`: sentences by step.
     """
-    rows = [row for row in rows if math.isfinite(_number(row, _REWARD))]
+    rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
-        return Answer(f"{len(rows)} steps have a reward: a fall cannot be told from noise in fewer than {_MIN_STEPS}.")
+        have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
+        return Answer(f"{have} a reward: a fall cannot be told from noise in fewer than {_MIN_STEPS}.")
     rewards = _column(rows, _REWARD)
     windows = largest_fall(rewards)
     change = _change(rewards, windows)
@@ -94,7 +95,9 @@ def explain_reward(
         trend = f"from {shown(statistics.fmean(first))} in the first {windows.width} steps to "
         return Answer(
             f"The reward did not fall beyond its noise: it went {trend}{shown(statistics.fmean(last))} in the last.",
-            facts=[f"its largest fall was from {means}: {change.errors:.1f} standard errors, not {_ERRORS:g}"],
+            facts=[f"its largest fall was from {means}: {change.errors:.1f} standard errors, not {_ERRORS:g}"]
+            if change.now < change.was
+            else [f"no {windows.width} steps have a lower mean than {windows.width} steps before them"],
         )
     changes = list(_changes(rows, windows))
     signs = list(_signs(rows, changes, figures_of(rows[-1], run)))
@@ -127,13 +130,8 @@ def largest_fall(values: Sequence[float]) -> Windows:
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
-def _number(row: Row, key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
 def _column(rows: Sequence[Row], key: str) -> list[float]:
-    return [_number(row, key) for row in rows]
+    return [number_in(row, key) for row in rows]
 
 
 def _change(values: Sequence[float], windows: Windows) -> Change:
@@ -217,7 +215,7 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
         for key in row:
             if (found := _OF_SOURCE.fullmatch(key)) and found["name"] == "reward_mean":
                 source = found["source"]
-                count, reward = _number(row, f"learner/by_source/{source}/trajectories"), _number(row, key)
+                count, reward = number_in(row, f"learner/by_source/{source}/trajectories"), number_in(row, key)
                 if math.isfinite(count * reward):
                     counts[source] = counts.get(source, 0.0) + count
                     sums[source] = sums.get(source, 0.0) + count * reward

@@ -1,5 +1,6 @@
 """Causes of slowness: where the wall time of its steps went, which side waits for which, and which steps stand out."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ from slipstream.broker.status.step_times import PHASES as PHASE_WORDS
 from slipstream.broker.status.step_times import StepTimes, describe_times
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
-from slipstream.explanation.answer import Answer, Events, Finding, shown, steps_shown
+from slipstream.explanation.answer import Answer, Events, Finding, number_in, shown, steps_shown
 from slipstream.learner.metrics.ranges import Range, figures_of
 
 Row = Mapping[str, Any]
@@ -101,7 +102,12 @@ def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = Ma
     """Return where the time went; `events`: sentences by step. Raises ConfigError for rows without `times`."""
     # An older version wrote none, and nor does a process whose roles have not reported.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
-    times = msgspec.convert(held, StepTimes) if held else None
+    try:
+        times = msgspec.convert(held, StepTimes) if held else None
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"`times` in metrics.jsonl must be as this version of Slipstream writes it, got {error}."
+        ) from None
     if times is None or not times.step_s:
         raise ConfigError("metrics.jsonl must hold the shares of the wall time (`times`), but no row has them.")
     learner = times.shares("learner")
@@ -126,7 +132,7 @@ def _meanwhile(times: StepTimes) -> str:
     if not shares:
         return ""
     largest = max(shares, key=shares.__getitem__)
-    return f"; the generators spend most of their time, {shares[largest]:.0%}, on: {PHASE_WORDS['generator'][largest]}"
+    return f"; the largest part of the generators' time, {shares[largest]:.0%}, is: {PHASE_WORDS['generator'][largest]}"
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
@@ -147,14 +153,14 @@ def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, flo
 # --- further measurements --------------------------------------------------------------------------------------------
 def _rates(rows: Sequence[Row]) -> Iterator[str]:
     last = rows[-1]
-    if "generators/tokens_per_s" in last and "learner/tokens_per_s" in last:
-        made, trained = last["generators/tokens_per_s"], last["learner/tokens_per_s"]
+    made, trained = number_in(last, "generators/tokens_per_s"), number_in(last, "learner/tokens_per_s")
+    if math.isfinite(made + trained):
         yield f"tokens per second at the end: {made:.0f} generated, {trained:.0f} trained on"
 
 
 def _unused(row: Row) -> Iterator[str]:
     for key, what in _WASTE.items():
-        if (share := row.get(key, 0.0)) >= _UNUSED:
+        if (share := number_in(row, key)) >= _UNUSED:
             thing = "complete groups" if key == "buffer/filtered_fraction" else "tokens"
             yield f"{share:.0%} of the {thing} {what} ({key})"
 
@@ -170,9 +176,10 @@ def _durations(rows: Sequence[Row]) -> list[_Step]:
     """Return the steps with their time; a resumed run's first has none."""
     found = []
     for before, row in pairwise(rows):
-        seconds = row["time_s"] - before["time_s"]
+        seconds = number_in(row, "time_s") - number_in(before, "time_s")
         if row["step"] == before["step"] + 1 and seconds > 0:
-            parts = {what: float(row.get(key, 0.0)) for key, what in _PARTS.items()}
+            found_s = {what: number_in(row, key) for key, what in _PARTS.items()}
+            parts = {what: each if math.isfinite(each) else 0.0 for what, each in found_s.items()}
             found.append(_Step(row["step"], seconds, parts | {"the rest": max(0.0, seconds - sum(parts.values()))}))
     return found
 
@@ -187,9 +194,11 @@ def _change_of_pace(rows: Sequence[Row]) -> Iterator[str]:
         return
     grown = {what: _mean_part(late, what) - _mean_part(early, what) for what in steps[0].parts}
     what = max(grown, key=lambda each: grown[each] if now > was else -grown[each])
+    verb = "grew" if now > was else "shrank"
     yield (
         f"the pace changed: the median of {steps_shown(early[0].step, early[-1].step)} is {shown(was)} s, of "
-        f"{steps_shown(late[0].step, late[-1].step)} {shown(now)} s; most of it is {what} ({grown[what]:+.3g} s a step)"
+        f"{steps_shown(late[0].step, late[-1].step)} {shown(now)} s; what {verb} most is {what} ({grown[what]:+.3g} s "
+        "a step)"
     )
 
 

@@ -295,7 +295,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{path} must exist: name the folder of a run that has made a step.")
     rows = [row for line in path.read_bytes().splitlines(keepends=True) if (row := parse_row(line)) is not None]
     if not rows:
-        raise ConfigError(f"{path} must hold at least one step, but is empty.")
+        raise ConfigError(f"{path} must hold at least one whole step, but holds none.")
     return rows
 
 
@@ -361,6 +361,8 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
         key, value = word.split("=", 1) if "=" in word else ("name", word)
         if key not in chosen:
             raise ConfigError(f"{command} takes the name or the folder of a run and runs_dir=FOLDER, got {word!r}.")
+        if key == "name" and chosen[key] not in ("", value):
+            raise ConfigError(f"{command} takes one run, got {chosen[key]!r} and {value!r}.")
         chosen[key] = value
     runs_dir, name = Path(chosen["runs_dir"]), chosen["name"]
     if name:

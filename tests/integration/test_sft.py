@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.runtime.run_folder import is_held
 from tests import runs
 from tests.tiny_model import make_tiny_model
 
@@ -120,6 +121,9 @@ def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict)
     runs.train(folder, *SMALL, "name=launched")
     launched = load_file(folder / "runs" / "launched" / "final_model" / "model.safetensors")
     assert largest_difference(alone, launched) == 0
+    # It held the run while it lasted, and holds it no more.
+    assert (folder / "runs" / "launched" / "run.lock").read_text()
+    assert not is_held(folder / "runs" / "launched")
 
 
 def test_a_run_goes_on_elsewhere_with_its_object_store_alone(folder: Path, alone: dict) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import anyio
 import pytest
 from starlette.testclient import TestClient
 
@@ -193,7 +194,7 @@ def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_
         feed, found = Feed(reader), []
         await feed.refresh()
         append_rows(folder, make_row(4))
-        messages = feed.messages("0.2")
+        messages = feed.messages("0.2", ending=anyio.Event())
         async for message in messages:
             if message["event"] == "rows":
                 sent = json.loads(message["data"])
@@ -210,6 +211,22 @@ def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_
     assert asyncio.run(watch()) == [("0.4", [3, 4]), ("0.6", [5, 6])]
 
 
+def test_a_stream_ends_with_the_server(tmp_path):
+    from slipstream.dashboard.feed import Feed
+
+    record_run(tmp_path)
+    feed = Feed(Runs([f"runs_dir={tmp_path}"]).reader("mine"))
+
+    async def watch() -> None:
+        ending = anyio.Event()
+        async with asyncio.timeout(30):
+            async for _ in feed.messages("", ending=ending):
+                ending.set()
+        await feed.close()
+
+    asyncio.run(watch())
+
+
 @pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
 def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
     from slipstream.dashboard.feed import Feed
@@ -218,7 +235,7 @@ def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
 
     async def first() -> str:
-        messages = Feed(reader).messages(position)
+        messages = Feed(reader).messages(position, ending=anyio.Event())
         async for message in messages:
             await messages.aclose()
             return message["event"]

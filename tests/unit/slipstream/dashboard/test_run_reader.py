@@ -27,6 +27,15 @@ def test_a_run_without_a_store_is_known_by_its_metrics(tmp_path):
     assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
 
 
+def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path):
+    folder = record_run(tmp_path, steps=5, mode="sft", sft={"train_path": "demonstrations.jsonl"})
+    (folder / "store").mkdir()
+    view = read(folder).view()
+    assert (view.phase, view.status) == ("finished", None)
+    assert "mode=sft has none" in view.problem
+    assert list((folder / "store").iterdir()) == [], "no server was started"
+
+
 def test_a_run_that_is_over_and_kept_no_store_is_known_by_its_metrics(tmp_path):
     view = read(record_run(tmp_path)).view()
     assert (view.phase, view.step) == ("finished", 30)

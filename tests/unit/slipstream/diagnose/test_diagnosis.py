@@ -12,6 +12,7 @@ from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.diagnose import diagnosis
+from slipstream.diagnose.bundle import secrets_of
 from slipstream.diagnose.checks import Finding
 from slipstream.diagnose.diagnosis import Check, choose, find_all, list_checks
 from slipstream.runtime.run_folder import RunFolder
@@ -78,6 +79,17 @@ def test_with_settings_the_last_run_is_looked_at_beside_them(folder: Path) -> No
 def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], folder: Path) -> None:
     with pytest.raises(ConfigError):
         choose(words)
+
+
+def test_a_mistyped_option_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="no such option: --bundl; see"):
+        choose(["--bundl", "report.tar.gz"])
+
+
+def test_a_run_that_is_not_there_is_told_beside_those_that_are(folder: Path) -> None:
+    subject = choose(["name=mien"])
+    (check,) = (check for check in list_checks(subject) if check.name == "last run")
+    assert check.find().found == "there is no run 'mien': did you mean 'mine'?"
 
 
 def test_every_part_is_checked(folder: Path) -> None:
@@ -198,6 +210,22 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(
     assert "refused (left out)" in files["report/diagnosis.json"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.glob("*.new")) == []
+
+
+def test_a_bundle_has_the_last_rows_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    rows = [json.dumps({"step": step, "text": "x" * 4096}) + "\n" for step in range(1, 401)]
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    diagnosis.diagnose(["mine"], is_json=True, bundle=Path("report.tar.gz"))
+    with tarfile.open("report.tar.gz") as archive:
+        found = archive.extractfile("report/run/metrics.jsonl").read().decode()
+    assert found == "".join(rows[-300:])
+
+
+def test_the_files_of_another_users_run_end_no_diagnosis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, unreadable = choose(["mine"]), PermissionError(13, "Permission denied")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(unreadable))
+    assert RUN_TOKEN not in secrets_of(subject.run, folder)
 
 
 def test_without_a_run_a_bundle_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

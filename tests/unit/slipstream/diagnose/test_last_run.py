@@ -93,6 +93,25 @@ def test_without_a_store_the_logs_are_looked_at_all_the_same(folder: Path) -> No
     assert found["log of learner"].verdict == "fail"
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"),
+        ("", "with no step in metrics.jsonl"),
+    ],
+)
+def test_the_last_step_is_that_of_the_last_whole_row(folder: Path, rows: str, words: str) -> None:
+    (folder / "metrics.jsonl").write_text(rows)
+    assert findings_of(folder)["last run"].found.endswith(words)
+
+
+def test_a_tail_begins_with_a_whole_line(folder: Path) -> None:
+    path = folder / "logs/broker.log"
+    path.write_text("a secret that is cut is not recognized\nthe next line\n")
+    assert last_run.log_tail(path, num_bytes=30) == ["the next line"]
+    assert last_run.log_tail(path, num_bytes=len("the next line\n")) == ["the next line"]
+
+
 def test_a_large_log_is_read_from_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_events(monkeypatch)
     (folder / "logs/learner.log").write_text("x" * 300_000 + "\n" + OUT_OF_MEMORY)

@@ -5,6 +5,11 @@ from slipstream.diagnose.secrets import LEFT_OUT, known_secrets, mask, without_s
 SECRET = "Zk3vN8qLw2XyT7bR"
 
 
+def test_the_version_of_a_library_is_no_secret():
+    assert mask('"tiktoken": "0.12.0"') == '"tiktoken": "0.12.0"'
+    assert without_secrets({"tiktoken": "0.12.0"}) == {"tiktoken": "0.12.0"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -35,6 +35,29 @@ def test_names_of_tasks_are_text(tmp_path, capsys):
     assert "1. learner/by_source/[red]a\\x1b[2J/stop_length: rose from 0 to 0.9" in capsys.readouterr().out
 
 
+def test_a_step_of_a_run_without_a_ledger_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(ConfigError, match=r"which has none, got 3: events and versions .* store"):
+        explain("step", ["3", str(record_run(tmp_path))])
+
+
+def test_one_run_is_explained_at_a_time(tmp_path):
+    with pytest.raises(ConfigError, match="takes one run, got 'mine' and 'yours'"):
+        explain("slow", ["mine", "yours"])
+
+
 def test_a_kind_that_has_an_id_asks_for_it(tmp_path):
     with pytest.raises(ConfigError, match="trajectory must be followed by an ID"):
         explain("trajectory", [])
+
+
+def test_lines_are_wrapped_between_words_in_a_terminal_alone(tmp_path, capsys, monkeypatch):
+    folder = str(record_run(tmp_path))
+    explain("slow", [folder])
+    piped = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    explain("slow", [folder])
+    shown = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 80
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == piped.split()

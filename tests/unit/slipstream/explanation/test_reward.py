@@ -136,9 +136,15 @@ def test_noise_and_a_rise_are_no_fall(slope):
     assert answer.findings == []
 
 
+def test_a_reward_that_only_rises_has_no_largest_fall():
+    rows = [{"step": step, "learner/reward_mean": 0.01 * step} for step in range(1, 41)]
+    assert explain_reward(rows, make_run()).facts == ["no 5 steps have a lower mean than 5 steps before them"]
+
+
 def test_few_steps_and_steps_without_a_reward_give_no_answer():
     rows = [{"step": step, "learner/reward_mean": 0.5 if step < 12 else float("nan")} for step in range(1, 40)]
     assert explain_reward(rows, make_run()).headline.startswith("11 steps have a reward")
+    assert explain_reward(rows[10:], make_run()).headline.startswith("1 step has a reward")
 
 
 def test_the_largest_fall_is_found_between_windows_that_do_not_overlap():

@@ -30,7 +30,10 @@ def keys(answer):
 
 def test_slow_generators():
     answer = explain(learner=WAITS, generator={"working": 0.95, "prompts": 0.05})
-    assert "70% of 0.5 s, is: waiting for trajectories; the generators spend most of their time, 95%" in answer.headline
+    assert (
+        "70% of 0.5 s, is: waiting for trajectories; the largest part of the generators' time, 95%, is: engine"
+        in answer.headline
+    )
     assert keys(answer) == ["generator/working", "learner/compute", "learner/rest"]
     first = answer.findings[0]
     assert first.figures == "95% of the generators' time; the learner waits 70% of its own, 0.35 s of a step"
@@ -91,8 +94,8 @@ def test_a_change_of_pace_is_told_with_the_part_that_grew():
         row["learner/train_s"] += 0.5
     (fact,) = (fact for fact in explain(learner=BUSY, rows=rows).facts if fact.startswith("the pace"))
     assert fact == (
-        "the pace changed: the median of steps 2 to 10 is 0.5 s, of steps 32 to 40 1 s; most of it is training (+0.5 s "
-        "a step)"
+        "the pace changed: the median of steps 2 to 10 is 0.5 s, of steps 32 to 40 1 s; what grew most is training "
+        "(+0.5 s a step)"
     )
 
 
@@ -110,6 +113,25 @@ def test_steps_that_are_missing_or_come_again_have_no_time():
 def test_rows_without_shares_are_refused():
     with pytest.raises(ConfigError, match="must hold the shares of the wall time"):
         explain_slowness([{"step": 1, "time_s": 0.1, "times": None}], make_run())
+
+
+def test_shares_of_another_form_are_refused():
+    with pytest.raises(ConfigError, match="as this version of Slipstream writes it"):
+        explain_slowness([make_row(1, times={"steps": "many"})], make_run())
+
+
+def test_rows_without_a_time_or_with_words_for_numbers_are_left_out():
+    rows = [make_row(step) for step in range(1, 41)]
+    del rows[19]["time_s"]
+    rows[-1] |= {"generators/tokens_per_s": "many", "buffer/waste_fraction": None, "learner/train_s": "long"}
+    facts = explain(learner=BUSY, rows=rows).facts
+    assert "no step took more than 3 times the median of 0.5 s" in facts
+    assert not any("tokens per second" in fact for fact in facts)
+
+
+def test_generators_that_have_not_reported_are_not_said_to_wait():
+    facts = explain(learner=WAITS).facts
+    assert "the learner waits 70% of its time for trajectories; no generator has reported its time" in facts
 
 
 def test_every_phase_that_may_be_large_has_a_meaning():
