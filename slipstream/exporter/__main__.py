@@ -8,6 +8,7 @@ Invariant: a scrape reads nothing but memory: it costs neither the store nor a r
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import structlog
@@ -52,10 +53,12 @@ def main(arguments: list[str]) -> None:
     if config.port is not None:
         server = MetricsServer(config.host, config.port, token=find_token(run) if config.is_open else "")
         log.info("serving", address=f"http://{config.host}:{server.port}/metrics", needs_token=config.is_open)
-    outbox = Outbox(folder, run)
     url = store_url(run, folder)
     timeout_s = run.buffer.retry_timeout_s
-    with open_run_store(url, run.name, timeout_s=timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
+    with (
+        open_run_store(url, run.name, timeout_s=timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as store,
+        closing(Outbox(folder, run)) as outbox,
+    ):
         reader = Reader(store, run)
         while not is_stopping():
             if server:
@@ -102,7 +105,7 @@ class Reader:
 
 
 class Outbox:
-    """Sends each recorded trace once."""
+    """Sends each recorded trace once. Life: poll* -> close."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._path = folder / "profile" / "trace.json.gz"
@@ -121,6 +124,10 @@ class Outbox:
         # Also what the transport of the library raises: the next trace may find its receiver again.
         except Exception as error:
             log.warning("spans_not_sent", error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Send what was recorded of the last steps: it is written as the learner ends."""
+        self.poll()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from slipstream.exporter.__main__ import Outbox
 from slipstream.exporter.spans import ID, read_spans, send_trace
 from slipstream.runtime.trace import MARKS, SPANS, Trace, merge
+from tests.builders import make_run
 
 
 @pytest.fixture
@@ -86,3 +89,14 @@ def test_a_damaged_trace_is_an_error_of_the_file(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": []}).encode())[:-9])
     with pytest.raises(EOFError, match="end-of-stream"):
         list(read_spans(path, run="mine"))
+
+
+def test_a_recording_that_is_written_as_the_run_ends_is_sent(trace, receiver):
+    endpoint, bodies = receiver
+    outbox = Outbox(trace.parent.parent, make_run(exporter={"otlp_endpoint": endpoint}))
+    outbox.poll()
+    outbox.poll()
+    assert len(bodies) == 1
+    os.utime(trace, ns=(1, 1))
+    outbox.close()
+    assert len(bodies) == 2
