@@ -172,6 +172,8 @@ class DeadEndConfig(Config):
     training goes on. Seconds."""
 
 
+PAUSE_REQUEST = "pause"
+"""Subject of a standing request to the learner: while it is there, no step begins."""
 PROFILE_REQUEST = "profile"
 """Subject of a request to the learner, and its gauge. The value is the first and the last step."""
 

@@ -112,6 +112,7 @@ class Learner:
                 self._end_run(self._evaluate_fully("before"))
                 return
             while self._step < self._run.learner.max_steps and not self._must_stop:
+                self._wait_while_paused()
                 self._train_one_step()
             self._finish()
         except DeadEndError as dead_end:
@@ -253,6 +254,13 @@ class Learner:
         if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):
             self._checkpoint(is_candidate=is_candidate)
         self._best.judge(row)
+
+    def _wait_while_paused(self) -> None:
+        with self._account.phase("paused"):
+            for reason in self._stall.while_paused():
+                self._reason = reason
+                self._rank_group.saver.raise_error()
+                self._publisher.sync_members(timeout_s=0)
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self._step % every_steps == 0

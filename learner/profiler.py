@@ -123,7 +123,7 @@ class StepProfiler:
             self._torch, self._recorded = None, self._torch
 
     def _take_request(self, step: int) -> tuple[int, int] | None:
-        value = self._store.take_requests("learner").get(PROFILE_REQUEST, "")
+        value = self._store.take_requests("learner", subjects=[PROFILE_REQUEST]).get(PROFILE_REQUEST, "")
         if not value:
             return None
         first, last = map(int, value.split())

@@ -158,12 +158,7 @@ app.command()(watch)
 
 @app.command()
 def scale(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="generators=N [RUN]", help="Generators to keep from now on, and the name or folder of the run."
-        ),
-    ],
+    words: Annotated[list[str], typer.Argument(metavar="generators=N [RUN]", help="Generators to keep, and the run.")],
 ) -> None:
     """Change the number of generators of a run.
 
@@ -188,6 +183,19 @@ def drain(
     from slipstream.launch.commands import drain as drain_generator
 
     drain_generator(generator, run or [])
+
+
+@app.command()
+def pause(
+    run: RunWords = None, off: Annotated[bool, typer.Option("--off", help="Let a paused run go on.")] = False
+) -> None:
+    """Have a run train no further step until `slipstream pause --off`; its generators work as far as staleness allows.
+
+    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not train.
+    """
+    from slipstream.launch.commands import pause as pause_run
+
+    pause_run(run or [], is_off=off)
 
 
 @app.command()
@@ -230,7 +238,6 @@ def explain(
 
     \b
     slipstream explain slow
-    slipstream explain reward runs/digits_cpu
     slipstream explain step 12
     slipstream explain trajectory 380-0-3 runs/digits_cpu
     """
@@ -300,10 +307,7 @@ def generate(
 
 @app.command()
 def check(
-    kind: Annotated[
-        Literal["advantage", "policy_loss"],
-        typer.Argument(metavar="KIND", help="What the function computes."),
-    ],
+    kind: Annotated[Literal["advantage", "policy_loss"], typer.Argument(metavar="KIND", help="What it computes.")],
     function: Annotated[str, typer.Argument(metavar="module:function", help="Where it is.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Arguments that it takes by keyword.")
@@ -334,9 +338,7 @@ def plot(run: RunWords = None) -> None:
 
 @app.command()
 def compare(
-    archive: Annotated[
-        Path, typer.Argument(metavar="ARCHIVE", help="Archive of a stored run, such as runs/mine/archive.")
-    ],
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="Of a stored run, such as runs/mine/archive.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder to be made.")],
     replay: Annotated[list[str], typer.Option(metavar="OVERRIDES", help="Settings of one replay; given 2 to 4 times.")],
     shared: Annotated[

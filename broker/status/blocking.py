@@ -19,6 +19,7 @@ _BLOCKED_ON: dict[str, str] = {
     "store": _STORE,
     "disk": _DISK,
     "storage": "the object store",
+    "user": "whoever paused the run",
 }
 """WaitsFor -> the side that can end the wait."""
 _ENDED_PHASES = ("finished", "failed")

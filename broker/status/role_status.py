@@ -15,10 +15,12 @@ Roles = dict[str, dict[str, Any]]
 LAUNCHER = "launcher"
 """Name of the launcher among the roles."""
 
-WaitsFor = Literal["", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage"]
+WaitsFor = Literal[
+    "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
+]
 """Gauge `waits_for` of a role: nothing | groups to train on | answers of an evaluation | the publication of weights |
 their transfer | prompts | agents outside | room in the store, or the store itself | room on the disk, or an archive
-folder that can be written | the object store."""
+folder that can be written | the object store | `slipstream pause --off`."""
 
 
 class RoleStatus(Record):

@@ -6,7 +6,8 @@ Waits for: nothing.
 """
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import structlog
@@ -16,6 +17,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import Claim
 from slipstream.buffer.store import Store
+from slipstream.configs.learner import PAUSE_REQUEST
 from slipstream.configs.run import RunConfig
 from slipstream.learner.errors import DeadEndError
 from slipstream.learner.stall.causes import StallCause, find_cause, no_reward
@@ -25,6 +27,7 @@ from slipstream.runtime.clock import Clock
 _CHECK_EVERY_S = 1.0
 _LOG_EVERY_S = 5.0
 _EVENTS_READ, _EVENTS_SHOWN = 100, 3
+_PAUSE_POLL_S = 0.5
 
 log = structlog.get_logger(__name__)
 
@@ -97,6 +100,22 @@ class StallDetector:
         if self._disk:
             return f"waiting for {self._goal}, which needs room on the disk of the store: {self._disk}"
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
+
+    def while_paused(self) -> Iterator[str]:
+        """Yield the reason, twice a second, while a user has paused the run."""
+        if PAUSE_REQUEST not in self._store.requests("learner"):
+            return
+        self._record("paused, as requested")
+        self._waits_for, self._log_at = "user", -math.inf
+        while PAUSE_REQUEST in self._store.requests("learner"):
+            if self._clock() >= self._log_at:
+                self._log_at = self._clock() + _LOG_EVERY_S
+                self._keep_alive()
+                log.info("paused")
+            yield "paused: `slipstream pause --off` lets the run go on"
+            time.sleep(_PAUSE_POLL_S)
+        self._waits_for = ""
+        self._record("goes on, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
         """While rewards are the cause, reject the claim's groups without any; return whether there were some.

@@ -5,7 +5,7 @@ GET  /static/...                                          scripts, styles
 GET  /api/session  /api/meanings  /api/runs
 GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
 GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
-POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}
+POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}   .../pause {"off": false}
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from slipstream.dashboard.run_reader import RunReader
 from slipstream.dashboard.runs import Runs
 from slipstream.dashboard.settings_table import read_setting_meanings, read_settings
 from slipstream.dashboard.trajectories import Trajectories
-from slipstream.launch.commands import NoAnswerError, request_drain, request_generators
+from slipstream.launch.commands import NoAnswerError, request_drain, request_generators, request_pause
 
 STATIC = Path(__file__).with_name("static")
 PAGES = ("pipeline", "trajectories", "events", "settings")
@@ -55,6 +55,12 @@ class Scale(msgspec.Struct, forbid_unknown_fields=True):
     """Body of a request for another number of generators."""
 
     generators: int
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that a run pauses, or goes on."""
+
+    off: bool
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,6 +117,7 @@ class Dashboard:
             Route("/api/runs/{run}/summary", self._summary),
             Route("/api/runs/{run}/scale", self._scale, methods=["POST"]),
             Route("/api/runs/{run}/drain", self._drain, methods=["POST"]),
+            Route("/api/runs/{run}/pause", self._pause, methods=["POST"]),
         ]
 
     def _reader(self, request: Request) -> RunReader:
@@ -218,6 +225,16 @@ class Dashboard:
                 request_drain(store, asked.generator, run=reader.id)
 
         await run_sync(drain)
+        return _json({})
+
+    async def _pause(self, request: Request) -> Response:
+        reader, asked = self._reader(request), await _body(request, Pause)
+
+        def pause() -> None:
+            with reader.open_store() as store:
+                request_pause(store, is_off=asked.off, run=reader.id)
+
+        await run_sync(pause)
         return _json({})
 
 

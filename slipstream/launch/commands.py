@@ -1,4 +1,4 @@
-"""Commands on a run in progress: status, scale, drain and profile, all of them through its store."""
+"""Commands on a run in progress: status, scale, drain, pause and profile, all of them through its store."""
 
 import time
 import uuid
@@ -20,7 +20,7 @@ from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
-from slipstream.configs.learner import PROFILE_REQUEST
+from slipstream.configs.learner import PAUSE_REQUEST, PROFILE_REQUEST
 from slipstream.configs.run import read_config
 from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
@@ -192,6 +192,32 @@ def _wait_until_gone(store: Store, generator_id: str) -> None:
 
 def _is_connected(gauges: dict[str, Any]) -> bool:
     return gauges.get("state", "gone") != "gone"
+
+
+# --- pause -----------------------------------------------------------------------------------------------------------
+def pause(words: Sequence[str], *, is_off: bool) -> None:
+    """Pause the learner of a run before its next step, or let it go on; `words` as for `find_run`.
+
+    Raises ConfigError; exits with NO_ANSWER when no store answers.
+    """
+    folder = find_run(words, command="pause")
+    try:
+        with _open(folder) as store:
+            request_pause(store, is_off=is_off, run=folder.name)
+    except ReplayBufferError as error:
+        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
+    then = "goes on" if is_off else f"pauses before its next step; `slipstream pause --off {folder.name}` lets it go on"
+    print(f"{folder.name} {then}")
+
+
+def request_pause(store: Store, *, is_off: bool, run: str) -> None:
+    """Leave the standing request, or take it back. Raises ConfigError if the run does not train or is not paused."""
+    if (phase := store.run_state().phase) not in ("starting", "training"):
+        raise ConfigError(f"pause needs a run that trains, got run {run!r}, which is {phase}.")
+    if not is_off:
+        store.request("learner", PAUSE_REQUEST, str(store.now()))
+    elif PAUSE_REQUEST not in store.take_requests("learner", subjects=[PAUSE_REQUEST]):
+        raise ConfigError(f"pause --off needs a run that is paused, got run {run!r}, which is not.")
 
 
 # --- profile ---------------------------------------------------------------------------------------------------------

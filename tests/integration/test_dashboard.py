@@ -197,6 +197,9 @@ def test_the_pipeline_opens_at_a_click_and_scales_and_drains(watched: Watched, r
     for label in ("Drain", "Drain it?"):
         watched.page.click(f"tr:has-text('generator-1') button:has-text('{label}')")
     watched.until(lambda: any("generator-1" in each for each in run.requests), "the broker must be asked")
+    watched.page.click("g[aria-label='Learner']")
+    watched.page.click("button:has-text('Pause')")
+    watched.shows("pauses before its next step")
 
 
 def test_a_trajectory_opens_with_its_group_token_by_token(watched: Watched):

@@ -66,6 +66,7 @@ TRIED_BY = {
     "slipstream diagnose": "tests/integration/test_diagnose.py",
     "slipstream watch": "tests/integration/test_dashboard.py",
     "slipstream drain": "tests/integration/test_scaling.py",
+    "slipstream pause": "tests/integration/test_scaling.py",
     "slipstream profile": "tests/integration/test_scaling.py",
     "slipstream view": "tests/unit/slipstream/viewer/test_viewer.py",
     "slipstream import-config": "tests/unit/slipstream/migration/test_migration.py",

@@ -22,6 +22,7 @@ COMMANDS = [
     "watch",
     "scale",
     "drain",
+    "pause",
     "profile",
     "data",
     "view",

@@ -82,7 +82,7 @@ const DETAILS = {
       ["last step", row.step ? `waited ${short(row["learner/wait_s"])} s, trained ${short(row["learner/train_s"])} s, published ${short(row["learner/publish_s"])} s` : "none yet"],
       ["version", `${whole(status.version)} is with all generators${status.announced_version > status.version ? `, ${whole(status.announced_version)} is on its way` : ""}`],
       ["checkpoint", status.checkpoint ? `step ${whole(status.checkpoint.step)}, ${status.checkpoint.name}` : "none yet"], ["lag of its tokens", Object.entries(view.lag_tokens).map(([lag, count]) => `${lag}: ${whole(count)}`).join(", ") || DASH]];
-    return { key: pairs, make: () => [facts(pairs), h("p", null, link(`/runs/${encodeURIComponent(feed.id)}`, null, "its curves"))] };
+    return { key: [pairs, view.is_live], make: () => [facts(pairs), ...(view.is_live && learner ? [pauseButton(feed, learner)] : []), h("p", null, link(`/runs/${encodeURIComponent(feed.id)}`, null, "its curves"))] };
   },
   store: (view, { status, counts }) => {
     const { used_bytes: used, max_bytes: most } = status.memory;
@@ -103,6 +103,12 @@ function scaleForm(feed, status) {
   const input = h("input", { type: "number", min: 0, max: 999, value: status.generators_target, "aria-label": "number of generators" }), note = h("span", { role: "status" });
   const button = h("button", { onclick: () => outcome(act(runPath(feed.id, "/scale"), { generators: Number(input.value) }).then(({ before }) => `changes from ${before} to ${input.value}`), note, button) }, "Scale");
   return h("div", { class: "tools" }, "generators", input, button, note);
+}
+
+function pauseButton(feed, learner) {
+  const paused = learner.waits_for === "user", note = h("span", { role: "status" });
+  const button = h("button", { title: paused ? "the next step begins" : "no further step begins; nothing is lost", onclick: () => outcome(act(runPath(feed.id, "/pause"), { off: paused }).then(() => paused ? "goes on" : "pauses before its next step"), note, button) }, paused ? "Go on" : "Pause");
+  return h("div", { class: "tools" }, button, note);
 }
 
 function drainButton(feed, name) {

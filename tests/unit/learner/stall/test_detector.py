@@ -159,3 +159,23 @@ def test_a_full_disk_is_no_dead_end_and_the_time_after_it_starts_anew(monkeypatc
     scene.wait(AFTER_S - 5)
     with pytest.raises(DeadEndError):
         scene.wait(AFTER_S)
+
+
+def test_a_pause_keeps_the_ranks_alive_says_so_and_ends_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(policy="fail")
+    assert list(scene.detector.while_paused()) == []
+    scene.store.request("learner", "pause", "0.0")
+
+    def pass_time(seconds: float) -> None:
+        scene.clock.now += seconds
+        if scene.clock.now >= 3600:
+            scene.store.take_requests("learner", subjects=["pause"])
+
+    monkeypatch.setattr("slipstream.learner.stall.detector.time.sleep", pass_time)
+    seen = [(reason, scene.detector.gauges()["waits_for"]) for reason in scene.detector.while_paused()]
+    assert set(seen) == {("paused: `slipstream pause --off` lets the run go on", "user")}
+    assert scene.num_keep_alives == 3600 / 5
+    assert scene.detector.gauges()["waits_for"] == ""
+    assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "goes on, as requested"]
+    scene.begin(step=1)
+    assert scene.wait(AFTER_S - 2).startswith(STEP_1), "a pause is no time without progress"

@@ -171,6 +171,8 @@ def test_settings_have_value_origin_and_meaning(client):
         ("scale", {"generators": 2}, 503),
         ("drain", {"generator": "generator-0"}, 503),
         ("drain", {"generator": "x" * 5000}, 413),
+        ("pause", {"off": "yes"}, 400),
+        ("pause", {"off": False}, 503),
     ],
 )
 def test_an_action_that_cannot_be_done_is_one_sentence(client, path, body, code):
