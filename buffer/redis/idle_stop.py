@@ -44,7 +44,12 @@ def main(path: str, lock: str, idle_s: float) -> None:
 
 def _stop(connection: socket.socket, lock: str) -> None:
     # The lock of those who start or adopt a server: nobody may adopt this one between the last look and its end.
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError:
+        # Its folder was deleted: nobody finds it any more, and it has nowhere to save to.
+        connection.sendall(_encode("SHUTDOWN", "NOSAVE"))
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _count_users(connection) == 0:

@@ -1,6 +1,7 @@
 """EmbeddedRedis: starts, is adopted, stops, dies, and comes back with everything it had acknowledged."""
 
 import os
+import shutil
 import signal
 import stat
 import threading
@@ -320,3 +321,14 @@ def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path:
         assert store.run_state().run_id == "run"
     server.stop()
     until(lambda: processes_of(tmp_path) == [], timeout_s=5, what="the end of those who watched it")
+
+
+def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
+    server.start()
+    with open_run_store(server.url, "run", timeout_s=10) as store:
+        store.open_run("run", config_json="{}", num_rows=10, seed=7)
+        found = processes_of(tmp_path)
+        assert found
+        shutil.rmtree(tmp_path / "store")
+    until(lambda: not psutil.wait_procs(found, timeout=0)[1], timeout_s=10, what="the end of the server and its watch")

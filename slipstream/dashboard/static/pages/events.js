@@ -16,7 +16,7 @@ export async function show(root, { feed }) {
     renew(role, roles, () => [h("option", { value: "" }, "all roles"), roles.map((name) => h("option", { value: name }, name))]);
     const text = search.value.toLowerCase();
     const found = feed.events.filter((event) => (!role.value || event.role === role.value) && event.text.toLowerCase().includes(text)).reverse();
-    const columns = [{ name: "time", class: "nowrap" }, { name: "ago", class: "num" }, { name: "role", class: "nowrap" }, { name: "event", class: "wide" }];
+    const columns = [{ name: "time", class: "nowrap" }, { name: "ago", class: "num ago" }, { name: "role", class: "nowrap" }, { name: "event", class: "wide" }];
     const minutes = feed.view?.is_live ? Math.floor(Date.now() / 10000) : 0;
     renew(body, [found, minutes], () => {
       if (!feed.events.length) return h("p", { class: "empty" }, feed.view?.problem ? "The events are in the store, which does not answer." : "Nothing happened that had to be recorded.");
