@@ -1,8 +1,12 @@
 """Route: the brokers that a peer may join, in an order of its own, and the one that it is at."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
 import xxhash
+
+_MAX_PROBES = 4
+"""Brokers whose reachability is tried at a time: one that does not answer takes a second."""
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
@@ -50,7 +54,8 @@ class Route:
         self._brokers = {name: address for name, address in living.items() if address or name == at}
         # Where it is reached from here, which may be a relay or a tunnel.
         self._brokers[at], self._at = own, at
-        for name in preferred(self._peer_id, self._brokers):
+        # Bounded: the peer answers no ping meanwhile.
+        for name in islice(preferred(self._peer_id, self._brokers), _MAX_PROBES):
             if name == at:
                 return False
             if self._is_reachable(self._brokers[name]):

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from slipstream.configs.run import RunConfig
-from slipstream.learner.metrics.ranges import RANGES, Range, figures_of
+from slipstream.learner.metrics.ranges import RANGES, Range, explain_value, figures_of
 
 _STEPS_TO_RECOVER = 3
 _MEDIAN_STEPS, _MIN_MEDIAN_STEPS = 50, 10
@@ -39,7 +39,7 @@ class MetricAlerts:
         for key, watched in changed(self._watched, row):
             healthy, value = watched.healthy, float(row[key])
             if watched.is_unhealthy:
-                text = healthy.explain(figures)
+                text = explain_value(value, healthy, figures)
                 log.warning("unhealthy", metric=key, value=value, healthy=str(healthy), advice=text)
                 found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
             else:

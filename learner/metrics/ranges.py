@@ -168,6 +168,12 @@ RANGES = {
 }  # fmt: skip
 """Key -> healthy range, as in docs/metrics.md; `learner.metrics.alerts` reports a metric that leaves it."""
 
+
+def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
+    """Return meaning and remedy of a value outside of its range; NaN has those of all that is not finite."""
+    return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
+
+
 STOP_LENGTH = "learner/by_source/SOURCE/stop_length"
 _NEVER = math.inf
 """End of a range that a value is never beyond."""

@@ -5,7 +5,7 @@ from typing import Any
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
 from slipstream.learner.metrics.alerts import Watched, changed
-from slipstream.learner.metrics.ranges import RANGES, figures_of
+from slipstream.learner.metrics.ranges import RANGES, explain_value, figures_of
 
 
 class HealthWarning(Record):
@@ -51,6 +51,6 @@ class Health:
         figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [
-            HealthWarning(key, self._newest[key], step, str(RANGES[key]), RANGES[key].explain(figures))
+            HealthWarning(key, self._newest[key], step, str(RANGES[key]), explain_value(self._newest[key], RANGES[key], figures))
             for key, step in newest_first
         ]

@@ -56,3 +56,11 @@ def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach()
     assert behind_tunnel.address == "tcp://127.0.0.1:5757", "not the one that the broker knows"
     assert not behind_tunnel.follow(dict.fromkeys(FOUR, ""), at=second)
     assert not behind_tunnel.has_others, "no other one has an address"
+
+
+def test_no_more_than_four_brokers_are_probed_at_a_time():
+    many = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(9)}
+    last, probed = preferred("generator-7", many)[-1], []
+    own = Route("generator-7", {last: many[last]}, is_reachable=lambda address: probed.append(address) is not None)
+    assert not own.follow(many, at=last)
+    assert probed == [many[name] for name in preferred("generator-7", many)[:4]]

@@ -75,9 +75,11 @@ def test_a_spike_is_seen_against_the_median_of_the_steps_before():
     assert scene.check(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
 
 
-def test_nan_is_unhealthy():
-    assert len(Watched(Range(high=1.0)).check(float("nan"))) == 1
-    assert len(Watched(Range(low=1.0)).check(float("nan"))) == 1
+@pytest.mark.parametrize("healthy", [Range(high=1.0), Range(low=1.0)])
+def test_nan_is_unhealthy_and_no_ordinary_departure(healthy: Range):
+    (alert,) = Watched(healthy).check(float("nan"))
+    assert "is nan" in alert
+    assert "log-probabilities that are not finite" in alert
 
 
 def test_a_metric_missing_from_a_row_keeps_its_state():
