@@ -7,6 +7,7 @@ Invariant: a scrape reads nothing but memory: it costs neither the store nor a r
 
 import os
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +33,8 @@ from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _POLL_EVERY_S = 1.0
+_CLOSE_TIMEOUT_S = 15.0
+"""Time for spans that are on their way when the exporter ends."""
 _NICENESS = 10
 
 log = structlog.get_logger(__name__)
@@ -105,19 +108,27 @@ class Reader:
 
 
 class Outbox:
-    """Sends each recorded trace once. Life: poll* -> close."""
+    """Sends each recorded trace once, on a thread: a slow receiver makes no metric old. Life: poll* -> close."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._path = folder / "profile" / "trace.json.gz"
         self._run = run
         self._sent_at = 0
+        self._sending: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Send the trace of the run's folder if it is new; an error is a line of the log, and not tried again."""
+        """Begin to send the trace of the run's folder if it is new, and the one before has been sent."""
         endpoint = self._run.exporter.otlp_endpoint
         if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
             return
+        if self._sending and self._sending.is_alive():
+            return
         self._sent_at = self._path.stat().st_mtime_ns
+        self._sending = threading.Thread(target=self._send, args=(endpoint,), name="spans", daemon=True)
+        self._sending.start()
+
+    def _send(self, endpoint: str) -> None:
+        """Send the trace; an error is a line of the log, and not tried again."""
         try:
             num_spans, is_whole = send_trace(self._path, run=self._run.name, endpoint=endpoint)
             log.info("spans_sent" if is_whole else "spans_refused", spans=num_spans, endpoint=endpoint)
@@ -127,7 +138,11 @@ class Outbox:
 
     def close(self) -> None:
         """Send what was recorded of the last steps: it is written as the learner ends."""
-        self.poll()
+        ends_at = time.monotonic() + _CLOSE_TIMEOUT_S
+        for _ in range(2):
+            self.poll()
+            if self._sending:
+                self._sending.join(max(0.0, ends_at - time.monotonic()))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def test_a_recording_that_is_written_as_the_run_ends_is_sent(trace, receiver):
     endpoint, bodies = receiver
     outbox = Outbox(trace.parent.parent, make_run(exporter={"otlp_endpoint": endpoint}))
     outbox.poll()
+    outbox.close()
     outbox.poll()
     assert len(bodies) == 1
     os.utime(trace, ns=(1, 1))
