@@ -1,5 +1,6 @@
 """The command `slipstream explain`."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -58,7 +59,14 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
 def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         # Names of tasks and events are others' words.
-        console.print(printable(line), markup=False, soft_wrap=not console.is_terminal)
+        shown = printable(line)
+        if console.is_terminal:
+            # Between words alone: a path is copied whole.
+            indent = " " * (len(shown) - len(shown.lstrip()))
+            shown = textwrap.fill(
+                shown, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        console.print(shown, markup=False, soft_wrap=True)
 
 
 def _slow(books: Books) -> Answer:

@@ -51,6 +51,8 @@ class Health:
         figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [
-            HealthWarning(key, self._newest[key], step, str(RANGES[key]), explain_value(self._newest[key], RANGES[key], figures))
+            HealthWarning(
+                key, self._newest[key], step, str(RANGES[key]), explain_value(self._newest[key], RANGES[key], figures)
+            )
             for key, step in newest_first
         ]
