@@ -33,7 +33,7 @@ _REMEDIES = {
     r"Too many open files": "ulimit -n 65536, or LimitNOFILE of its service",
     r"Address already in use": "end the other run, or choose another broker.address or cluster.ports",
     r"No module named|ModuleNotFoundError|ImportError": "install what is missing: see the check `packages`",
-    r"nan|non-finite|NaN": "see `slipstream watch` for the metric that left its range first",
+    r"\b(?:nan|NaN)\b|non-finite": "see `slipstream watch` for the metric that left its range first",
 }
 """Words of an error -> remedy."""
 

@@ -55,10 +55,9 @@ def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
     assert summary["times"]["step_s"] * 40 == pytest.approx(summary["train_seconds"], rel=0.02)
     shares = times["learner"]["shares"]
     trained_s = sum(shares[phase] for phase in ("batch", "compute", "optimizer", "committing"))
-    # The phases leave out what happens between them, which is more on a machine that does other work, too.
-    assert trained_s * summary["times"]["step_s"] == pytest.approx(
-        sum(row["learner/train_s"] for row in rows) / 40, rel=0.25
-    )
+    # What happens between the phases is `rest`: more of it on a machine that does other work, too.
+    measured = sum(row["learner/train_s"] for row in rows) / 40 / summary["times"]["step_s"]
+    assert trained_s - 0.01 <= measured <= trained_s + shares["rest"] + 0.01
     # vLLM's engine process computes most of all.
     assert times["generator"]["cpu_s"] > times["learner"]["cpu_s"] > times["broker"]["cpu_s"] > 0
     assert f"where the wall time went: 40 steps of {summary['times']['step_s']:.3g} s" in printed

@@ -70,6 +70,8 @@ def test_a_roles_own_sentence_is_found(folder: Path, monkeypatch: pytest.MonkeyP
         ("ends the run: learner ended with signal SIGKILL", "`oom_kill`"),
         ("ends the run: learner: OSError: [Errno 28] No space left on device", "make room on the disk"),
         ("ends the run: the dog ate it", "resume=true"),
+        ("ends the run: the loss is nan", "`slipstream watch`"),
+        ("ends the run: closed for maintenance", "resume=true"),
     ],
 )
 def test_the_end_of_a_run_is_a_failure_with_its_cause(
