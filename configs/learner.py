@@ -214,6 +214,9 @@ class LearnerConfig(Config):
     """Conditions on a monitored evaluation, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`; training ends
     before `max_steps` once one evaluation meets all of them. null = always `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
+    """Room for the learner's log-probability ratio and entropy of each token that a step trains on, which the pages of
+    trajectories show, GiB; about 4 bytes per token, and the oldest steps go first. 0 = they are not recorded."""
     wait_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """Longest wait for a batch while trajectories arrive, seconds; without any hope of a batch it ends earlier, see
     `dead_end`."""

@@ -240,6 +240,7 @@ class Learner:
             step=self._step,
             version=self._version,
             metrics=metrics | self._metrics_log.buffer_metrics(claim),
+            tokens=self._rank_group.step_tokens,
             published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
             times={

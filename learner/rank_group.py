@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
@@ -119,6 +120,11 @@ class RankGroup:
     def account(self) -> TimeAccount:
         """Time of the learner by phase, on rank 0."""
         return self._trainer.account
+
+    @property
+    def step_tokens(self) -> StepTokens | None:
+        """Numbers of the tokens of the last step, on rank 0; None where they are not recorded."""
+        return self._trainer.step_tokens
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.detail import TrajectoryDetail, describe
 from slipstream.buffer.catalog.parts import ArchivePart, Block, FilePart, Part, RunPart, StorePart
@@ -161,10 +162,20 @@ class Catalog:
         details = []
         for block in snapshot.blocks:
             rows = {row.id: row for row in to_records(block.rows.filter(where))}
+            if not rows:
+                continue
+            folder, last_steps = self._source.run_folder, {row.id: row.last_step for row in rows.values()}
+            recorded = read_steps(folder / FOLDER, last_steps) if folder else {}
             with _refusing():
                 details += [
-                    describe(rows[each.trajectory.id], each, decoder=self.decoder, step_versions=snapshot.step_versions)
-                    for each in (read_stored(block.dataset, list(rows)) if rows else ())
+                    describe(
+                        rows[each.trajectory.id],
+                        each,
+                        decoder=self.decoder,
+                        step_versions=snapshot.step_versions,
+                        recorded=recorded.get(each.trajectory.id, {}),
+                    )
+                    for each in read_stored(block.dataset, list(rows))
                 ]
         return details
 

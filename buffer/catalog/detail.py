@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.buffer.archive.step_tokens import TokenNumbers
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.catalog.rows import CatalogRow
 from slipstream.buffer.catalog.token_decoder import TokenDecoder
@@ -67,7 +68,8 @@ class TrajectoryDetail(Record):
     """Version that sampled each token; -1 where the model did not write it."""
     numbers: dict[str, list[float | None]]
     """Numbers of each token by name, None where there is none: `logprob` of the generator; `lag`, in the last step that
-    trained on it; `advantage`; and every stored array of one number per token, such as `ratio` or `entropy`."""
+    trained on it; `learner_log_ratio` and `learner_entropy` in that step, where the learner recorded them; `advantage`;
+    and every stored array of one number per token, such as `ratio` or `entropy`."""
     messages: list[Message]
     uses: list[Use]
     """In order."""
@@ -82,9 +84,17 @@ class TrajectoryDetail(Record):
 
 
 def describe(
-    row: CatalogRow, stored: StoredTrajectory, *, decoder: TokenDecoder | None, step_versions: Mapping[int, int]
+    row: CatalogRow,
+    stored: StoredTrajectory,
+    *,
+    decoder: TokenDecoder | None,
+    step_versions: Mapping[int, int],
+    recorded: TokenNumbers,
 ) -> TrajectoryDetail:
-    """Build the details of a trajectory. `step_versions`: step -> the learner's version at its start, where known."""
+    """Build the details of a trajectory. `step_versions`: step -> the learner's version at its start, where known.
+
+    `recorded`: numbers that the learner recorded of its tokens.
+    """
     trajectory = stored.trajectory
     return TrajectoryDetail(
         row=row,
@@ -92,7 +102,7 @@ def describe(
         texts=decoder.texts(trajectory.token_ids) if decoder else [],
         model_mask=trajectory.model_mask.tolist(),
         versions=trajectory.token_versions().tolist(),
-        numbers=dict(_numbers(row, trajectory, step_versions)),
+        numbers=dict(_numbers(row, trajectory, step_versions)) | recorded,
         messages=list(_messages(trajectory, decoder)),
         uses=[_use(step, step_versions.get(step), stored) for step in stored.steps],
         reward=trajectory.reward,

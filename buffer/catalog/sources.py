@@ -43,7 +43,8 @@ class ArchiveSource:
         """Shards that could not be read; each is reported on stderr."""
         # Answers of `slipstream evaluate` and `generate` lie beside their settings.
         has_settings = (folder / "config.yaml").is_file()
-        self._run_folder = folder.resolve() if has_settings else folder.resolve().parent
+        self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
+        """Folder that holds the run's other files, if they are still there."""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
@@ -60,7 +61,7 @@ class ArchiveSource:
                 self._versions = {entry.step: entry.version for entry in self.archive.steps()}
             return self._versions
         # A row of metrics holds the version after its step, with which the next step begins.
-        path = self._run_folder / "metrics.jsonl"
+        path = self.run_folder / "metrics.jsonl"
         if not path.is_file():
             return {}
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
@@ -68,9 +69,9 @@ class ArchiveSource:
 
     def model_paths(self) -> list[Path]:
         """Return folders that may hold the run's model, and so its tokenizer."""
-        if not (self._run_folder / "config.yaml").is_file():
+        if not (self.run_folder / "config.yaml").is_file():
             return []
-        return _model_paths(read_config(self._run_folder), self._run_folder)
+        return _model_paths(read_config(self.run_folder), self.run_folder)
 
     def _warn(self, error: ShardError) -> None:
         self.num_unreadable += 1
@@ -145,6 +146,9 @@ class StoreSource:
 
 class FileSource:
     """A file of rollouts, as `export` or verl writes it."""
+
+    run_folder = None
+    """It belongs to no run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -34,6 +34,8 @@ class BuiltBatch:
     """Columns that follow from the trajectories alone."""
     updates: list[list[Sample]]
     """Samples of each optimizer update."""
+    trained: list[np.ndarray]
+    """int64[W] of each trajectory: indices of its tokens that are trained on."""
     metrics: dict[str, float]
     """`learner/...` of the claimed batch."""
 
@@ -92,7 +94,7 @@ def build_batch(
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
     for member, samples in zip(members, _samples(members, images, has_experts=routers is not None), strict=True):
         updates[update_of[member.group]] += samples
-    return BuiltBatch(batch, updates, _metrics(members, batch.trajectories))
+    return BuiltBatch(batch, updates, [member.trained for member in members], _metrics(members, batch.trajectories))
 
 
 def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""MetricsLog: one row of metrics per step, and the summary at the end of a run."""
+"""MetricsLog: one row of metrics per step, numbers of its tokens, and the summary at the end of a run."""
 
 import time
 from typing import Any
@@ -8,11 +8,13 @@ import structlog
 
 from slipstream.broker.status.role_status import Roles, role_statuses
 from slipstream.broker.status.step_times import Counter, make_step_times, time_counters
+from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.records import Claim, EvaluationResult
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.run import RunConfig
 from slipstream.learner.metrics.alerts import MetricAlerts
+from slipstream.learner.metrics.step_tokens import StepTokensWriter
 from slipstream.learner.publishing.publisher import Published
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
@@ -48,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, the store's metrics and `summary.json`.
+    """Writes `metrics.jsonl`, the store's metrics, `token_stats/` and `summary.json`.
 
     Life: record_before? -> start_training -> add_step* -> end_training -> write_summary.
     """
@@ -70,6 +72,9 @@ class MetricsLog:
         self._store = store
         self._clock = clock
         self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
+        self._step_tokens = StepTokensWriter(
+            folder.token_stats, max_gib=run.learner.token_stats_gib, in_background=not run.is_one_process
+        )
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
         self.account = account or TimeAccount("rest")
@@ -102,6 +107,7 @@ class MetricsLog:
         kept = self._disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=step), what="the metrics", path=self.folder.metrics
         )
+        self._step_tokens.roll_back(to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._started_at = self._clock() - self._resumed_at_s
         for row in kept:
@@ -128,8 +134,11 @@ class MetricsLog:
         published: Published | None,
         evaluated: Row | None,
         times: dict[str, float],
+        tokens: StepTokens | None = None,
     ) -> Row:
         """Write a row to the file and to the store; returns it. `evaluated`: metrics of an evaluation."""
+        if tokens:
+            self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
         row: Row = {
             "step": step,
@@ -167,6 +176,7 @@ class MetricsLog:
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
         """Write `summary.json`, with the metrics of the last evaluation; its keys are documented in docs/metrics.md."""
+        self._step_tokens.close()
         # Tokens are counted by this process alone, so their rates leave out the time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
+from slipstream.learner.metrics.step_tokens import TokenRecorder
 from slipstream.learner.metrics.token_stats import TokenStats, count_tokens, describe, describe_by_lag, no_counts
 from slipstream.learner.ranks import Ranks
 
@@ -93,7 +94,9 @@ EXPERT_METRICS = {
 class StepMetrics:
     """Statistics of a step's losses. Life: `add` on every rank, then `report` on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: TokenRecorder | None = None) -> None:
+        self.recorder = recorder
+        """Keeps the numbers of single tokens; None: nothing does."""
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)

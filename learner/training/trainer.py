@@ -9,11 +9,13 @@ changes no gradient.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.run import RunConfig
@@ -27,6 +29,7 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.metrics.step_metrics import StepMetrics
+from slipstream.learner.metrics.step_tokens import TokenRecorder
 from slipstream.learner.objective.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.objective.objective import Objective
 from slipstream.learner.publishing.staging import SEQUENCE_TOKENS, canary_logprobs, canary_token_ids, prompt_tokens
@@ -75,6 +78,8 @@ class Trainer:
         self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
+        self.step_tokens: StepTokens | None = None
+        """Numbers of the tokens of the last step, on rank 0; None where they are not recorded."""
         self.account = TimeAccount("rest")
         """Time of the learner by phase, on rank 0."""
 
@@ -105,7 +110,7 @@ class Trainer:
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
         kl_coefficient = self.objective.kl_coefficient
         # The optimizer updates; one without a trainable token is left out.
-        step_metrics = StepMetrics()
+        step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
         norms = []
         for index, microbatches in enumerate(updates):
             if self._tokens_of(batch, index).any():
@@ -114,6 +119,11 @@ class Trainer:
         routers = self.engine.model.routers
         layers = routers.layers if routers else ()
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=layers)
+        if step_metrics.recorder:
+            # Ids of another run's trajectories may be those of one's own.
+            own = chain.from_iterable(groups[: len(groups) - num_mixed])
+            members = zip(own, built.trained, strict=False)
+            self.step_tokens = step_metrics.recorder.collect(members, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
         # After the updates: the new reference is the learner that this step has made.
         self._frozen_models.refresh_reference(self.engine, step=step)
@@ -192,6 +202,8 @@ class Trainer:
                 outputs = self.engine.forward(microbatch, requested=self.objective.requested, **aux.arguments, **prices)
                 metrics.count_forward(microbatch.num_tokens)
                 metrics.count_experts(outputs)
+                if metrics.recorder:
+                    metrics.recorder.add(microbatch, outputs)
                 tokens = batch.tokens.take(microbatch.indices)
                 loss = self.objective.loss(tokens, outputs | aux.outputs, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)

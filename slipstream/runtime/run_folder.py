@@ -20,6 +20,7 @@ runs/<name>/            for its owner alone
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
+    token_stats/        numbers of the tokens of each step, in Parquet
     final_model/        transformers format
     best_model/         likewise, of the best checkpoint, which best.json names
 """
@@ -87,6 +88,7 @@ class RunFolder:
         self.final_model = self.path / "final_model"
         self.best_model = self.path / "best_model"
         self.archive = self.path / "archive"
+        self.token_stats = self.path / "token_stats"
         self.profile = self.path / "profile"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"

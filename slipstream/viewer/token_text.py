@@ -10,7 +10,7 @@ from slipstream.runtime.console import printable
 
 TOKENS_AT_ONCE = 2048
 """Tokens on one page: laying out more takes longer than a key should."""
-CENTRES = {"advantage": 0.0, "ratio": 1.0}
+CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Numbers with two sides, and the value between them; all others are shown from their least to their greatest."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
 """Backgrounds far below and far above the centre; one-sided numbers go towards the second."""

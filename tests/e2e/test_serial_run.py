@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.catalog.catalog import CatalogQuery, open_catalog
 from tests import runs
 
 pytestmark = pytest.mark.slow
@@ -83,5 +85,14 @@ def test_max_lag_zero_is_exactly_on_policy(folder: Path):
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["learner/mismatch_max"] < 1e-4
         assert row["generators/tokens_per_s"] > 0
+    # What the pages of trajectories show of each token.
+    with open_catalog(str(folder / "runs/synchronous/archive")) as catalog:
+        trained = catalog.page(CatalogQuery(TrajectoryFilter(step=3))).rows
+        for member in catalog.group(trained[0].group_id):
+            log_ratios, entropies = (member.numbers[f"learner_{name}"] for name in ("log_ratio", "entropy"))
+            is_known = [number is not None for number in log_ratios]
+            assert is_known == [number is not None for number in entropies] == member.model_mask
+            assert max(abs(number) for number in log_ratios if number is not None) < 1e-3
+            assert min(number for number in entropies if number is not None) > 0
     # With max_lag > 0 so short a run has generated everything before its first step begins.
     assert runs.summary(folder, "synchronous")["generated_tokens_per_s"] > 0

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -29,6 +30,8 @@ KEYS = (
     "learner/idle_fraction",
     "learner/tokens",
     "learner/grad_cosine",
+    "log_ratio",
+    "entropy",
 )
 
 SMOOTH = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
@@ -70,7 +73,14 @@ def train(
         else:
             run, groups = make_algorithm_run(folder, name, learner=settings), make_algorithm_groups(name)
         trainer = build_trainer(run, ranks=ranks, device=CPU)
-        metrics = [trainer.step(groups, learner_version=v, step=v + 1) for v in range(2)]
+        metrics = [trainer.step(groups, learner_version=0, step=1)]
+        if numbers := trainer.step_tokens:
+            # Weighted by place, so that no token can stand at that of another.
+            metrics[0] |= {
+                name: float(np.mean(column * np.cos(np.arange(len(column)))))
+                for name, column in numbers.columns.items()
+            }
+        metrics.append(trainer.step(groups, learner_version=1, step=2))
     return [{key: row[key] for key in KEYS if key in row} for row in metrics], weights(trainer)
 
 

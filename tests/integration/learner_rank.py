@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from slipstream.buffer.archive.step_tokens import write_step
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.advantages import GaeConfig, GrpoConfig
@@ -122,6 +123,8 @@ def main() -> None:
         made = make_groups(num_groups=4, group_size=4, seed=step)
         groups = share_groups(ranks, rewarded_pictures(args.folder, seed=step) if args.pictures else made)
         metrics.append(trainer.step(groups, learner_version=0, step=step + 1))
+    if trainer.step_tokens:
+        write_step(args.folder / f"{args.out}-tokens", args.steps[-1] + 1, trainer.step_tokens, max_bytes=2**30)
     trainer.canary()
     checkpoints.save(step=args.steps[-1] + 1, version=0)
     checkpoints.saver.flush()

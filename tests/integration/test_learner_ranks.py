@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from slipstream.buffer.archive.step_tokens import read_steps, write_step
 from tests.families import make_family
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
@@ -63,10 +64,17 @@ def largest_difference(first: dict, second: dict) -> float:
 
 
 def train_alone(folder: Path) -> tuple[list, dict]:
-    """The same two steps in this process, with plain torch."""
+    """The same two steps in this process, with plain torch; writes the numbers of the tokens of the second."""
     trainer = make_trainer(make_run(folder / "model"))
     batches = [make_groups(num_groups=4, group_size=4, seed=seed) for seed in range(2)]
-    return [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)], weights(trainer)
+    metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
+    write_step(folder / "alone-tokens", 2, trainer.step_tokens, max_bytes=2**30)
+    return metrics, weights(trainer)
+
+
+def read_numbers(folder: Path) -> dict:
+    """The numbers of all tokens of the second step, by trajectory and name."""
+    return read_steps(folder, {f"{group}-0-{index}": 2 for group in range(4) for index in range(4)})
 
 
 @pytest.mark.slow
@@ -84,6 +92,10 @@ def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
         two["learner/computed_tokens"] = one["learner/computed_tokens"]  # padding differs
         assert two == pytest.approx(one, abs=1e-4, rel=1e-4)
     assert largest_difference(alone, together) < 1e-5
+    one, two = (read_numbers(tmp_path / f"{name}-tokens") for name in ("alone", "together"))
+    assert len(one) == 16
+    for name, numbers in one.items():
+        assert {key: pytest.approx(values, abs=2e-3) for key, values in numbers.items()} == two[name]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ RIGHT = Reward(total=1.0, is_correct=True)
 class FakeRanks:
     """Trains nothing, and saves models that name their step."""
 
+    step_tokens = None
+
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self.uploaded: list[str] = []

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
+from slipstream.buffer.archive.step_tokens import StepTokens, write_step
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.catalog.rows import ROWS, CatalogRow
@@ -179,6 +180,27 @@ def test_stored_numbers_of_tokens_are_shown(tmp_path: Path) -> None:
         numbers = catalog.trajectory("0-0-0").numbers  # type: ignore[union-attr]
     assert numbers["ratio"] == [*[None] * 6, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
     assert "experts" not in numbers
+
+
+def test_numbers_that_the_learner_recorded_are_those_of_the_last_step(folder: Path, tmp_path: Path) -> None:
+    def write(step: int, *ids: str, value: float) -> None:
+        count = 5 * len(ids)
+        columns = {name: np.full(count, value, np.float32) for name in ("log_ratio", "entropy")}
+        positions = [np.arange(7, 12)] * len(ids)
+        tokens = StepTokens(list(ids), [12] * len(ids), positions, columns)
+        write_step(folder.parent / "token_stats", step, tokens, max_bytes=2**30)
+
+    write(5, "0-0-0", "1-0-0", value=0.25)
+    write(8, "1-0-0", value=-0.5)
+    with open_catalog(str(folder)) as catalog:
+        numbers = {each: catalog.trajectory(each).numbers for each in ALL}  # type: ignore[union-attr]
+        assert [member.numbers["learner_entropy"][7] for member in catalog.group("1")[:1]] == [-0.5]
+    assert numbers["0-0-0"]["learner_log_ratio"] == [*[None] * 7, *[0.25] * 5], "the first was not trained on"
+    assert numbers["1-0-0"]["learner_log_ratio"] == [*[None] * 7, *[-0.5] * 5]
+    assert all("learner_entropy" not in numbers[each] for each in ("0-0-1", "1-0-1", "2-0-0"))
+    assert run("export", folder, tmp_path / "out.parquet") == 0
+    with open_catalog(str(tmp_path / "out.parquet")) as catalog:
+        assert "learner_entropy" not in catalog.trajectory("0-0-0").numbers, "a file has no run folder"  # type: ignore[union-attr]
 
 
 def test_turns_and_tool_calls_are_messages(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.store import EvaluationResult
 from slipstream.configs.load import load
 from slipstream.launch.run import verdict
@@ -10,6 +12,8 @@ from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
+
+TOKENS = StepTokens(["0-0-0"], [3], [np.array([2])], {"entropy": np.array([0.5], np.float32)})
 
 
 def evaluated(accuracy: float) -> dict:
@@ -34,7 +38,7 @@ def train(
         clock.now += 1.0
         metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
         found = {"eval/accuracy_sampled": accuracy[step]} if accuracy and step in accuracy else None
-        log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
+        log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={}, tokens=TOKENS)
     log.end_training()
     log.write_summary(step=steps.stop - 1, after=evaluated(0.95), evaluation={})
     return json.loads((folder.path / "summary.json").read_text())
@@ -63,6 +67,13 @@ def test_the_seconds_to_the_goal_are_those_of_the_first_evaluation_that_reached_
     override = (f"evaluation.goals=[{bound}]",)
     summary = train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95}, overrides=override)
     assert summary["seconds_to_goal"] == seconds
+
+
+def test_a_resumed_run_forgets_the_tokens_of_the_steps_that_were_rolled_back(folder: RunFolder):
+    train(folder, range(1, 6), lag=2.0)
+    assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == [f"{n}.parquet" for n in range(1, 6)]
+    train(folder, range(4, 5), lag=1.0)
+    assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == [f"{n}.parquet" for n in range(1, 5)]
 
 
 def test_rows_of_repeated_steps_count_once(folder: RunFolder):

@@ -19,6 +19,7 @@ from tests.unit.learner.builders import (
     make_model,
     make_response,
     make_run,
+    make_samples,
     make_trainer,
     weights,
 )
@@ -73,6 +74,32 @@ def _poison(trajectory):
         return msgspec.structs.replace(trajectory, reward=Reward(total=1e30, status="error"))
     logprobs = np.where(trajectory.model_mask, trajectory.generator_logprobs, np.float32(1e30))
     return msgspec.structs.replace(trajectory, generator_logprobs=logprobs)
+
+
+@pytest.mark.parametrize("budget", [64, 8192])
+def test_numbers_of_tokens_are_those_of_the_policy_before_the_step(tmp_path, budget):
+    run = make_run(make_model(tmp_path), learner={"tokens_per_microbatch": budget})
+    groups = make_groups(num_groups=4)
+    groups[0][1] = msgspec.structs.replace(groups[0][1], reward=Reward(total=0.0, status="error"))
+    trainer = make_trainer(run)
+    expected = {}
+    for member in groups[0] + groups[1] + groups[2]:
+        (microbatch,) = trainer.collate(make_samples([member]))
+        with torch.no_grad():
+            outputs = trainer.engine.forward(microbatch, requested=trainer.objective.requested)
+        expected[member.id] = [outputs["logprobs"] + 2, outputs["entropies"]]
+    del expected[groups[0][1].id]
+    trainer.step(groups, learner_version=0, step=1, num_mixed=1)
+    assert trainer.step_tokens.ids == list(expected), "neither a failed one nor those of another run"
+    found = torch.tensor(np.stack([trainer.step_tokens.columns[name] for name in ("log_ratio", "entropy")]))
+    wanted = [torch.cat(columns) for columns in zip(*expected.values(), strict=True)]
+    assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
+
+
+def test_without_room_for_them_no_numbers_of_tokens_are_kept(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path), learner={"token_stats_gib": 0.0}))
+    trainer.step(make_groups(), learner_version=0, step=1)
+    assert trainer.step_tokens is None
 
 
 def test_stale_tokens_may_hold_anything(tmp_path):

@@ -1,0 +1,161 @@
+"""Recording the tokens of a step, and the thread that writes them."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from slipstream.buffer.archive.step_tokens import StepTokens, read_steps
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.metrics.step_tokens import StepTokensWriter, TokenRecorder
+from slipstream.learner.ranks import Ranks
+from tests.unit.learner.builders import CPU, make_response
+
+ENTROPY = np.array([0.5], np.float32)
+ONE = StepTokens(["0-0-0"], [3], [np.array([2])], {"entropy": ENTROPY})
+DEADLINE_S = 20.0
+
+
+class TwoRanks(Ranks):
+    """One of two ranks in one process: what the other put down is added."""
+
+    def __init__(self, rank: int, others: list[torch.Tensor]) -> None:
+        super().__init__(rank=rank, size=2, device=CPU)
+        self._others = others
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self._others.append(values)
+        return torch.stack(self._others).sum(0)
+
+
+def make_built():
+    """A prompt with two responses, one of which has a token that the model did not write, and another of one."""
+    first = make_response(0, 0, response=(5, 6, 7))
+    mask = first.model_mask.copy()
+    mask[5] = False
+    second = make_response(0, 1, response=(8, 9, 1), model_mask=mask)
+    other = make_response(1, 0, response=(3, 1))
+    groups = [[first, second], [other]]
+    built = build_batch(groups, learner_version=0, max_lags=[None] * 2, weights=[1.0] * 2, num_updates=1, vocab_size=64)
+    return [*groups[0], *groups[1]], built
+
+
+def passes(built, *, rank: int = 0, num_ranks: int = 1):
+    """Microbatches of at most ten tokens, and of each trained token as log-probability -its id, as entropy its id."""
+    layout = Layout("shared_rows", 10, row_tokens=10)
+    for microbatch in collate(built.updates[0], layout=layout, rank=rank, num_ranks=num_ranks):
+        ids = microbatch.targets.float()
+        yield microbatch, {"logprobs": -ids, "entropies": ids}
+
+
+EXPECTED = {
+    "0-0-0": {"learner_log_ratio": [None] * 4 + [-3.0, -4.0, -5.0], "learner_entropy": [None] * 4 + [5.0, 6.0, 7.0]},
+    "0-0-1": {"learner_log_ratio": [None] * 4 + [-6.0, None, 1.0], "learner_entropy": [None] * 4 + [8.0, None, 1.0]},
+    "1-0-0": {"learner_log_ratio": [None] * 4 + [-1.0, 1.0], "learner_entropy": [None] * 4 + [3.0, 1.0]},
+}
+"""Generators' log-probabilities are -2."""
+
+
+def read_back(folder: Path, tokens: StepTokens | None) -> dict:
+    assert tokens is not None
+    writer = StepTokensWriter(folder, max_gib=1, in_background=False)
+    writer.add(1, tokens)
+    return read_steps(folder, dict.fromkeys(EXPECTED, 1))
+
+
+def test_tokens_of_packed_trajectories_and_several_microbatches_find_their_places(tmp_path: Path) -> None:
+    members, built = make_built()
+    recorder = TokenRecorder(built.batch.tokens)
+    batches = list(passes(built))
+    assert len(batches) == 2, "the group with its prompt, and the other"
+    for microbatch, outputs in batches:
+        recorder.add(microbatch, outputs)
+    tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=Ranks(rank=0, size=1, device=CPU))
+    assert read_back(tmp_path, tokens) == EXPECTED
+
+
+def test_ranks_put_their_shares_together_and_the_first_has_them(tmp_path: Path) -> None:
+    members, built = make_built()
+    others: list[torch.Tensor] = []
+    for rank in (1, 0):
+        recorder = TokenRecorder(built.batch.tokens)
+        own = list(passes(built, rank=rank, num_ranks=2))
+        assert len(own) == 1
+        recorder.add(*own[0])
+        tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=TwoRanks(rank, others))
+        assert (tokens is None) == (rank == 1)
+    assert read_back(tmp_path, tokens) == EXPECTED
+
+
+def test_ratios_are_those_of_the_start_of_the_step_where_they_are_known() -> None:
+    members, built = make_built()
+    start = built.batch.tokens.replace(start_logprobs=torch.full((7,), -1.5))
+    recorder = TokenRecorder(start)
+    for microbatch, outputs in passes(built):
+        recorder.add(microbatch, outputs)
+    tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=Ranks(rank=0, size=1, device=CPU))
+    assert tokens is not None
+    assert tokens.columns["log_ratio"].tolist() == [0.5] * 7
+    assert tokens.columns["entropy"].tolist() == [5, 6, 7, 8, 1, 3, 1]
+
+
+def test_trajectories_without_a_trained_token_and_those_of_another_run_are_left_out() -> None:
+    members, built = make_built()
+    recorder = TokenRecorder(built.batch.tokens)
+    for microbatch, outputs in passes(built):
+        recorder.add(microbatch, outputs)
+    alone = Ranks(rank=0, size=1, device=CPU)
+    # The last one is another run's, the second has none.
+    own = [(members[0], built.trained[0]), (members[1], np.empty(0, np.int64))]
+    tokens = recorder.collect(own, ranks=alone)
+    assert tokens is not None
+    assert (tokens.ids, tokens.lengths) == (["0-0-0"], [7])
+    assert tokens.columns["entropy"].tolist() == [5, 6, 7]
+
+
+class Slow(StepTokens):
+    """Tokens that a thread works on until it may go on."""
+
+    begun, may_end = threading.Event(), threading.Event()
+
+    def to_table(self) -> pa.Table:
+        self.begun.set()
+        assert self.may_end.wait(DEADLINE_S)
+        return super().to_table()
+
+
+def test_a_slow_disk_costs_files_and_no_waiting(tmp_path: Path) -> None:
+    writer = StepTokensWriter(tmp_path, max_gib=1, in_background=True)
+    with capture_logs() as logged:
+        writer.add(1, Slow(*ONE))
+        assert Slow.begun.wait(DEADLINE_S)
+        for step in range(2, 8):
+            writer.add(step, ONE)
+        Slow.may_end.set()
+        writer.close()
+    assert [(each["event"], each["step"]) for each in logged] == [("token_stats_not_written", n) for n in (6, 7)]
+    assert [path.name[-9] for path in sorted(tmp_path.iterdir())] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_disk_that_refuses_costs_the_file_alone(tmp_path: Path, in_background: bool) -> None:
+    folder = tmp_path / "token_stats"
+    folder.write_text("no folder")
+    writer = StepTokensWriter(folder, max_gib=1, in_background=in_background)
+    with capture_logs() as logged:
+        writer.add(1, ONE)
+        writer.close()
+        assert [(each["event"], each["step"]) for each in logged] == [("token_stats_not_written", 1)]
+
+
+def test_steps_that_are_undone_lose_their_files(tmp_path: Path) -> None:
+    writer = StepTokensWriter(tmp_path, max_gib=1, in_background=False)
+    for step in (1, 2, 3):
+        writer.add(step, ONE)
+    writer.roll_back(to_step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.parquet", "step-00000002.parquet"]
