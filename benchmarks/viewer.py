@@ -30,7 +30,7 @@ from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, s
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
-from slipstream.viewer.app import ViewerApp
+from slipstream.viewer.list_screen import ViewerApp
 from slipstream.viewer.screens import SortScreen
 
 _GROUP_SIZE = 8
@@ -88,11 +88,17 @@ def _time_queries(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, query in queries.items():
-            catalog.forget_results()
+            _forget(catalog)
             started = time.perf_counter()
             query()
             found.setdefault(name, []).append(time.perf_counter() - started)
     return found
+
+
+def _forget(catalog: Catalog) -> None:
+    """Free the results that the catalog keeps for the pages that are asked for next."""
+    catalog._select.cache_clear()
+    catalog._found = "", {}
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ async def _time_keys(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]
         await _settle(pilot)
 
         async def timed(name: str, press: Callable[[], Awaitable[None]]) -> None:
-            catalog.forget_results()
+            _forget(catalog)
             started = time.perf_counter()
             await press()
             await _settle(pilot)

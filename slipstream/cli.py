@@ -225,11 +225,11 @@ app.command("import-config")(import_config)
 @app.command()
 def explain(
     kind: Annotated[
-        Literal["slow", "reward", "health", "step", "trajectory", "version"],
-        typer.Argument(metavar="KIND", help="slow | reward | health | step ID | trajectory ID | version ID."),
+        Literal["slow", "reward", "health", "step", "version"],
+        typer.Argument(metavar="KIND", help="slow | reward | health | step N | version N."),
     ],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID] [RUN]", help="A number or an id; then a run, as for status.")
+        list[str] | None, typer.Argument(metavar="[N] [RUN]", help="A number; then a run, as for status.")
     ] = None,
 ) -> None:
     """Say why a run is slow, why its reward fell, or what a step was trained on.
@@ -238,8 +238,7 @@ def explain(
 
     \b
     slipstream explain slow
-    slipstream explain step 12
-    slipstream explain trajectory 380-0-3 runs/digits_cpu
+    slipstream explain step 12 runs/digits_cpu
     """
     from slipstream.explanation.command import explain as explain_run
 
@@ -291,7 +290,7 @@ def generate(
     \b
     slipstream generate models/mine --out answers --samples 8
     slipstream generate models/mine --out answers data.train=prompts.jsonl generators.sampling.temperature=0.7
-    slipstream data ls answers -t      slipstream data export answers right.parquet --min-reward 1
+    slipstream data ls answers -t      slipstream data export answers right.parquet --where 'reward>=1'
 
     The folder holds Parquet files in the form of an archive; killed and repeated, it goes on where it stopped.
     """
@@ -334,31 +333,6 @@ def plot(run: RunWords = None) -> None:
     from slipstream.runtime.run_folder import find_run
 
     print(plot_run(find_run(run or [], command="plot")))
-
-
-@app.command()
-def compare(
-    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="Of a stored run, such as runs/mine/archive.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder to be made.")],
-    replay: Annotated[list[str], typer.Option(metavar="OVERRIDES", help="Settings of one replay; given 2 to 4 times.")],
-    shared: Annotated[
-        list[str] | None, typer.Option("--all", metavar="OVERRIDE", help="A setting of every replay; repeatable.")
-    ] = None,
-) -> None:
-    """Train on the same stored trajectories under several settings.
-
-    Prints a table and draws the curves side by side.
-
-    \b
-    slipstream compare runs/mine/archive --out runs/losses \\
-        --replay algorithm/policy_loss=ppo_clip --replay algorithm/policy_loss=reinforce \\
-        --all learner.max_steps=60 --all algorithm.updates_per_step=4
-
-    Each replay is a run of its own in the new folder: replay-1, replay-2, ...
-    """
-    from slipstream.launch.compare import compare_replays
-
-    compare_replays(archive, replay, shared=shared or [], out=out)
 
 
 @app.command()

@@ -17,11 +17,10 @@ from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.detail import TrajectoryDetail, describe
-from slipstream.buffer.catalog.parts import ArchivePart, Block, FilePart, Part, RunPart, StorePart
+from slipstream.buffer.catalog.parts import ArchivePart, Block, FilePart, Part, StorePart, without
 from slipstream.buffer.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
 from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, decoder_of, open_source
-from slipstream.buffer.catalog.text_search import find_text
-from slipstream.buffer.catalog.token_decoder import TokenDecoder
+from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_text
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
@@ -41,11 +40,6 @@ class CatalogQuery(Record):
     sort_by: str = ""
     """One of SORTABLE, unknown values last, equal ones as archived; empty: as archived, then what is in the store."""
     is_descending: bool = False
-
-    @property
-    def sort_order(self) -> str:
-        """The order in pyarrow's words."""
-        return "descending" if self.is_descending else "ascending"
 
 
 class Page(Record):
@@ -68,28 +62,29 @@ class _Snapshot:
 
 
 class Catalog:
-    """The trajectories of a part, or of none. Threads may share it; `refresh` takes in what is new.
+    """The trajectories of a source. Threads may share it; `refresh` takes in what is new.
 
     Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
     """
 
-    def __init__(self, part: Part, *, source: Source, decoder: TokenDecoder | None = None, note: str = "") -> None:
-        """`source` knows the versions of steps. Reads the part; raises as `refresh` does."""
-        self._part = part
+    def __init__(self, source: Source, *, decoder: TokenDecoder | None = None, note: str = "") -> None:
+        """Read the source. Raises ConfigError for a file that holds no trajectories, and as `refresh` does."""
         self._source = source
+        self._parts = _parts_of(source)
+        self._seen: list[Block] = []
         self._note = note
         self.decoder = decoder
         """Tokenizer of the model, which conditions on text need; None if none was found."""
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
-        self._texts: dict[str, tuple[_Snapshot, np.ndarray]] = {}
+        self._found: tuple[str, dict[int, tuple[Block, np.ndarray]]] = "", {}
         self.refresh()
 
     @property
     def notes(self) -> list[str]:
         """One sentence on each source that cannot be read in full."""
-        return [note for note in (self._note, self._part.note) if note]
+        return [note for note in (self._note, *(part.note for part in self._parts)) if note]
 
     @property
     def rows(self) -> pa.Table:
@@ -100,17 +95,16 @@ class Catalog:
         """Read what is new, and return whether anything was. Raises ArchiveError when a manifest is damaged."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            blocks = self._part.blocks(step_versions)
-            if list(map(id, blocks)) == list(map(id, self._snapshot.blocks)):
+            # The store before the archive: a group that moves in between is found in both, and not in neither.
+            read = [part.blocks(step_versions) for part in reversed(self._parts)]
+            seen = [block for blocks in reversed(read) for block in blocks]
+            if list(map(id, seen)) == list(map(id, self._seen)):
                 return False
+            self._seen = seen
+            blocks = seen if len(self._parts) == 1 else [*seen[:-1], without(seen[-1], seen[:-1])]
             self._snapshot = _Snapshot(list(blocks), step_versions)
-            self.forget_results()
+            self._select.cache_clear()
             return True
-
-    def forget_results(self) -> None:
-        """Free the results of earlier queries, which are kept for the pages that are asked for next."""
-        self._select.cache_clear()
-        self._texts = {}
 
     def page(
         self,
@@ -200,17 +194,18 @@ class Catalog:
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
         """Return for each row whether its decoded tokens hold `text`, bool[N]."""
-        kept = self._texts.get(text)
-        if kept is None or kept[0] is not snapshot:
+        last, known = self._found
+        # That of the last text is kept by block, for the pages, the orders and the rows of a run that come next.
+        found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
+        if missing := [block for block in snapshot.blocks if id(block) not in found]:
             # Made before the threads need it. Arrow works outside of the lock of Python: blocks are searched at once.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
-                masks = list(pool.map(search, [block.dataset for block in snapshot.blocks]))
-            # One is kept: that of the pages and orders that are asked for next.
-            kept = snapshot, np.concatenate([np.empty(0, dtype=bool), *masks])
-            self._texts = {text: kept}
-        return kept[1]
+                masks = pool.map(search, [block.dataset for block in missing])
+                found |= {id(block): (block, mask) for block, mask in zip(missing, masks, strict=True)}
+            self._found = text, found
+        return np.concatenate([np.empty(0, dtype=bool), *(found[id(block)][1] for block in snapshot.blocks)])
 
     def _read_step_versions(self) -> dict[int, int]:
         try:
@@ -248,7 +243,8 @@ def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
     if not query.sort_by:
         return indices[::-1] if query.is_descending else indices
     column = rows[query.sort_by] if len(indices) == rows.num_rows else rows[query.sort_by].take(pa.array(indices))
-    order = pc.sort_indices(pa.table({"key": column}), sort_keys=[("key", query.sort_order)])
+    direction = "descending" if query.is_descending else "ascending"
+    order = pc.sort_indices(pa.table({"key": column}), sort_keys=[("key", direction)])
     return indices[order.to_numpy()]
 
 
@@ -275,32 +271,27 @@ def open_catalog(
     A run whose store does not answer shows its archive, and says so in `notes`. `starts_server`: start the embedded
     server of a run that is over, and stop it at the end. Raises ConfigError, ReplayBufferError.
     """
+    archive, note = None if "://" in where else _find_archive(where, runs_dir), ""
+    source: Source
     with ExitStack() as stack:
-        part, source, note = _open(where, run_name, runs_dir, stack, starts_server=starts_server)
-        decoder = decoder_of(source, tokenizer)
-        yield Catalog(part, source=source, decoder=decoder, note=note)
+        try:
+            opened = open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server)
+            source = stack.enter_context(opened)
+        except (ConfigError, ReplayBufferError) as error:
+            if archive is None:
+                raise
+            source, note = ArchiveSource(archive), f"only the archive is shown: {error}"
+        yield Catalog(source, decoder=decoder_of(source, tokenizer), note=note)
 
 
-def _open(
-    where: str, run_name: str | None, runs_dir: Path, stack: ExitStack, *, starts_server: bool
-) -> tuple[Part, Source, str]:
-    """Return what a catalog reads, what knows the versions of its steps, and what of it cannot be read."""
-    opened = open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server)
-    archive = None if "://" in where else _find_archive(where, runs_dir)
-    try:
-        source = stack.enter_context(opened)
-    except (ConfigError, ReplayBufferError) as error:
-        if archive is None:
-            raise
-        return ArchivePart(archive), ArchiveSource(archive), f"only the archive is shown: {error}"
+def _parts_of(source: Source) -> list[Part]:
+    """Return what a source consists of: its archive, then its store."""
     if isinstance(source, FileSource):
-        return FilePart(source), source, ""
+        return [FilePart(source)]
     if isinstance(source, ArchiveSource):
-        return ArchivePart(source.archive.folder), source, ""
-    store = StorePart(source.store)
-    if source.run_folder is None:
-        return store, source, ""
-    return RunPart(ArchivePart(source.run_folder / "archive"), store), source, ""
+        return [ArchivePart(source.archive.folder)]
+    archive = [ArchivePart(source.run_folder / "archive")] if source.run_folder else []
+    return [*archive, StorePart(source.store)]
 
 
 def _find_archive(where: str, runs_dir: Path) -> Path | None:

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, TrajectoryFilter
 from slipstream.configs.base import ConfigError
 
-_RANGES = {"reward": "reward", "tokens": "tokens", "version": "version", "step": "step"}
+_RANGES = ("reward", "tokens", "version", "step")
 _EQUALS = {
     "id": "id",
     "group": "group_id",
@@ -48,9 +48,9 @@ def format_conditions(where: TrajectoryFilter) -> str:
     """Return the line that `parse_conditions` reads as this filter."""
     values = {name: value for name, value in msgspec.structs.asdict(where).items() if value is not None}
     words = [f"{word}={shlex.quote(values[field])}" for word, field in _EQUALS.items() if field in values]
-    for word, field in _RANGES.items():
-        low, high = values.get(f"min_{field}"), values.get(f"max_{field}")
-        words += [f"{word}={values[field]}"] if field in values else []
+    for word in _RANGES:
+        low, high = values.get(f"min_{word}"), values.get(f"max_{word}")
+        words += [f"{word}={values[word]}"] if word in values else []
         if low is not None and low == high:
             words.append(f"{word}={low}")
             continue
@@ -67,9 +67,8 @@ def _fields(word: str) -> dict[str, str]:
     if name in _EQUALS and relation == "=":
         return {_EQUALS[name]: value}
     if name in _RANGES:
-        field = _RANGES[name]
         sides = {"=": ("min_", "max_"), ">=": ("min_",), "<=": ("max_",)}[relation]
-        return {f"{side}{field}": value for side in sides}
+        return {f"{side}{name}": value for side in sides}
     if name in _EQUALS:
         raise ConfigError(f"{name} must be given with =, got {word!r}.")
     near = get_close_matches(name, NAMES, n=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,19 +26,6 @@ class Block(NamedTuple):
 
     rows: pa.Table
     dataset: ds.Dataset
-
-
-class Part(Protocol):
-    """A source of blocks."""
-
-    @property
-    def note(self) -> str:
-        """One sentence on what of it cannot be read; empty when all can."""
-        ...
-
-    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return all its blocks, those that have not changed being the same objects. Reads only what is new."""
-        ...
 
 
 class ArchivePart:
@@ -83,7 +70,6 @@ class FilePart:
         self._block = Block(read_rows(dataset, step_versions={}), dataset)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return the one block."""
         return [self._block]
 
 
@@ -98,7 +84,6 @@ class StorePart:
         self._block = Block(ROWS.empty_table(), ds.dataset(SCHEMA.empty_table()))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return one block."""
         try:
             places = self._store.group_places()
             changed = {name for name, place in places.items() if self._places.get(name) != place or _is_open(place)}
@@ -130,31 +115,13 @@ class StorePart:
         self._places = places
 
 
-class RunPart:
-    """The archive and the store of a run. A group that is in both is taken from the archive."""
+Part = ArchivePart | StorePart | FilePart
+"""`blocks` returns all that there are, those that have not changed being the same objects, and reads only what is new.
 
-    def __init__(self, archive: ArchivePart, store: StorePart) -> None:
-        self._archive = archive
-        self._store = store
-        self._seen: list[Block] = []
-        self._blocks: list[Block] = []
-
-    @property
-    def note(self) -> str:
-        return " ".join(filter(None, (self._archive.note, self._store.note)))
-
-    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return the archive's blocks, then the store's. Raises ArchiveError for a damaged manifest."""
-        # The store first: a group that moves in between is found in both, and not in neither.
-        (live,) = self._store.blocks(step_versions)
-        archived = self._archive.blocks(step_versions)
-        seen = [*archived, live]
-        if list(map(id, seen)) != list(map(id, self._seen)):
-            self._seen, self._blocks = seen, [*archived, _without(live, archived)]
-        return self._blocks
+`note`: one sentence on what of it cannot be read; empty when all can."""
 
 
-def _without(live: Block, archived: list[Block]) -> Block:
+def without(live: Block, archived: list[Block]) -> Block:
     """Leave out the groups that are archived."""
     groups = live.rows["group_id"].combine_chunks().unique()
     both = [block.rows["group_id"].filter(pc.is_in(block.rows["group_id"], groups)) for block in archived]

@@ -46,7 +46,7 @@ class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trajectory as a line of JSON; fields with a default may be left out.
+    """A trajectory as a line of JSON: the fields of Trajectory and of its group; those with a default may be left out.
 
     Example: {"group_id": "17", "index": 0, "token_ids": [4, 8, 3], "model_mask": [false, false, true],
         "generator_logprobs": [0, 0, -0.1], "reward": {"total": 1.0}}
@@ -55,47 +55,29 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group_id: str
     """A whole number, one for each prompt."""
     index: int
-    """Index in the group, from 0 on."""
     token_ids: list[int]
-    """Tokens of the prompt, then of the response."""
     model_mask: list[bool]
-    """True where the model wrote the token."""
     generator_logprobs: list[float]
-    """Log-probability under the distribution sampled from; 0 where the model did not write the token."""
     reward: Reward
-    """Result of the reward function."""
     id: str = ""
     """Must be `<group_id>-<attempt>-<index>`; empty: that."""
     attempt: int = 0
-    """Number of earlier leases of the prompt."""
     prompt_uid: str = ""
     """Name of the prompt's row in the training data; needed to score it again."""
     version_spans: list[VersionSpan] = []
     """Versions that sampled the tokens; empty: version 0 sampled all."""
     stop_reason: str = "stop"
-    """`stop`, `length`, or another reason why it ended."""
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
-    """Sampling parameters of the request."""
     generator_id: str = "imported"
-    """Id of the generator that made it."""
     started_at: float = 0.0
-    """Start of generation, seconds since 1970."""
     finished_at: float = 0.0
-    """End of generation, seconds since 1970."""
     data_source: str = ""
-    """Name of the kind of task."""
     num_turns: int = 1
-    """Turns that the model wrote."""
     extras: dict[str, Any] = {}
-    """Data to store with it; plain values only."""
     context_starts: list[int] = []
-    """First token of each context but the first."""
     arrays: dict[str, ArrayLine] = {}
-    """Further data per token."""
     media: list[Media] = []
-    """Images, videos and sounds that the model saw."""
     metrics: dict[str, float] = {}
-    """Numbers of the agent loop."""
     outcome: str = "retired"
     """End of its group; a replay trains on retired groups."""
     reason: str = ""

@@ -1,6 +1,5 @@
 """Sources of trajectories: a run's store, an archive or a file of rollouts, with the same methods."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.ledger import LEDGER
 from slipstream.buffer.archive.manifest import MANIFEST
@@ -24,6 +22,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import group_of, lease_of
 from slipstream.configs.base import ConfigError, require_folder
 from slipstream.configs.run import RunConfig, read_config
+from slipstream.runtime.run_folder import parse_row
 
 _STORE_TIMEOUT_S = 5.0
 """Limit for connecting to a server."""
@@ -64,8 +63,8 @@ class ArchiveSource:
         path = self.run_folder / "metrics.jsonl"
         if not path.is_file():
             return {}
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-        return {1: 0} | {row["step"] + 1: row["version"] for row in rows}
+        rows = filter(None, map(parse_row, path.read_bytes().splitlines(keepends=True)))
+        return {1: 0} | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
     def model_paths(self) -> list[Path]:
         """Return folders that may hold the run's model, and so its tokenizer."""
@@ -134,14 +133,6 @@ class StoreSource:
             # The run was begun by another version of Slipstream: its settings cannot be read.
             return []
         return _model_paths(config, self.run_folder)
-
-    def rejected_frames(self) -> list[tuple[str, bytes]]:
-        """Return reason and first bytes of the frames that the broker rejected, newest first."""
-        self.store.run_state()
-        return self.store.quarantined_frames()
-
-    def audit(self) -> Audit:
-        return self.store.audit()
 
 
 class FileSource:

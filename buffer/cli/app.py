@@ -1,22 +1,16 @@
 """The command line: one function per command, and the options they share."""
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, TrajectoryFilter
-from slipstream.buffer.catalog.sources import (
-    FileSource,
-    Source,
-    StoreSource,
-    decoder_of,
-    open_source,
-)
+from slipstream.buffer.archive.trajectory_filter import Decode, TrajectoryFilter
+from slipstream.buffer.catalog.conditions import NAMES, parse_conditions
+from slipstream.buffer.catalog.sources import FileSource, Source, StoreSource, decoder_of, open_source
 from slipstream.buffer.cli.show import (
     as_json,
     list_frames,
@@ -46,13 +40,7 @@ app = typer.Typer(
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
-def _check_outcome(value: str | None) -> str | None:
-    if value not in (None, *GROUP_STATES):
-        raise ConfigError(f"--outcome must be one of {', '.join(GROUP_STATES)}, got {value!r}.")
-    return value
-
-
-Where = Annotated[
+SourceWord = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE", help="A run's name or folder, an archive's folder, a file of `export`, or a redis:// address."
@@ -65,56 +53,22 @@ TokenizerPath = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Most trajectories.")]
 Lines = Annotated[int, typer.Option(min=1, help="Most lines.")]
-
-FILTER_OPTIONS: dict[str, Any] = {
-    "min_reward": Annotated[float | None, typer.Option(help="Least total reward.")],
-    "max_reward": Annotated[float | None, typer.Option(help="Greatest total reward.")],
-    "min_tokens": Annotated[int | None, typer.Option(help="Fewest tokens, prompt and response.")],
-    "max_tokens": Annotated[int | None, typer.Option(help="Most tokens, prompt and response.")],
-    "version": Annotated[int | None, typer.Option(help="Policy version that sampled some of it.")],
-    "min_version": Annotated[int | None, typer.Option(help="Least such version.")],
-    "max_version": Annotated[int | None, typer.Option(help="Greatest such version.")],
-    "step": Annotated[int | None, typer.Option(help="Step that trained on it.")],
-    "min_step": Annotated[int | None, typer.Option(help="First such step.")],
-    "max_step": Annotated[int | None, typer.Option(help="Last such step.")],
-    "group_id": Annotated[str | None, typer.Option(help="Its group.")],
-    "prompt_uid": Annotated[str | None, typer.Option(help="Name of its prompt's row.")],
-    "generator_id": Annotated[str | None, typer.Option(help="Generator that made it.")],
-    "data_source": Annotated[str | None, typer.Option(help="Kind of task, whole name.")],
-    "outcome": Annotated[str | None, typer.Option(help=f"{', '.join(GROUP_STATES)}.", callback=_check_outcome)],
-    "reward_status": Annotated[str | None, typer.Option(help="ok, error or timeout.")],
-    "stop_reason": Annotated[str | None, typer.Option(help="Such as stop or length.")],
-    "text": Annotated[str | None, typer.Option(help="Part of the decoded text.")],
-}
-"""Option of each field of TrajectoryFilter."""
-
-
-def with_filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the filter options to a command, which gets them as one TrajectoryFilter in its argument `selected`."""
-    own = inspect.signature(command)
-
-    def filtered(**arguments: Any) -> None:
-        fields = {name: arguments.pop(name) for name in FILTER_OPTIONS}
-        command(**arguments, selected=TrajectoryFilter(**fields))
-
-    # Typer builds the options from the signature, so the new ones must appear in it.
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        for name, option in FILTER_OPTIONS.items()
-    ]
-    kept = [parameter for parameter in own.parameters.values() if parameter.name != "selected"]
-    filtered.__name__, filtered.__doc__ = command.__name__, command.__doc__
-    filtered.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
-    filtered.__annotations__ = {parameter.name: parameter.annotation for parameter in (*kept, *options)}
-    return filtered
+Conditions = Annotated[
+    str,
+    typer.Option(
+        "--where",
+        metavar="CONDITIONS",
+        help="All must hold, such as \"reward>=0.5 step<=40 outcome=retired text='the answer'\"; "
+        f"of {', '.join(NAMES)}.",
+    ),
+]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
 @app.command("ls")
-@with_filters
 def ls(
-    where: Where,
-    selected: TrajectoryFilter,
+    where: SourceWord,
+    conditions: Conditions = "",
     trajectories: Annotated[bool, typer.Option("--trajectories", "-t", help="A line each, not one per group.")] = False,
     limit: Lines = 50,
     tokenizer: TokenizerPath = None,
@@ -122,6 +76,7 @@ def ls(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """List groups, or trajectories."""
+    selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
         table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit)
@@ -132,7 +87,7 @@ def ls(
 
 @app.command()
 def show(
-    where: Where,
+    where: SourceWord,
     trajectory_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the trajectory, from `ls -t`.")],
     tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
     tokenizer: TokenizerPath = None,
@@ -152,16 +107,16 @@ def show(
 
 
 @app.command()
-@with_filters
 def stats(
-    where: Where,
-    selected: TrajectoryFilter,
+    where: SourceWord,
+    conditions: Conditions = "",
     limit: Limit = None,
     tokenizer: TokenizerPath = None,
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show counts by outcome, and how rewards, lengths and lags spread."""
+    selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
         tables = TrajectoryStats(islice(found, limit), step_versions=source.step_versions()).tables()
@@ -174,17 +129,17 @@ def stats(
 
 
 @app.command("export")
-@with_filters
 def export_file(
-    where: Where,
+    where: SourceWord,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to create: .parquet or .jsonl.")],
-    selected: TrajectoryFilter,
+    conditions: Conditions = "",
     limit: Limit = None,
     tokenizer: TokenizerPath = None,
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write trajectories to one Parquet or JSON-lines file."""
+    selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
         if isinstance(source, FileSource) and source.is_verl:
             raise ConfigError(f"SOURCE must hold tokens to be exported, got {where}: verl's rollouts are texts alone.")
@@ -217,7 +172,7 @@ def fetch(
 
 @app.command()
 def refused(
-    where: Where,
+    where: SourceWord,
     is_json: Annotated[bool, typer.Option("--json", help="A JSON object each, with all stored bytes.")] = False,
     limit: Lines = 50,
     run: RunName = None,
@@ -227,7 +182,9 @@ def refused(
     with _open(where, run, runs_dir) as source:
         if not isinstance(source, StoreSource):
             raise ConfigError(f"SOURCE must be a run or a server, got {where}: only a store has rejected frames.")
-        frames = source.rejected_frames()
+        # Refuses a run that the store does not know.
+        source.store.run_state()
+        frames = source.store.quarantined_frames()
     if is_json:
         print("".join(f"{line}\n" for line in as_json(frames[:limit])), end="")
         return
@@ -237,7 +194,7 @@ def refused(
 
 
 @app.command()
-def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) -> None:
+def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("runs")) -> None:
     """Recompute the accounting.
 
     Exit codes: 0, 1 if anything is lost, duplicated or damaged.
@@ -246,7 +203,7 @@ def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) 
         if isinstance(source, FileSource):
             raise ConfigError(f"SOURCE must be a run, a server or an archive, got {where}: a file has no accounts.")
         if isinstance(source, StoreSource):
-            audit = source.audit()
+            audit = source.store.audit()
             lines, is_sound = describe_audit(audit), audit.is_sound
         else:
             check = source.archive.check()
@@ -277,4 +234,6 @@ def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter)
 
 def _check_text(selected: TrajectoryFilter, decode: Decode | None) -> None:
     if selected.text is not None and decode is None:
-        raise ConfigError("--text needs a tokenizer to decode with, and none was found: name one with --tokenizer.")
+        raise ConfigError(
+            "a condition on text needs a tokenizer to decode with, and none was found: --tokenizer names one."
+        )

@@ -71,22 +71,6 @@ _TEXT_BYTES = 64
 """First bytes in a line of the table, as numbers and as text."""
 
 
-class RejectedFrame(msgspec.Struct, frozen=True):
-    """A frame that the broker rejected.
-
-    Example: RejectedFrame(reason="malformed", num_bytes=4, is_cut=False, hex="6a756e6b")
-    """
-
-    reason: str
-    """Reason, as in the counter `refused`."""
-    num_bytes: int
-    """Bytes that are stored; 0 for a Hello, which may hold a token."""
-    is_cut: bool
-    """Whether the frame may have been longer."""
-    hex: str
-    """The stored bytes, two digits each."""
-
-
 def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
     """Return a table with a line for each (reason, first bytes)."""
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
@@ -97,9 +81,10 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
 
 
 def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
-    """Yield a RejectedFrame as a line of JSON for each (reason, first bytes)."""
+    """Yield a line of JSON for each (reason, first bytes): how many are stored, whether there were more, and which."""
     for reason, kept in frames:
-        yield msgspec.json.encode(RejectedFrame(reason, len(kept), _is_cut(kept), kept.hex())).decode()
+        frame = {"reason": reason, "num_bytes": len(kept), "is_cut": _is_cut(kept), "hex": kept.hex()}
+        yield msgspec.json.encode(frame).decode()
 
 
 def _is_cut(kept: bytes) -> bool:

@@ -10,11 +10,11 @@ POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import msgspec
@@ -29,13 +29,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.dashboard.feed import Feed
 from slipstream.dashboard.guard import Guard
-from slipstream.dashboard.meanings import read_meanings
+from slipstream.dashboard.meanings import read_meanings, read_setting_meanings, read_settings
 from slipstream.dashboard.run_reader import RunReader
 from slipstream.dashboard.runs import Runs
-from slipstream.dashboard.settings_table import read_setting_meanings, read_settings
 from slipstream.dashboard.trajectories import Trajectories
 from slipstream.launch.commands import NoAnswerError, request_drain, request_generators, request_pause
 
@@ -54,7 +54,7 @@ _WATCH_EVERY_S = 0.5
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
     """Body of a request for another number of generators."""
 
-    generators: int
+    generators: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,9 +115,9 @@ class Dashboard:
             Route("/api/runs/{run}/groups/{group}", self._group),
             Route("/api/runs/{run}/settings", self._settings),
             Route("/api/runs/{run}/summary", self._summary),
-            Route("/api/runs/{run}/scale", self._scale, methods=["POST"]),
-            Route("/api/runs/{run}/drain", self._drain, methods=["POST"]),
-            Route("/api/runs/{run}/pause", self._pause, methods=["POST"]),
+            Route("/api/runs/{run}/scale", partial(self._act, Scale, _scale), methods=["POST"]),
+            Route("/api/runs/{run}/drain", partial(self._act, Drain, _drain), methods=["POST"]),
+            Route("/api/runs/{run}/pause", partial(self._act, Pause, _pause), methods=["POST"]),
         ]
 
     def _reader(self, request: Request) -> RunReader:
@@ -206,36 +206,27 @@ class Dashboard:
         return _json(self._reader(request).summary)
 
     # --- actions -------------------------------------------------------------------------------------------------
-    async def _scale(self, request: Request) -> Response:
-        reader, asked = self._reader(request), await _body(request, Scale)
-        if asked.generators < 0:
-            raise HTTPException(400, f"generators must be >= 0, got {asked.generators}.")
+    async def _act(self, kind: type[Any], call: Callable[[Store, Any, str], object], request: Request) -> Response:
+        """Do what a body of this kind asks, by `call(store, body, run)`."""
+        reader, asked = self._reader(request), await _body(request, kind)
 
-        def scale() -> int:
+        def act() -> object:
             with reader.open_store() as store:
-                return request_generators(store, asked.generators, run=reader.id)
+                return call(store, asked, reader.id)
 
-        return _json({"before": await run_sync(scale)})
+        return _json(await run_sync(act))
 
-    async def _drain(self, request: Request) -> Response:
-        reader, asked = self._reader(request), await _body(request, Drain)
 
-        def drain() -> None:
-            with reader.open_store() as store:
-                request_drain(store, asked.generator, run=reader.id)
+def _scale(store: Store, asked: Scale, run: str) -> dict[str, int]:
+    return {"before": request_generators(store, asked.generators, run=run)}
 
-        await run_sync(drain)
-        return _json({})
 
-    async def _pause(self, request: Request) -> Response:
-        reader, asked = self._reader(request), await _body(request, Pause)
+def _drain(store: Store, asked: Drain, run: str) -> None:
+    request_drain(store, asked.generator, run=run)
 
-        def pause() -> None:
-            with reader.open_store() as store:
-                request_pause(store, is_off=asked.off, run=reader.id)
 
-        await run_sync(pause)
-        return _json({})
+def _pause(store: Store, asked: Pause, run: str) -> None:
+    request_pause(store, is_off=asked.off, run=run)
 
 
 async def _body(request: Request, kind: type[Any]) -> Any:

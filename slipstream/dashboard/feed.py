@@ -130,7 +130,6 @@ class Feed:
         self._disconnect(queue)
 
     async def close(self) -> None:
-        """Disconnect all clients."""
         for queue in list(self._queues):
             self._disconnect(queue)
         for task in self._tasks:

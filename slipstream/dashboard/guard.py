@@ -12,7 +12,6 @@ import os
 import secrets
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
-from ipaddress import ip_address
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -55,14 +54,6 @@ def find_token(*, is_open: bool) -> str:
             "unset it."
         )
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens at this address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Guard:

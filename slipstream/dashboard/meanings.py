@@ -1,15 +1,24 @@
-"""Meanings of the metrics, from the tables of docs/metrics.md."""
+"""Meanings of metrics, from the tables of docs/metrics.md, and of the settings of a run, from their records."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import leaves
+from slipstream.configs.schema import settings
+from slipstream.runtime.run_folder import ORIGINS
 
 _PAGE = Path(__file__).with_name("metrics.md")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
+# --- metrics ----------------------------------------------------------------------------------------------------------
 class Meaning(Record):
     """One row of a table.
 
@@ -46,3 +55,43 @@ def _meaning(cells: dict[str, str], section: str) -> Meaning:
 
 def _plain(cell: str) -> str:
     return _LINK.sub(r"\1", cell).replace("`", "").strip()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+class SettingRow(Record):
+    """A setting of a run.
+
+    Example: SettingRow("learner.max_steps", value=80, origin="configs/presets/config.yaml", meaning="Steps of the ...")
+    """
+
+    key: str
+    value: Any
+    origin: str
+    """Preset file, `command line a.b=c` or `default`; empty where it was not recorded."""
+    meaning: str
+
+
+def read_settings(folder: Path) -> list[SettingRow]:
+    """Return every setting of the run in this folder, also one that this version of Slipstream does not know.
+
+    Raises ConfigError if config.yaml cannot be read.
+    """
+    path = folder / "config.yaml"
+    try:
+        values = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} must be the settings of a run, got {error}.") from None
+    try:
+        origins = json.loads((folder / ORIGINS).read_bytes())
+    except (OSError, ValueError):
+        origins = {}
+    return [
+        SettingRow(key, value, str(origins.get(key, "")), read_setting_meanings().get(key, ""))
+        for key, value in leaves(values)
+    ]
+
+
+@cache
+def read_setting_meanings() -> dict[str, str]:
+    """Return key -> meaning, from the records' sources."""
+    return {setting.key: setting.meaning for setting in settings()}

@@ -1,12 +1,11 @@
 """MetricsTable: the columns of a run's metrics.jsonl, followed while the run appends to it."""
 
-import json
 import math
 from array import array
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from slipstream.runtime.run_folder import parse_row
 
 _PIECE_BYTES = 32 * 2**20
 """Bytes of the file that are read at a time."""
@@ -62,7 +61,7 @@ class MetricsTable:
             while piece := file.read(_PIECE_BYTES):
                 self._offset += len(piece)
                 *lines, self._rest = (self._rest + piece).split(b"\n")
-                rows += [row for line in lines if (row := _parse(line)) is not None and self._append(row)]
+                rows += [row for line in lines if (row := parse_row(line + b"\n")) is not None and self._append(row)]
         return rows
 
     def _append(self, row: Row) -> bool:
@@ -81,7 +80,6 @@ class MetricsTable:
         return {key: [_rounded(value) for value in self._padded(key)] for key in keys if key in self._columns}
 
     def row(self, index: int) -> Row:
-        """Return the numbers of one row."""
         found = {key: column[index] for key, column in self._columns.items() if index < len(column)}
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
@@ -99,21 +97,10 @@ def read_tail(path: Path) -> list[Row]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            # What comes after the last newline is being written.
-            lines = file.read().split(b"\n")[:-1]
+            lines = file.read().splitlines(keepends=True)
     except OSError:
         return []
-    return [row for line in lines if (row := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> Row | None:
-    """Decode a row; None for a line that a crash cut short."""
-    try:
-        # A loss that is not finite is written as NaN, which only the slower of the two takes.
-        row = json.loads(line) if b"NaN" in line or b"Infinity" in line else msgspec.json.decode(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return [row for line in lines if (row := parse_row(line)) is not None]
 
 
 def _rounded(value: float) -> float | None:

@@ -1,9 +1,10 @@
 """RunReader: all that is known of one run, from its store where that answers, else from its folder."""
 
 import json
+import threading
 import time
 from contextlib import suppress
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,19 @@ class RunLine(Record):
 
 
 class RunReader:
-    """Reads one run. `poll` belongs to one thread at a time, and so does `view`."""
+    """Reads one run. Threads may share it; each of `poll` and `view` is done by one at a time."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
         self.id = run_id
         self.folder = folder
         self.table = MetricsTable(folder / "metrics.jsonl")
         self.events: list[Event] = []
-        self._health = self._new_health()
+        self._health = Health(self._known_config)
         self._generation = 0
+        # Two: a store that does not answer holds up no metrics.
+        self._polling, self._viewing = threading.Lock(), threading.Lock()
+        self._tail_read = (0, 0)
+        self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
         self._store: RedisStore | None = None
         self._reader: StatusReader | None = None
         self._status: RunStatus | None = None
@@ -96,27 +101,16 @@ class RunReader:
         self._problem = ""
 
     # --- settings ------------------------------------------------------------------------------------------------
-    @cached_property
+    @property
     def config(self) -> RunConfig:
-        """Settings of the run. Raises ConfigError for one of another version."""
-        return read_config(self.folder)
+        """Settings of the run, which a resume may change. Raises ConfigError for one of another version."""
+        file = self.folder / "config.yaml"
+        return _read_config(self.folder, file.stat().st_mtime_ns if file.is_file() else 0)
 
     @property
-    def mode(self) -> str:
+    def _known_config(self) -> RunConfig | None:
         with suppress(ConfigError):
-            return self.config.mode
-        return ""
-
-    @property
-    def max_steps(self) -> int | None:
-        with suppress(ConfigError):
-            return self.config.learner.max_steps
-        return None
-
-    @property
-    def _max_lag(self) -> int | None:
-        with suppress(ConfigError):
-            return self.config.buffer.staleness.max_lag
+            return self.config
         return None
 
     @property
@@ -126,20 +120,17 @@ class RunReader:
             return json.loads((self.folder / "summary.json").read_bytes())
         return {}
 
-    def _new_health(self) -> Health:
-        with suppress(ConfigError):
-            return Health(self.config)
-        return Health()
-
     # --- metrics -------------------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
         """Read the metrics that were added; return the new rows."""
-        rows = self.table.poll()
-        if self.table.generation != self._generation:
-            self._generation, self._health = self.table.generation, self._new_health()
-        for row in rows:
-            self._health.add(row)
-        return rows
+        # A client that leaves cancels its task, not the thread that reads for it.
+        with self._polling:
+            rows = self.table.poll()
+            if self.table.generation != self._generation:
+                self._generation, self._health = self.table.generation, Health(self._known_config)
+            for row in rows:
+                self._health.add(row)
+            return rows
 
     # --- the store -----------------------------------------------------------------------------------------------
     def open_store(self) -> RedisStore:
@@ -148,19 +139,23 @@ class RunReader:
 
     def view(self) -> RunView:
         """Read the state; blocks for seconds at most while a store does not answer."""
+        with self._viewing:
+            return self._view()
+
+    def _view(self) -> RunView:
         is_live = is_held(self.folder)
         # A run that was over may have been resumed.
         self._is_final = self._is_final and not is_live
         if not self._is_final:
             self._read_store(is_live=is_live)
-        summary, status = self.summary, self._status
+        summary, status, run = self.summary, self._status, self._known_config
         step = int(self.table.newest("step") or 0)
         return RunView(
             id=self.id,
             phase=self._phase(is_live=is_live),
             step=max(step, status.step) if status and not self._problem else step,
-            max_steps=self.max_steps,
-            max_lag=self._max_lag,
+            max_steps=run.learner.max_steps if run else None,
+            max_lag=run.buffer.staleness.max_lag if run else None,
             is_live=is_live,
             status=status,
             status_age_s=self._status_age_s(),
@@ -227,7 +222,6 @@ class RunReader:
         return True
 
     def close(self) -> None:
-        """Disconnect from the store."""
         if self._store:
             self._store.close()
         self._store = self._reader = None
@@ -235,19 +229,35 @@ class RunReader:
     # --- a line of a list ----------------------------------------------------------------------------------------
     def line(self) -> RunLine:
         """Summarise the run from its folder alone."""
-        rows = read_tail(self.table.path)
-        last = rows[-1] if rows else {}
-        evaluated = {key: value for row in rows for key, value in row.items() if key.startswith(_ACCURACY)}
-        is_live = is_held(self.folder)
+        changed_at, last, accuracies = self._newest_rows()
+        is_live, run = is_held(self.folder), self._known_config
         return RunLine(
             id=self.id,
             phase="running" if is_live else "finished" if self.summary else "stopped",
-            mode=self.mode,
+            mode=run.mode if run else "",
             step=int(last.get("step", 0)),
-            max_steps=self.max_steps,
-            changed_at=self.table.path.stat().st_mtime if rows else None,
+            max_steps=run.learner.max_steps if run else None,
+            changed_at=changed_at if last else None,
             started_at=(self.folder / "config.yaml").stat().st_mtime,
             time_s=last.get("time_s"),
             reward=last.get("learner/reward_mean"),
-            accuracies={key.removeprefix(_ACCURACY): value for key, value in evaluated.items()},
+            accuracies=accuracies,
         )
+
+    def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
+        """Return when a row was written last, that row, and the newest accuracies."""
+        with suppress(OSError):
+            found = self.table.path.stat()
+            # Every open page asks for all runs every few seconds: a file that is as before is not read again.
+            if (found.st_mtime_ns, found.st_size) != self._tail_read:
+                self._tail_read = found.st_mtime_ns, found.st_size
+                rows = read_tail(self.table.path)
+                evaluated = {key: value for row in rows for key, value in row.items() if key.startswith(_ACCURACY)}
+                newest = {key.removeprefix(_ACCURACY): value for key, value in evaluated.items()}
+                self._tail = found.st_mtime, rows[-1] if rows else {}, newest
+        return self._tail
+
+
+@lru_cache(maxsize=1024)
+def _read_config(folder: Path, written_at: int) -> RunConfig:
+    return read_config(folder)

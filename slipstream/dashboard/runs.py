@@ -1,5 +1,6 @@
 """Runs: those that a dashboard shows, by id."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,25 +25,27 @@ class Runs:
 
     def _folders(self) -> dict[str, Path]:
         # Runs of one name in different folders are told apart by a number.
-        found: dict[str, Path] = {}
+        found, same = {}, Counter[str]()
         for folder in self._named or list_runs(self.runs_dir):
             name = folder.resolve().name
-            same = sum(each.resolve().name == name for each in found.values())
-            found[f"{name}.{same + 1}" if same else name] = folder
+            same[name] += 1
+            if (folder / "config.yaml").is_file():
+                found[f"{name}.{same[name]}" if same[name] > 1 else name] = folder
         return found
 
     def reader(self, run_id: str) -> RunReader | None:
         """Return the reader of a run, always the same; None for an id that there is not."""
         folder = self._folders().get(run_id)
+        return self._reader(run_id, folder) if folder else None
+
+    def _reader(self, run_id: str, folder: Path) -> RunReader:
         known = self._readers.get(run_id)
-        if folder is None or (known and known.folder == folder):
-            return known if folder else None
-        self._readers[run_id] = RunReader(run_id, folder)
-        return self._readers[run_id]
+        if known is None or known.folder != folder:
+            known = self._readers[run_id] = RunReader(run_id, folder)
+        return known
 
     def lines(self) -> list[RunLine]:
-        """Summarise every run."""
-        return [reader.line() for run_id in self.ids() if (reader := self.reader(run_id))]
+        return [self._reader(run_id, folder).line() for run_id, folder in self._folders().items()]
 
     def close(self) -> None:
         for reader in self._readers.values():

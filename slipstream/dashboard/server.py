@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
 from slipstream.dashboard.app import make_app
-from slipstream.dashboard.guard import find_token, is_loopback
+from slipstream.dashboard.guard import find_token
 from slipstream.dashboard.runs import Runs
 
 PORT = 8420

@@ -35,6 +35,8 @@ class Subject(NamedTuple):
     """Whether a process holds that run."""
     origin: str
     """Origin of the settings, in words."""
+    is_over: bool = False
+    """Whether that run has finished, and the settings are its own: nothing needs to be added to it."""
 
 
 def check_bundle(path: Path) -> None:

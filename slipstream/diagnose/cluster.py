@@ -45,11 +45,6 @@ _AHEAD = 8
 """Answers that are under way together, as chunks of weights are."""
 
 
-def diagnose_cluster(overrides: Sequence[str], *, is_json: bool) -> None:
-    """Print what is found, one line per check; exits with 1 if one has failed. Raises ConfigError."""
-    report(find_all(list(overrides)), is_json=is_json)
-
-
 def report(findings: Sequence[Finding], *, is_json: bool) -> None:
     """Print findings as a table or as one JSON object; exits with 1 if one is a failure."""
     if is_json:

@@ -18,10 +18,10 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.diagnose import checks, inputs, install, machine
+from slipstream.diagnose import checks, cluster, inputs, install, machine
 from slipstream.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.diagnose.checks import Finding
-from slipstream.diagnose.cluster import diagnose_cluster, report
+from slipstream.diagnose.cluster import report
 from slipstream.diagnose.last_run import check_last_run
 from slipstream.diagnose.probe import run_probe
 from slipstream.diagnose.secrets import mask
@@ -64,27 +64,23 @@ def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None)
     `bundle`: file to be made of that, with what else a bug report needs.
 
     `words`: settings, as of `slipstream run`; or a run as for `find_run`, whose own settings are checked then, which is
-    the newest without any words. The word `cluster` in front asks for the checks of `diagnose_cluster`.
+    the newest without any words. The word `cluster` in front asks for those of `slipstream diagnose cluster`.
     """
     if bundle:
         check_bundle(bundle)
     if words[:1] == ["cluster"]:
         if bundle:
             raise ConfigError("--bundle must be asked of `slipstream diagnose` without cluster.")
-        diagnose_cluster(words[1:], is_json=is_json)
+        report(cluster.find_all(list(words[1:])), is_json=is_json)
         return
     # Checks and libraries may print.
     with contextlib.redirect_stdout(sys.stderr):
-        subject, known = _within(_READ_TIMEOUT_S, lambda: _choose_with_secrets(words))
+        subject = _within(_READ_TIMEOUT_S, lambda: choose(words))
+        known = _within(_READ_TIMEOUT_S, lambda: secrets_of(subject.run, subject.folder))
         findings = [msgspec.structs.replace(each, found=mask(each.found, known=known)) for each in find_all(subject)]
         if bundle:
             _within(_BUNDLE_TIMEOUT_S, lambda: write_bundle(bundle, subject, findings, known=known))
     report(findings, is_json=is_json)
-
-
-def _choose_with_secrets(words: Sequence[str]) -> tuple[Subject, set[str]]:
-    subject = choose(words)
-    return subject, secrets_of(subject.run, subject.folder)
 
 
 def choose(words: Sequence[str]) -> Subject:
@@ -97,7 +93,8 @@ def choose(words: Sequence[str]) -> Subject:
         try:
             folder = find_run(words, command="diagnose")
             run = msgspec.structs.replace(read_config(folder), runs_dir=str(folder.parent), name=folder.name)
-            return Subject(run, folder, is_held(folder), f"settings of {folder}")
+            is_live, has_ended = is_held(folder), (folder / "summary.json").is_file()
+            return Subject(run, folder, is_live, f"settings of {folder}", is_over=has_ended and not is_live)
         except ConfigError:
             # Of another version, or a run that is yet to be made.
             if any("=" not in word for word in words):
@@ -124,7 +121,7 @@ def list_checks(subject: Subject) -> list[Check]:
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
         Check("settings", lambda: Finding("settings", "ok", subject.origin)),
-        *_of_machine(run, folder.path, is_live=is_live),
+        *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
         *_of_surroundings(run, folder, is_live=is_live),
         Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
         Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
@@ -133,7 +130,7 @@ def list_checks(subject: Subject) -> list[Check]:
     ]
 
 
-def _of_machine(run: RunConfig, folder: Path, *, is_live: bool) -> list[Check]:
+def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
 
     def wheels() -> Finding:
@@ -149,7 +146,7 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool) -> list[Check]:
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
         Check("shared memory", checks.check_shared_memory),
-        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run)),
+        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run, is_over=is_over)),
         Check("temporary files", lambda: machine.check_disk("temporary files", Path(tempfile.gettempdir()))),
         Check("open files", checks.check_open_files),
         Check("processes", machine.check_processes),
@@ -184,13 +181,10 @@ def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[]
 
 
 def _last_run(subject: Subject) -> Finding | list[Finding]:
-    if subject.folder is None:
-        return Finding("last run", "skipped", _absence(subject.run))
-    return check_last_run(subject.folder, is_live=subject.is_live)
-
-
-def _absence(run: RunConfig) -> str:
-    return f"there is no run {run.name!r}: {describe_others(Path(run.runs_dir), run.name)}"
+    if subject.folder:
+        return check_last_run(subject.folder, is_live=subject.is_live)
+    name, others = subject.run.name, describe_others(Path(subject.run.runs_dir), subject.run.name)
+    return Finding("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------

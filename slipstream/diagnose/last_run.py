@@ -1,9 +1,7 @@
 """Faults of a run: how it ended, which roles died of what, and the errors at the end of their logs."""
 
-import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from slipstream.broker.status.role_status import LAUNCHER
@@ -13,6 +11,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
 from slipstream.diagnose.checks import Finding, Verdict
+from slipstream.runtime.run_folder import parse_row
 
 _LOG_BYTES = 2**18
 _STORE_TIMEOUT_S = 20.0
@@ -45,8 +44,11 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
     deaths = [event for event in events if _DEATH.search(event.text)]
     fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
     whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
-    step = _last_step(folder)
-    found = f"{folder.name} {whole}{', with no step in metrics.jsonl' if step is None else f' at step {step}'}"
+    metrics = folder / "metrics.jsonl"
+    lines = log_tail(metrics) if metrics.is_file() else []
+    rows = [row for line in lines if (row := parse_row(f"{line}\n".encode()))]
+    reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
+    found = f"{folder.name} {whole}{reached}"
     if is_live or has_ended:
         first = Finding("last run", "ok", found)
     else:
@@ -103,15 +105,6 @@ def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
             fix = _remedy(error, f"see the end of {path}")
             found.append(Finding(f"log of {path.stem}", verdict, error, fix=fix))
     return found or [Finding("logs", "ok", "no error and no traceback at their ends")]
-
-
-def _last_step(folder: Path) -> int | None:
-    """Return the step of the newest row that is whole; None without any."""
-    path = folder / "metrics.jsonl"
-    for line in reversed(log_tail(path) if path.is_file() else []):
-        with suppress(ValueError, TypeError, KeyError):
-            return int(json.loads(line)["step"])
-    return None
 
 
 def _remedy(error: str, otherwise: str) -> str:

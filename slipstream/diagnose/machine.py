@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from slipstream.configs.run import RunConfig
-from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.checks import Finding, Verdict
 from slipstream.launch.generator_pool import ask_gpus
 from slipstream.runtime.disk import describe_disk, nearest_folder
 from slipstream.runtime.model_files import fingerprint
@@ -113,18 +113,19 @@ def check_processes(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------
-def check_disk(name: str, path: Path, *, run: RunConfig | None = None) -> Finding:
+def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
     """Measure the disk of a folder, which may not exist yet, and whether it can be written to; also for the checkpoints
-    of a run."""
+    of a run, unless that is over."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
     model = fingerprint(run.model.path) if run else None
     checkpoint = _BYTES_OF_A_PARAMETER * ((model and model.num_parameters) or 0)
     # The newest is written before the oldest is deleted.
-    needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run else 0)
+    needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run and not is_over else 0)
     if not os.access(folder, os.W_OK):
-        return Finding(name, "fail", f"{folder} cannot be written to", fix="make it yours, or name another folder")
+        verdict: Verdict = "warn" if is_over else "fail"
+        return Finding(name, verdict, f"{folder} cannot be written to", fix="make it yours, or name another folder")
     if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
         return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
     if free < needed:

@@ -16,7 +16,7 @@ from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
 from slipstream.buffer.records import EVENTS_KEPT, StepEntry, VersionEntry
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import Trajectory, group_of, lease_of
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
@@ -73,13 +73,6 @@ class Books:
             archived = (stored.trajectory for stored in self._archive.read(selected))
             found |= {each.id: each for each in archived if each.id in names}
         return found
-
-    def trajectory(self, trajectory_id: str) -> Trajectory | None:
-        """Return a trajectory; None if it is not stored any more."""
-        stored = self._in_store(group_of(lease_of(trajectory_id)))
-        if self._archive and not any(each.id == trajectory_id for each in stored):
-            stored = [each.trajectory for each in self._archive.read(TrajectoryFilter(id=trajectory_id))]
-        return next((each for each in stored if each.id == trajectory_id), None)
 
     def _in_store(self, group_id: str) -> list[Trajectory]:
         # Payloads leave the store when a checkpoint retires their group; the ledger keeps the ids.

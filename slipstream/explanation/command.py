@@ -10,50 +10,41 @@ from slipstream.configs.base import ConfigError
 from slipstream.explanation.answer import Answer, Finding, shown
 from slipstream.explanation.books import Books, open_books
 from slipstream.explanation.health import Health, HealthWarning
-from slipstream.explanation.provenance import (
-    explain_step,
-    explain_trajectory,
-    explain_version,
-    find_entry,
-    table_of_step,
-)  # fmt: skip
+from slipstream.explanation.provenance import explain_step, explain_version, find_entry, table_of_step
 from slipstream.explanation.reward import explain_reward
 from slipstream.explanation.slowness import explain_slowness
 from slipstream.learner.metrics.ranges import RANGES
 from slipstream.runtime.console import make_console, printable
 from slipstream.runtime.run_folder import find_run
 
-Kind = Literal["slow", "reward", "health", "step", "trajectory", "version"]
-_WITH_ID = {"step": "12", "trajectory": "380-0-3", "version": "12"}
-"""Kind that has an id, and an example of one."""
+Kind = Literal["slow", "reward", "health", "step", "version"]
+_NUMBERED = ("step", "version")
 
 
 def explain(kind: Kind, words: Sequence[str]) -> None:
-    """Print an answer; `words`: an id where the kind has one, then as for `find_run`.
+    """Print an answer; `words`: the number of a step or version, then as for `find_run`.
 
     Raises ConfigError, ReplayBufferError.
     """
-    name, run = "", list(words)
-    if kind in _WITH_ID:
-        if not words:
-            raise ConfigError(f"{kind} must be followed by an ID: `slipstream explain {kind} {_WITH_ID[kind]}`.")
-        name, *run = words
-        if kind != "trajectory" and not name.isdecimal():
-            raise ConfigError(f"{kind} must be a whole number, got {name!r}.")
+    number, run = "", list(words)
+    if kind in _NUMBERED:
+        number, *run = words or [""]
+        if not number.isdecimal():
+            raise ConfigError(f"{kind} must be followed by its number, `slipstream explain {kind} 12`, got {number!r}.")
     console = make_console()
     with open_books(find_run(run, command="explain")) as books:
         if kind == "step":
-            entry = find_entry(books, int(name))
+            entry = find_entry(books, int(number))
             members = books.members(entry)
             _print(console, explain_step(books, entry, members))
             console.print(table_of_step(entry, members))
-        elif kind == "trajectory":
-            _print(console, explain_trajectory(books, name))
         elif kind == "version":
-            _print(console, explain_version(books, int(name)))
+            _print(console, explain_version(books, int(number)))
         else:
             _print(console, _ANSWERS[kind](books).lines())
-            _print(console, [books.note] if books.note and kind != "health" else [])
+            # A supervised run has no events and versions that could be missing.
+            is_lacking = books.note and kind != "health" and books.run.mode != "sft"
+            _print(console, [books.note] if is_lacking else [])
 
 
 def _print(console: Console, lines: Iterable[str]) -> None:
@@ -74,6 +65,12 @@ def _slow(books: Books) -> Answer:
 
 
 def _reward(books: Books) -> Answer:
+    if books.run.mode == "sft":
+        measured = "eval/pair_accuracy" if books.run.trains_reward_model else "eval/loss"
+        return Answer(
+            f"A run with mode=sft has no reward: its measures are learner/loss and {measured}, which `slipstream "
+            "watch` draws; `slipstream explain health` judges the rest."
+        )
     return explain_reward(books.rows, books.run, entries=books.entries(), events=books.events())
 
 

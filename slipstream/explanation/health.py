@@ -35,7 +35,6 @@ class Health:
         self._newest: dict[str, float] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in the metrics of a step."""
         # A file may hold anything.
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         for key, watched in changed(self._watched, numbers):

@@ -1,4 +1,4 @@
-"""Provenance: where a step, a trajectory or a policy version came from, down to seeds and rewards."""
+"""Provenance: where a step or a policy version came from, down to seeds and rewards."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -47,22 +47,6 @@ def explain_step(books: Books, entry: StepEntry, members: dict[str, Trajectory])
         lags = Counter(entry.version - _oldest(each) for each in found)
         yield f"lag of the oldest token -> trajectories: {', '.join(f'{lag}: {lags[lag]}' for lag in sorted(lags))}"
         yield f"ended by: {_counted(each.stop_reason for each in found)}"
-
-
-def explain_trajectory(books: Books, trajectory_id: str) -> Iterator[str]:
-    """Yield the origin of a trajectory, its weights, and the steps that trained on it. Raises ConfigError."""
-    found = books.trajectory(trajectory_id)
-    steps = [entry for entry in books.entries() if any(trajectory_id in names for names in entry.trajectory_ids)]
-    if not found and not steps:
-        raise ConfigError(f"trajectory {trajectory_id!r} must be in store, archive or ledger, but is in none of them.")
-    yield f"trajectory {trajectory_id}"
-    yield from _facts(found) if found else [_GONE]
-    for entry in steps:
-        lag = f", lag {entry.version - _oldest(found)} of its oldest token" if found else ""
-        yield f"trained on in step {entry.step}, learner at version {entry.version}{lag}"
-    known = {entry.version for entry in books.versions()}
-    for version in sorted({span.version for span in found.version_spans} if found else ()):
-        yield from explain_version(books, version) if version in known else ()
 
 
 def explain_version(books: Books, version: int) -> Iterator[str]:
@@ -122,20 +106,6 @@ def table_of_step(entry: StepEntry, members: dict[str, Trajectory]) -> Table:
         reward = f"{found.reward.total:.3f}"
         add_row(table, name, found.prompt_uid, found.generator_id, found.sampling.seed, versions, reward)
     return table
-
-
-def _facts(trajectory: Trajectory) -> list[str]:
-    sampling, reward = trajectory.sampling, trajectory.reward
-    spans = ", ".join(f"from token {span.first_token} version {span.version}" for span in trajectory.version_spans)
-    parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
-    return [
-        f"prompt {trajectory.prompt_uid} of {trajectory.data_source}, attempt {trajectory.attempt}",
-        f"made by {trajectory.generator_id} in {trajectory.finished_at - trajectory.started_at:.2f} s, "
-        f"seed {sampling.seed}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}",
-        f"{trajectory.num_tokens} tokens, {int(trajectory.model_mask.sum())} of them the model's ({spans}), "
-        f"ended by {trajectory.stop_reason}",
-        f"reward {reward.total:g} ({parts or 'no parts'}), status {reward.status}",
-    ]
 
 
 def _oldest(trajectory: Trajectory) -> int:

@@ -35,7 +35,6 @@ class Family(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Name in a query."""
         return f"{_PREFIX}{self.name}{'_total' if self.is_counter else ''}"
 
 

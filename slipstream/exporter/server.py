@@ -45,7 +45,6 @@ class MetricsServer:
         return self._server.server_port
 
     def set(self, metrics: list[Metric]) -> None:
-        """Answer with these from now on."""
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:

@@ -2,7 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,18 @@ class NoAnswerError(Exception):
     """A role that must answer for a command is not there, or did not answer in time."""
 
 
-def _open(folder: Path) -> RedisStore:
-    """Open the store of a live run; a store that does not answer is not started."""
-    return open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S)
+@contextmanager
+def _store_of(folder: Path) -> Iterator[RedisStore]:
+    """Open the store of a live run, and exit with NO_ANSWER when it does not answer; it is not started."""
+    try:
+        with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
+            yield store
+    except NoAnswerError as error:
+        exit_with_error(error, code=NO_ANSWER)
+    except ReplayBufferError as error:
+        summary = folder / "summary.json"
+        ended = f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
+        exit_with_error(ended if summary.is_file() else error, code=NO_ANSWER)
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
@@ -51,25 +61,15 @@ def show_status(run: Sequence[str], *, is_json: bool, is_watching: bool) -> None
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
     folder = find_run(run, command="status")
-    try:
-        with _open(folder) as store:
-            reader = StatusReader(store, read_config(folder))
-            status = reader.read()
-            if is_json:
-                print(as_json(status))
-            elif is_watching:
-                _watch(reader, status, console=Console(highlight=False))
-            else:
-                make_console().print(draw_status(status))
-    except ReplayBufferError as error:
-        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
-
-
-def _ended(folder: Path) -> str:
-    """Tell that a run has ended, in place of the error that its store does not answer; empty if it has not."""
-    summary = folder / "summary.json"
-    ended = f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
-    return ended if summary.is_file() else ""
+    with _store_of(folder) as store:
+        reader = StatusReader(store, read_config(folder))
+        status = reader.read()
+        if is_json:
+            print(as_json(status))
+        elif is_watching:
+            _watch(reader, status, console=Console(highlight=False))
+        else:
+            make_console().print(draw_status(status))
 
 
 def as_json(status: RunStatus) -> str:
@@ -107,11 +107,8 @@ def scale(words: Sequence[str]) -> None:
     if not number.isdecimal():
         raise ConfigError(f"scale needs generators=N once, N >= 0, got {' '.join(settings) or 'none'}.")
     folder = find_run([word for word in words if not word.startswith(_SETTING)], command="scale")
-    try:
-        with _open(folder) as store:
-            previous = request_generators(store, int(number), run=folder.name)
-    except (ReplayBufferError, NoAnswerError) as error:
-        exit_with_error(error, code=NO_ANSWER)
+    with _store_of(folder) as store:
+        previous = request_generators(store, int(number), run=folder.name)
     print(f"{folder.name}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
 
@@ -156,13 +153,10 @@ def drain(generator_id: str, run: Sequence[str]) -> None:
     Raises ConfigError; exits with NO_ANSWER when it does not leave in time.
     """
     folder = find_run(run, command="drain")
-    try:
-        with _open(folder) as store:
-            request_drain(store, generator_id, run=folder.name)
-            print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
-            _wait_until_gone(store, generator_id)
-    except ReplayBufferError as error:
-        exit_with_error(error, code=NO_ANSWER)
+    with _store_of(folder) as store:
+        request_drain(store, generator_id, run=folder.name)
+        print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
+        _wait_until_gone(store, generator_id)
     print(f"{generator_id} left")
 
 
@@ -201,11 +195,8 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
     Raises ConfigError; exits with NO_ANSWER when no store answers.
     """
     folder = find_run(words, command="pause")
-    try:
-        with _open(folder) as store:
-            request_pause(store, is_off=is_off, run=folder.name)
-    except ReplayBufferError as error:
-        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
+    with _store_of(folder) as store:
+        request_pause(store, is_off=is_off, run=folder.name)
     then = "goes on" if is_off else f"pauses before its next step; `slipstream pause --off {folder.name}` lets it go on"
     print(f"{folder.name} {then}")
 
@@ -232,25 +223,22 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         raise ConfigError(
             f"profile needs a run in processes of its own, got mode={run.mode}: begin one with profile.steps=[1, 3]."
         )
-    try:
-        with _open(folder) as store:
-            state, learner = store.run_state(), store.roles().get("learner", {})
-            if state.phase not in ("starting", "training"):
-                raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")
-            if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
-                exit_with_error(f"run {folder.name!r} must have a live learner, got none", code=NO_ANSWER)
-            if recorded := learner.get(PROFILE_REQUEST):
-                raise ConfigError(f"run {folder.name!r} must record no other steps, it does record {recorded}.")
-            # The step that is being made ends before the request is read.
-            first = state.step + 2 + run.profile_lead_steps
-            last, most = first + num_steps - 1, run.learner.max_steps
-            if last > most:
-                raise ConfigError(
-                    f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can begin with step "
-                    f"{first}, whose trajectories are not leased yet, and the run ends with step {most}."
-                )
-            store.request("learner", PROFILE_REQUEST, f"{first} {last}")
-    except ReplayBufferError as error:
-        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
+    with _store_of(folder) as store:
+        state, learner = store.run_state(), store.roles().get("learner", {})
+        if state.phase not in ("starting", "training"):
+            raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")
+        if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
+            exit_with_error(f"run {folder.name!r} must have a live learner, got none", code=NO_ANSWER)
+        if recorded := learner.get(PROFILE_REQUEST):
+            raise ConfigError(f"run {folder.name!r} must record no other steps, it does record {recorded}.")
+        # The step that is being made ends before the request is read.
+        first = state.step + 2 + run.profile_lead_steps
+        last, most = first + num_steps - 1, run.learner.max_steps
+        if last > most:
+            raise ConfigError(
+                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can begin with step "
+                f"{first}, whose trajectories are not leased yet, and the run ends with step {most}."
+            )
+        store.request("learner", PROFILE_REQUEST, f"{first} {last}")
     trace = folder / "profile" / "trace.json.gz"
     print(f"{folder.name}: steps {first} to {last} are recorded, then {trace} is written: open it at ui.perfetto.dev")

@@ -20,7 +20,6 @@ class Curve:
         """Whether rows came since the last picture."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take in rows, in order."""
         before = len(self._rows)
         self._rows += [{key: value for key, value in row.items() if is_drawn(key)} for row in rows]
         self.has_undrawn |= len(self._rows) > before

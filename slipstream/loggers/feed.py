@@ -69,9 +69,11 @@ class Feed:
             # With the last one, the logger has them all.
             cursor = news.cursor if row is news.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
-        self._put_samples([row["step"] for row in news.rows])
         if self._curve:
             self._curve.add(news.rows)
+        # The last read: where the store goes away meanwhile, no row is missing.
+        self._put_samples([row["step"] for row in news.rows])
+        if self._curve:
             is_due = is_last or self._clock() - self._drawn_at >= self._config.curve_every_s
             if is_due and self._curve.has_undrawn:
                 self._drawn_at = self._clock()

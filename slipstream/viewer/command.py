@@ -45,7 +45,7 @@ def view(
         )
     # Imported here: Textual and Arrow take half a second, which other commands do without.
     from slipstream.buffer.catalog.catalog import open_catalog
-    from slipstream.viewer.app import ViewerApp
+    from slipstream.viewer.list_screen import ViewerApp
 
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:
         ViewerApp(catalog, name=where).run()

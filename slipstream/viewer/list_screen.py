@@ -1,9 +1,9 @@
-"""ListScreen: a catalog as a list that is searched, filtered and sorted."""
+"""ViewerApp: `slipstream view`; ListScreen: a catalog as a list that is searched, filtered and sorted."""
 
 import msgspec
 from rich.text import Text
 from textual import work
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
@@ -16,7 +16,7 @@ from slipstream.buffer.errors import ReplayBufferError, SearchCancelledError
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.console import printable
 from slipstream.viewer.row_list import RowList, headings
-from slipstream.viewer.screens import DetailScreen, GroupScreen, SortScreen
+from slipstream.viewer.screens import DetailScreen, GroupScreen, HelpScreen, SortScreen
 
 _REFRESH_S = 2.0
 """Time between two looks for what is new."""
@@ -46,7 +46,6 @@ class ListScreen(Screen[None]):
     ]
 
     def __init__(self, catalog: Catalog, *, name: str) -> None:
-        """`name` is that of the source."""
         super().__init__()
         self._catalog = catalog
         self._source = name
@@ -54,14 +53,12 @@ class ListScreen(Screen[None]):
         self._edited = ""
 
     def compose(self) -> ComposeResult:
-        """Lay out status, list and the line that is typed in."""
         yield Static(id="status")
         yield RowList(self._read)
         yield Input(id="line")
         yield Footer()
 
     def on_mount(self) -> None:
-        """Show all rows."""
         self._list = self.query_one(RowList)
         self._list.focus()
         self._run_query(self._query, keeps_cursor=False)
@@ -100,7 +97,6 @@ class ListScreen(Screen[None]):
 
     @work(thread=True, exclusive=True, group="update")
     def action_update(self) -> None:
-        """Read what is new."""
         try:
             is_new = self._catalog.refresh()
         except ReplayBufferError as error:
@@ -113,7 +109,6 @@ class ListScreen(Screen[None]):
 
     # --- keys --------------------------------------------------------------------------------------------------------
     def action_edit(self, what: str) -> None:
-        """Open the line for a text to search, or for conditions."""
         self._edited = what
         line = self.query_one("#line", Input)
         where = self._query.where
@@ -123,7 +118,6 @@ class ListScreen(Screen[None]):
         line.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Run the query of the line."""
         try:
             where = (
                 msgspec.structs.replace(self._query.where, text=event.value or None)
@@ -137,7 +131,6 @@ class ListScreen(Screen[None]):
         self._run_query(msgspec.structs.replace(self._query, where=where), keeps_cursor=False)
 
     def action_close_line(self) -> None:
-        """Leave the line without a change."""
         self._close_line()
         self._tell("")
 
@@ -146,7 +139,6 @@ class ListScreen(Screen[None]):
         self._list.focus()
 
     def action_sort(self) -> None:
-        """Choose the column that sorts."""
 
         def sort(column: str | None) -> None:
             if column is not None:
@@ -155,23 +147,19 @@ class ListScreen(Screen[None]):
         self.app.push_screen(SortScreen(), sort)
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
         query = msgspec.structs.replace(self._query, is_descending=not self._query.is_descending)
         self._run_query(query, keeps_cursor=False)
 
     def action_clear(self) -> None:
-        """Remove search and conditions."""
         query = CatalogQuery(sort_by=self._query.sort_by, is_descending=self._query.is_descending)
         self._run_query(query, keeps_cursor=False)
 
     def action_group(self) -> None:
-        """Show the group of the row under the cursor."""
         row = self._list.row(self._list.cursor)
         if row:
             self.show_group(row.group_id)
 
     def show_group(self, group_id: str) -> None:
-        """Show a group side by side."""
         try:
             members = self._catalog.group(group_id)
         except ReplayBufferError as error:
@@ -181,9 +169,8 @@ class ListScreen(Screen[None]):
             self.app.push_screen(GroupScreen(members))
 
     def on_row_list_chosen(self) -> None:
-        """Show the row under the cursor token by token."""
-        if self._find_beside(0):
-            self.app.push_screen(DetailScreen(self._find_beside, self.show_group))
+        if found := self._find_beside(0):
+            self.app.push_screen(DetailScreen(found, self._find_beside, self.show_group))
 
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
         """Move the cursor of the list, and return the trajectory there; None beyond its ends, or when it is gone."""
@@ -197,3 +184,22 @@ class ListScreen(Screen[None]):
         except ReplayBufferError as error:
             self._tell(str(error))
             return None
+
+
+class ViewerApp(App[None]):
+    """The list of a catalog, and the screens over it."""
+
+    TITLE = "slipstream view"
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, catalog: Catalog, *, name: str) -> None:
+        """`name` is that of the source."""
+        super().__init__()
+        self._catalog = catalog
+        self._source = name
+
+    def get_default_screen(self) -> ListScreen:
+        return ListScreen(self._catalog, name=self._source)
+
+    def action_help(self) -> None:
+        self.push_screen(HelpScreen())

@@ -88,7 +88,6 @@ class RowList(ScrollView, can_focus=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the result."""
         return self._page.num_rows
 
     def row(self, index: int) -> CatalogRow | None:
@@ -112,11 +111,9 @@ class RowList(ScrollView, can_focus=True):
         return Strip([Segment(line, style)]).crop_extend(scrolled_x, scrolled_x + self.size.width, style)
 
     def action_move(self, lines: int) -> None:
-        """Move the cursor."""
         self._go(self.cursor + lines)
 
     def action_move_pages(self, pages: int) -> None:
-        """Move the cursor by the height of the screen."""
         self._go(self.cursor + pages * max(1, self.scrollable_content_region.height - 2))
 
     def action_go(self, index: int) -> None:
@@ -124,7 +121,6 @@ class RowList(ScrollView, can_focus=True):
         self._go(self.num_rows - 1 if index < 0 else index)
 
     def action_choose(self) -> None:
-        """Choose the row under the cursor."""
         self.post_message(self.Chosen())
 
     def on_click(self, event: Click) -> None:

@@ -20,88 +20,85 @@ PLAIN = ""
 """The name of no number: tokens without colours."""
 
 
-def first_number(detail: TrajectoryDetail) -> str:
-    """Return the number by which tokens are coloured at first."""
-    return next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
+class TokenScreen(Screen[None]):
+    """Trajectories as tokens in colours, or as messages."""
 
-
-def next_number(detail: TrajectoryDetail, name: str) -> str:
-    """Return the number after `name`, plain text after the last."""
-    names = [*detail.numbers, PLAIN]
-    return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
-
-
-class DetailScreen(Screen[None]):
-    """One trajectory: where it comes from, its tokens in colours or its messages."""
-
-    CSS = "DetailScreen #facts { height: auto; padding: 0 1 1 1; } DetailScreen #tokens { padding: 0 1; }"
     BINDINGS = [
         Binding("escape,q", "app.pop_screen", "back"),
         Binding("c", "colour", "colour"),
         Binding("t", "messages", "tokens/messages"),
+        Binding("question_mark", "app.help", "help", key_display="?"),
+    ]
+
+    def __init__(self, detail: TrajectoryDetail) -> None:
+        """`detail` has the numbers that are chosen from."""
+        super().__init__()
+        self._detail = detail
+        self._number = next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
+        self._shows_messages = False
+
+    def draw(self) -> None:
+        raise NotImplementedError
+
+    def on_mount(self) -> None:
+        self.draw()
+
+    def action_colour(self) -> None:
+        names = [*self._detail.numbers, PLAIN]
+        after = names.index(self._number) + 1 if self._number in names else 0
+        self._number, self._shows_messages = names[after % len(names)], False
+        self.draw()
+
+    def action_messages(self) -> None:
+        self._shows_messages = not self._shows_messages
+        self.draw()
+
+
+class DetailScreen(TokenScreen):
+    """One trajectory: where it comes from, its tokens in colours or its messages."""
+
+    CSS = "DetailScreen #facts { height: auto; padding: 0 1 1 1; } DetailScreen #tokens { padding: 0 1; }"
+    BINDINGS = [
         Binding("n", "step(1)", "next"),
         Binding("p", "step(-1)", "previous"),
         Binding("g", "group", "group"),
         Binding("right_square_bracket", "pages(1)", "more tokens", key_display="]"),
         Binding("left_square_bracket", "pages(-1)", "earlier", key_display="[", show=False),
-        Binding("question_mark", "app.help", "help", key_display="?"),
     ]
 
-    def __init__(self, find: Callable[[int], TrajectoryDetail | None], show_group: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        detail: TrajectoryDetail,
+        find: Callable[[int], TrajectoryDetail | None],
+        show_group: Callable[[str], None],
+    ) -> None:
         """`find(offset)` returns the trajectory so many rows from the last one found; None beyond the list."""
-        super().__init__()
+        super().__init__(detail)
         self._find = find
         self._show_group = show_group
-        self._detail = find(0)
-        self._number = first_number(self._detail) if self._detail else PLAIN
-        self._shows_messages = False
         self._first_token = 0
 
     def compose(self) -> ComposeResult:
-        """Lay out facts above tokens."""
         yield Static(id="facts")
         with VerticalScroll(can_focus=True):
             yield Static(id="tokens")
         yield Footer()
 
-    def on_mount(self) -> None:
-        """Draw."""
-        self._draw()
-
-    def action_colour(self) -> None:
-        """Colour the tokens by the next number."""
-        if self._detail:
-            self._number = next_number(self._detail, self._number)
-            self._shows_messages = False
-            self._draw()
-
-    def action_messages(self) -> None:
-        """Change between tokens and messages."""
-        self._shows_messages = not self._shows_messages
-        self._draw()
-
     def action_step(self, rows: int) -> None:
-        """Show another trajectory of the list."""
-        found = self._find(rows)
-        if found:
+        if found := self._find(rows):
             self._detail, self._first_token = found, 0
-            self._draw()
+            self.draw()
 
     def action_group(self) -> None:
-        """Show the group side by side."""
-        if self._detail:
-            self._show_group(self._detail.row.group_id)
+        self._show_group(self._detail.row.group_id)
 
     def action_pages(self, pages: int) -> None:
-        """Show the next or the previous tokens of a long trajectory."""
         first = self._first_token + pages * TOKENS_AT_ONCE
-        if self._detail and 0 <= first < len(self._detail.token_ids):
+        if 0 <= first < len(self._detail.token_ids):
             self._first_token = first
-            self._draw()
+            self.draw()
 
-    def _draw(self) -> None:
-        if self._detail is None:
-            return
+    def draw(self) -> None:
         self.query_one("#facts", Static).update(facts_of(self._detail, name=self._number, first=self._first_token))
         self.query_one("#tokens", Static).update(
             messages_of(self._detail)
@@ -148,7 +145,7 @@ def _message(message: Message) -> Text:
     return Text.assemble((head, "bold green" if message.is_model else "bold"), body)
 
 
-class GroupScreen(Screen[None]):
+class GroupScreen(TokenScreen):
     """The members of a group beside each other."""
 
     CSS = """
@@ -156,42 +153,19 @@ class GroupScreen(Screen[None]):
     GroupScreen .member { width: 1fr; min-width: 34; border-right: solid $primary; padding: 0 1; }
     GroupScreen .member Static { height: auto; }
     """
-    BINDINGS = [
-        Binding("escape,q", "app.pop_screen", "back"),
-        Binding("c", "colour", "colour"),
-        Binding("t", "messages", "tokens/messages"),
-        Binding("question_mark", "app.help", "help", key_display="?"),
-    ]
 
     def __init__(self, members: list[TrajectoryDetail]) -> None:
-        super().__init__()
+        super().__init__(members[0])
         self._members = members
-        self._number = first_number(members[0])
-        self._shows_messages = False
 
     def compose(self) -> ComposeResult:
-        """Lay out a column for each member."""
         with Horizontal(id="members"):
             for _ in self._members:
                 with VerticalScroll(classes="member"):
                     yield Static()
         yield Footer()
 
-    def on_mount(self) -> None:
-        """Draw."""
-        self._draw()
-
-    def action_colour(self) -> None:
-        """Colour the tokens by the next number."""
-        self._number, self._shows_messages = next_number(self._members[0], self._number), False
-        self._draw()
-
-    def action_messages(self) -> None:
-        """Change between tokens and messages."""
-        self._shows_messages = not self._shows_messages
-        self._draw()
-
-    def _draw(self) -> None:
+    def draw(self) -> None:
         # Together the members have as many tokens on the screen as one trajectory.
         size = max(1, TOKENS_AT_ONCE // len(self._members))
         for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
@@ -212,7 +186,6 @@ class SortScreen(ModalScreen[str | None]):
     BINDINGS = [Binding("escape,q", "dismiss(None)", "back")]
 
     def compose(self) -> ComposeResult:
-        """Lay out the columns."""
         yield OptionList(Option("order of archiving", id="stored"), *(Option(name, id=name) for name in SORTABLE))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -230,7 +203,6 @@ class HelpScreen(ModalScreen[None]):
     BINDINGS = [Binding("escape,q,question_mark", "dismiss(None)", "back")]
 
     def compose(self) -> ComposeResult:
-        """Lay out the text."""
         with VerticalScroll(can_focus=True):
             yield Static(Text(HELP))
 

@@ -87,20 +87,20 @@ def test_a_run_whose_store_was_stopped_is_listed_too(
 
 
 @pytest.mark.parametrize(
-    ("options", "groups"),
-    [("--outcome ready", "4"), ("--outcome retired", "01"), ("--step 2", "2"), ("--min-reward 0.6", "")],
+    ("conditions", "groups"),
+    [("outcome=ready", "4"), ("outcome=retired", "01"), ("step=2", "2"), ("reward>=0.6", "")],
 )
 def test_the_filters_are_those_of_an_archive(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str], options: str, groups: str
+    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str], conditions: str, groups: str
 ):
-    _, lines = run(capsys, "ls", *where(config), *options.split())
+    _, lines = run(capsys, "ls", *where(config), "--where", conditions)
     assert "".join(line.split()[0] for line in lines[1:]) == groups
 
 
 def test_groups_that_left_the_store_are_read_from_the_archive(
     store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
-    assert run(capsys, "ls", *where(config), "--min-reward", "7") == (0, ["nothing matches"])
+    assert run(capsys, "ls", *where(config), "--where", "reward>=7") == (0, ["nothing matches"])
     # Group 0 is being moved: it is in both.
     archive = write_archive(RunFolder(config).path / "archive", [make_finished("0"), make_finished("9")])
     code, (*lines, last) = run(capsys, "ls", *where(config))
@@ -154,7 +154,7 @@ def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
         "rejected 2 4 0.5 0.0% 0 12 6 -",
         "rejected: zero_signal 2 4 0.5 0.0% 0 12 6 -",
     ]
-    _, lines = run(capsys, "ls", *where(config), "--outcome", "rejected")
+    _, lines = run(capsys, "ls", *where(config), "--where", "outcome=rejected")
     assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
 
 

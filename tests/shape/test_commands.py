@@ -59,7 +59,6 @@ TRIED_BY = {
     "slipstream check": "tests/unit/scripts/test_check_algorithm.py",
     "slipstream evaluate": "tests/e2e/test_pipeline.py",
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
-    "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
     "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
     "slipstream launch slurm": "tests/integration/test_slurm.py",
     "slipstream launch kubernetes": "tests/unit/slipstream/recipes/test_kubernetes.py",

@@ -10,10 +10,8 @@ async function answer(response) {
 export const ask = async (path) => answer(await fetch(path));
 export const runPath = (id, rest = "") => `/api/runs/${encodeURIComponent(id)}${rest}`;
 
-let session = null;
 export async function act(path, body) {
-  session ||= ask("/api/session");
-  const { csrf } = await session;
+  const { csrf } = await askOnce("/api/session");
   const headers = { "content-type": "application/json", "x-slipstream-csrf": csrf };
   return answer(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
 }

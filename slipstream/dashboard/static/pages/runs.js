@@ -2,8 +2,7 @@
 
 import { clock, DASH, duration, fixed, h, link, percent, table, whole } from "../dom.js";
 import { ask } from "../live.js";
-
-const PHASES = { running: "good", finished: "", stopped: "warn" };
+import { PHASES } from "./run.js";
 
 export async function show(root, { go, address }) {
   const chosen = new Set(), list = h("div", null);

@@ -17,7 +17,9 @@ export async function show(root, { feed, runIds }) {
   root.append(h("div", { class: "tools" }, search, choice, beside, count), body);
 
   async function choose() {
-    other = beside.value ? new Map((await askOnce(runPath(beside.value, "/settings"))).map((row) => [row.key, row])) : null;
+    // Those of a run that was deleted meanwhile, or that cannot be read, differ in everything.
+    const found = beside.value ? await askOnce(runPath(beside.value, "/settings")).catch(() => []) : null;
+    other = found && new Map(found.map((row) => [row.key, row]));
     view = other ? "differs" : view === "differs" ? "all" : view;
     draw();
   }

@@ -12,9 +12,10 @@ from tokenizers.models import BPE, WordPiece
 
 from slipstream.buffer.archive.step_tokens import StepTokens, write_step
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.catalog import catalog as catalog_module
 from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.catalog.rows import ROWS, CatalogRow
-from slipstream.buffer.catalog.token_decoder import TokenDecoder
+from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_text
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import SearchCancelledError
 from slipstream.buffer.records import FinishedGroup
@@ -284,7 +285,7 @@ def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(
         assert (best.row.advantage, worst.row.advantage, best.extras) == (0.5, -0.5, {"ground_truth": "7"})
         assert [message.text for message in best.messages] == ["user\n3 + 4?", "é 7"]
         assert "".join(best.texts) == "user\n3 + 4?é 7"
-    assert run("ls", path, "-t", "--text", "1 + 1") == 0
+    assert run("ls", path, "-t", "--where", "text='1 + 1'") == 0
     assert "1-0-0" in capsys.readouterr().out
     for refused in (("export", path, tmp_path / "out.jsonl"), ("import", path, "--into", tmp_path / "b")):
         assert run(*refused) == 2
@@ -304,6 +305,23 @@ def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> No
         assert catalog.refresh()
         assert found(catalog, step=8) == [*ALL[2:5], "3-0-0"]
         assert before.num_rows == 6
+
+
+def test_a_text_is_searched_in_what_is_new_alone(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
+    searched = []
+    monkeypatch.setattr(
+        catalog_module, "find_text", lambda dataset, **asked: searched.append(dataset) or find_text(dataset, **asked)
+    )
+    with open_catalog(str(folder), tokenizer=tmp_path / "model") as catalog:
+        assert found(catalog, text="gh") == ALL
+        shards = len(searched)
+        write_archive(folder, [group("3", [1.0], steps=[8])])
+        catalog.refresh()
+        assert found(catalog, text="gh") == [*ALL, "3-0-0"]
+        assert len(searched) == shards + 1
+        assert found(catalog, text="hg") == []
+        assert found(catalog, text="gh", step=8) == [*ALL[2:5], "3-0-0"]
 
 
 def test_a_damaged_shard_is_named_and_the_others_are_read(folder: Path) -> None:

@@ -80,8 +80,8 @@ def test_what_was_exported_comes_back_as_it_was(archive, capsys, file):
 
 
 def test_several_filtered_exports_make_one_archive(archive):
-    run("export", archive, "a.parquet", "--outcome", "rejected")
-    run("export", archive, "b.jsonl", "--step", 1)
+    run("export", archive, "a.parquet", "--where", "outcome=rejected")
+    run("export", archive, "b.jsonl", "--where", "step=1")
     assert run("import", "a.parquet", "b.jsonl", "--into", "again") == 0
     assert {stored.trajectory.group_id for stored in Archive(Path("again")).read()} == {"2", "3"}
 

@@ -7,8 +7,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
-from slipstream.dashboard.guard import CSRF_HEADER, TOKEN_VARIABLE, Guard, find_token, is_loopback
+from slipstream.dashboard.guard import CSRF_HEADER, TOKEN_VARIABLE, Guard, find_token
 
 TOKEN = "a-token-of-sixteen-and-more"
 COOKIE = "slipstream-8420"

@@ -1,11 +1,18 @@
 """RunReader without a store, its health, and the settings' origins."""
 
+import shutil
+import threading
+
 import pytest
 
 from slipstream.configs.load import load, provenance
+from slipstream.dashboard import run_reader
+from slipstream.dashboard import runs as module_of_runs
+from slipstream.dashboard.metrics_table import read_tail
 from slipstream.dashboard.run_reader import RunReader
+from slipstream.dashboard.runs import Runs
 from slipstream.explanation.health import Health
-from slipstream.runtime.run_folder import RunFolder, is_held
+from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
 SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
@@ -56,9 +63,65 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
     assert reader.view().phase == "stopped"
 
 
+def test_a_run_that_is_resumed_with_other_settings_is_shown_with_them(tmp_path):
+    reader = read(record_run(tmp_path, steps=5, **SERIAL))
+    assert reader.view().max_steps == 40
+    record_run(tmp_path, steps=0, learner={"max_steps": 80}, **SERIAL)
+    assert (reader.view().max_steps, reader.line().max_steps) == (80, 80)
+
+
 def test_a_folder_that_nobody_ever_held_is_not_held(tmp_path):
     assert not is_held(tmp_path)
     assert not is_held(tmp_path / "nowhere")
+
+
+def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
+    # A page that is loaded again begins to read while the thread of the one before is still at it.
+    reader = read(record_run(tmp_path, steps=5))
+    began, may_end, inside = threading.Event(), threading.Event(), []
+
+    def read_store(*, is_live):
+        inside.append(is_live)
+        began.set()
+        may_end.wait(10)
+        inside.pop()
+
+    monkeypatch.setattr(reader, "_read_store", read_store)
+    threads = [threading.Thread(target=reader.view) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert len(inside) == 1
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_list_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
+    folder, reads = record_run(tmp_path, steps=5, **SERIAL), []
+    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
+    reader = RunReader("mine", folder)
+    assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 1)
+    append_rows(folder, make_row(6))
+    assert (reader.line().step, len(reads)) == (6, 2)
+
+
+def test_a_list_looks_for_runs_once(tmp_path, monkeypatch):
+    for name in ("mine", "yours", "theirs"):
+        record_run(tmp_path, name, steps=1)
+    looks = []
+    monkeypatch.setattr(module_of_runs, "list_runs", lambda path: looks.append(path) or list_runs(path))
+    assert len(Runs([f"runs_dir={tmp_path}"]).lines()) == 3
+    assert looks == [tmp_path]
+
+
+def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_names(tmp_path):
+    runs = Runs([str(record_run(tmp_path / folder)) for folder in ("a", "b")])
+    shutil.rmtree(tmp_path / "a")
+    assert [line.id for line in runs.lines()] == ["mine.2"]
+    shutil.rmtree(tmp_path / "b")
+    assert runs.lines() == []
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
@@ -100,7 +163,7 @@ def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
 # --- origins ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
 def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
-    from slipstream.dashboard.settings_table import read_settings
+    from slipstream.dashboard.meanings import read_settings
 
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)

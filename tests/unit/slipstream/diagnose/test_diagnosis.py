@@ -65,6 +65,7 @@ def test_without_words_the_settings_are_those_of_the_newest_run_or_the_default(f
     found = choose([])
     assert (found.run.name, found.run.learner.max_steps, found.folder, found.is_live) == ("mine", 3, folder, False)
     assert choose(["mine"]).folder == choose(["name=mine"]).folder == choose([str(folder)]).folder == folder
+    assert (found.is_over, choose(["learner.max_steps=7"]).is_over) == (True, False)
     none = choose(["runs_dir=elsewhere"])
     assert (none.run.name, none.folder) == ("digits_cpu", None)
 

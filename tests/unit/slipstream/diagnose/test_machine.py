@@ -59,7 +59,9 @@ def test_a_disk_without_room_for_the_checkpoints_is_a_warning(tmp_path: Path, mo
 
 def test_a_folder_that_cannot_be_written_to_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "access", lambda *_: False)
-    assert check_disk("disk of runs", tmp_path).found == f"{tmp_path} cannot be written to"
+    found = check_disk("disk of runs", tmp_path)
+    assert (found.verdict, found.found) == ("fail", f"{tmp_path} cannot be written to")
+    assert check_disk("disk of runs", tmp_path, is_over=True).verdict == "warn", "nothing is added to a finished run"
 
 
 def plant_group(root: Path, *, version: int, **numbers: object) -> dict[str, Path]:

@@ -27,6 +27,14 @@ def test_a_question_is_answered_from_the_folder_alone_and_says_what_is_missing(t
     assert lines[-1].startswith("events and versions must be read from the store, which is not there")
 
 
+def test_a_run_without_rewards_says_what_to_look_at(tmp_path, capsys):
+    folder = record_run(tmp_path, steps=0, mode="sft", sft={"train_path": "demonstrations.jsonl"})
+    append_rows(folder, {"step": 1, "time_s": 0.1, "learner/loss": 2.0})
+    explain("reward", [str(folder)])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("A run with mode=sft has no reward: its measures are learner/loss and eval/loss,")
+
+
 def test_names_of_tasks_are_text(tmp_path, capsys):
     folder, key = record_run(tmp_path, steps=0), "learner/by_source/[red]a\x1b[2J/stop_length"
     falls = {"learner/reward_mean": 0.1, key: 0.9}
@@ -45,9 +53,10 @@ def test_one_run_is_explained_at_a_time(tmp_path):
         explain("slow", ["mine", "yours"])
 
 
-def test_a_kind_that_has_an_id_asks_for_it(tmp_path):
-    with pytest.raises(ConfigError, match="trajectory must be followed by an ID"):
-        explain("trajectory", [])
+def test_a_kind_that_has_a_number_asks_for_it():
+    for words in ([], ["mine"]):
+        with pytest.raises(ConfigError, match="step must be followed by its number"):
+            explain("step", words)
 
 
 def test_lines_are_wrapped_between_words_in_a_terminal_alone(tmp_path, capsys, monkeypatch):

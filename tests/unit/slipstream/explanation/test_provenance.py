@@ -13,13 +13,7 @@ from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, ma
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.explanation.books import Books, open_books
-from slipstream.explanation.provenance import (
-    explain_step,
-    explain_trajectory,
-    explain_version,
-    find_entry,
-    table_of_step,
-)
+from slipstream.explanation.provenance import explain_step, explain_version, find_entry, table_of_step
 from tests.builders import make_finished, make_packed, make_run, write_archive
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import append_rows, record_run
@@ -79,24 +73,14 @@ def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in():
         assert line in printed
 
 
-def test_a_trajectory_names_its_maker_its_step_and_its_weights():
-    printed = "\n".join(explain_trajectory(books_of(make_store()), "0-0-1"))
-    for part in ("made by", "trained on in step 1, learner at version 0, lag 0", "version 0: the initial weights"):
-        assert part in printed
-
-
-def test_a_trajectory_that_is_stored_no_more_is_explained_from_the_ledger():
-    books = books_of(make_store(is_retired=True))
-    _, *lines = explain_trajectory(books, "0-0-1")
-    assert lines == ["its tokens are stored no more", "trained on in step 1, learner at version 0"]
-    assert "2 of them: its tokens are stored no more" in on_step(books)
+def test_a_step_whose_trajectories_are_stored_no_more_is_explained_from_the_ledger():
+    assert "2 of them: its tokens are stored no more" in on_step(books_of(make_store(is_retired=True)))
 
 
 def test_trajectories_that_left_the_store_are_read_from_the_archive(tmp_path):
     archive = Archive(write_archive(tmp_path / "archive", [make_finished("0", steps=[1])]))
     books = Books(make_run(), tmp_path, store=make_store(is_retired=True), archive=archive)
     assert "2 answers to 1 prompts" in on_step(books)
-    assert "made by generator-0" in "\n".join(explain_trajectory(books, "0-0-1"))
 
 
 def test_a_run_whose_store_is_gone_is_explained_from_its_folder(tmp_path):
@@ -106,7 +90,6 @@ def test_a_run_whose_store_is_gone_is_explained_from_its_folder(tmp_path):
         printed = on_step(books)
         assert "2 answers to 1 prompts" in printed
         assert "weights after it: not known without the store" in printed
-        assert "trained on in step 1" in "\n".join(explain_trajectory(books, "0-0-1"))
         assert (len(books.rows), books.events(), books.versions()) == (30, {}, [])
         assert "it was deleted" in books.note
         with pytest.raises(ConfigError, match=r"must be read from the store, .*, got 1\."):
@@ -133,7 +116,6 @@ def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
     ("explain", "which", "sentence"),
     [
         (find_entry, 2, "step must be one of the ledger's, 1 to 1, got 2"),
-        (explain_trajectory, "9-0-0", "trajectory '9-0-0' must be in store, archive or ledger"),
         (explain_version, 5, "version must have been published by this run, got 5."),
     ],
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.broker import LoggingConfig
 from slipstream.loggers.feed import Bookmark, Feed
 from slipstream.loggers.logger import Entry, numbers_of
@@ -79,6 +80,17 @@ def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store):
     assert len(kept.of("image")) == 1
     feed.turn(is_last=True)
     assert len(kept.of("image")) == 1, "nothing is new"
+
+
+def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(store, monkeypatch):
+    feed, kept = make_feed(store, FakeClock(0.0), samples_every_steps=1, curve_every_s=60.0)
+    store.append_metrics(row(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(feed._source, "samples", lambda *_, **__: (_ for _ in ()).throw(StoreUnavailableError("gone")))
+        with pytest.raises(StoreUnavailableError):
+            feed.turn()
+    feed.turn(is_last=True)
+    assert [entry.step for entry in kept.of("log")] == [entry.step for entry in kept.of("image")] == [1]
 
 
 def test_a_table_holds_the_answers_of_a_step_as_they_are(store):

@@ -12,10 +12,9 @@ from textual.widgets import Input, Static
 from slipstream.buffer.catalog.catalog import open_catalog
 from slipstream.buffer.trajectory import Reward
 from slipstream.cli import main
-from slipstream.viewer.app import ViewerApp
-from slipstream.viewer.list_screen import ListScreen
+from slipstream.viewer.list_screen import ListScreen, ViewerApp
 from slipstream.viewer.row_list import RowList
-from slipstream.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen
+from slipstream.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen, TokenScreen
 from slipstream.viewer.token_text import TOKENS_AT_ONCE, page_of
 from tests.builders import make_finished, write_archive
 from tests.unit.buffer.catalog.test_catalog import byte_tokenizer, group
@@ -177,7 +176,7 @@ def test_help_names_every_key(archive: Path) -> None:
         assert isinstance(pilot.app.screen, DetailScreen)
 
     press(archive, steps)
-    for screen_class in (ListScreen, DetailScreen, GroupScreen, RowList):
+    for screen_class in (ListScreen, TokenScreen, DetailScreen, RowList):
         for binding in screen_class.BINDINGS:
             for key in binding.key.split(","):  # type: ignore[union-attr]
                 word = NAMES_OF_KEYS.get(key, key)
