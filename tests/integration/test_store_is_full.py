@@ -15,8 +15,9 @@ from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
-from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.server_program import find_redis_binary
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests import runs
