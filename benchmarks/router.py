@@ -33,7 +33,7 @@ def open_router(run: RunConfig, store: Store) -> Iterator[Router]:
     channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
-    yield Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)
+    yield Router(channel, store, run=run, train=train, heldout=heldout)
     channel.close()
 
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 
-import msgspec
 import structlog
 
 from slipstream.broker.archiver import ArchiverThread
@@ -38,7 +37,7 @@ from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreU
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.redis.run_store import open_run_store, store_url
+from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.sampling import RowCount
 from slipstream.cluster.observers import Observers, check_observers, observed
@@ -138,9 +137,8 @@ def _serve(
     train: Dataset,
     heldout: Mapping[str, Dataset],
 ) -> None:
-    config_json = msgspec.json.encode(run).decode()
     url = store_url(run, folder.path)
-    state = _open_run(run, url, config_json=config_json, num_rows=train.row_count)
+    state = _open_run(run, url, num_rows=train.row_count)
     # Without retries: during an outage peers must be answered that the store is unavailable.
     store = open_run_store(
         url,
@@ -153,7 +151,6 @@ def _serve(
         channel,
         store,
         run=run,
-        config_json=config_json,
         train=train,
         heldout=heldout,
         store_url=url,
@@ -176,20 +173,11 @@ def _serve(
     log.info("stopped")
 
 
-def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount) -> RunState:
+def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
     """Begin or continue the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
-        state = store.open_run(
-            run.name,
-            config_json=config_json,
-            num_rows=num_rows,
-            seed=run.seed,
-            keeps_finished=run.buffer.archive.enabled,
-            max_uses=run.buffer.reuse.max_uses,
-            group_filter=run.buffer.filter,
-            curriculum=run.data.curriculum,
-        )
+        state = begin_run(store, run, num_rows=num_rows)
         is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
     # Of several brokers one that is restarted late may find the run that others have served to its end.
     if state.phase == "finished" and not (run.resume or is_served):

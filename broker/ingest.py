@@ -50,8 +50,8 @@ class Ingest:
         store: Store,
         outage: StoreOutage,
         check_guest: GuestCheck | None = None,
-        *,
         log_limiter: LogLimiter | None = None,
+        *,
         max_payload_bytes: int = 2**26,
     ) -> None:
         """`outage` records failed calls of the store; refusals are logged through `log_limiter`."""

@@ -113,8 +113,12 @@ class LeaseScheduler:
         if peer and isinstance(answer, Ack):
             self._fair_share.record_stored(peer, answer.ids)
 
-    def remove_peer(self, peer: Peer) -> None:
+    def drop_request(self, peer: Peer) -> None:
+        """Forget the open request of a connection that is gone."""
         self._requests.pop(peer.identity, None)
+
+    def remove_peer(self, peer: Peer) -> None:
+        self.drop_request(peer)
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:

@@ -21,6 +21,7 @@ from slipstream.broker.messages import (
     Pong,
     WeightTransport,
 )
+from slipstream.buffer.records import Heartbeat
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
@@ -68,6 +69,10 @@ class Peer:
             "pid": self.hello.pid,
         }
 
+    def beat(self, more: dict[str, object]) -> Heartbeat:
+        """Build its sign of life for the store; `more`: gauges that others know of it."""
+        return Heartbeat(self.hello.peer_id, self.report | more, self.owner, self.lease_ids)
+
     @property
     def member(self) -> Member:
         return Member(self.hello.peer_id, self.hello.incarnation)
@@ -91,6 +96,7 @@ class Peers:
         self._by_identity: OrderedDict[bytes, Peer] = OrderedDict()
         self._by_name: dict[tuple[str, str], Peer] = {}
         self._silent: list[Peer] = []
+        self._ran_at = clock()
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_identity.values()))
@@ -141,6 +147,15 @@ class Peers:
             self.remove(peer.identity)
         return silent
 
+    def excuse_pause(self) -> None:
+        """Count no silence for the time in which nobody has called this, because the broker was stopped or blocked."""
+        now = self._clock()
+        pause_s, self._ran_at = now - self._ran_at, now
+        if pause_s > self._suspect_after_s:
+            # What peers sent meanwhile may not have reached this process yet.
+            for peer in self._by_identity.values():
+                peer.heard_at = min(now, peer.heard_at + pause_s)
+
     def generators(self) -> list[Peer]:
         """Return the connected generators, sorted by name."""
         return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
@@ -163,7 +178,7 @@ class Peers:
 
     def silence_has_changed(self) -> bool:
         """Return whether other peers are silent than at the last call, so that `members` tells something new."""
-        silent = list(takewhile(self._is_silent, self._by_identity.values()))
+        silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
 
@@ -182,7 +197,14 @@ class Peers:
         """
         return Members(
             [
-                MemberState(p.member, self._state(p), p.version, self._transport_of(p), p.hello.machine, p.lends_at)
+                MemberState(
+                    p.member,
+                    "silent" if self.is_silent(p) else p.state,
+                    p.version,
+                    self._transport_of(p),
+                    p.hello.machine,
+                    p.lends_at,
+                )
                 for p in self.generators()
             ]
         )
@@ -192,10 +214,11 @@ class Peers:
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
         return peer.hello.weight_transport or own
 
-    def _state(self, peer: Peer) -> str:
-        return "silent" if peer.is_disconnected or self._is_silent(peer) else peer.state
+    def is_silent(self, peer: Peer) -> bool:
+        """Return whether the peer misses pings: it is stopped, dead, or at another broker by now."""
+        return peer.is_disconnected or self._is_late(peer)
 
-    def _is_silent(self, peer: Peer) -> bool:
+    def _is_late(self, peer: Peer) -> bool:
         return self._clock() - peer.heard_at > self._suspect_after_s
 
     def _is_alive(self, peer: Peer) -> bool:
@@ -267,55 +290,37 @@ class Departures:
 
 # --- drain requests --------------------------------------------------------------------------------------------------
 DRAIN_REQUEST = "drain/"
-"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock."""
-
-
-@dataclass
-class _DrainRequest:
-    deadline: float
-    """Time by the store's clock."""
-    owner: str = ""
-    """Incarnation the order was sent to; empty before that."""
+"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock, and behind
+it, once the order was sent, the incarnation that it was sent to."""
 
 
 class DrainRequests:
     """Requests to drain generators. Each is repeated until the generator drains or the deadline passes.
 
-    Repeated because a Drain sent over a dying connection is lost. Requests for another broker's generators, or for one
-    that joins only later, stay in the store until then.
+    Repeated because a Drain sent over a dying connection is lost. Kept in the store meanwhile, so that one outlives
+    this broker, and waits for the one that serves the generator.
     """
 
-    def __init__(self, store: Store, *, send: Callable[[bytes, Message], bool]) -> None:
+    def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
         self._store = store
+        self._peers = peers
         self._send = send
-        self._requests: dict[str, _DrainRequest] = {}
 
-    def send_due(self, generators: list[Peer]) -> None:
-        """Order what is requested of these generators, all of this broker's. Raises StoreUnavailableError.
-
-        Once sent, a request is bound to that incarnation: a successor of the same name was not meant.
-        """
-        if requests := self._store.requests("broker"):
-            self._take(requests, generators)
-        for peer in (each for each in generators if self._requests and self._is_due(each)):
-            request = self._requests[peer.hello.peer_id]
-            if self._send(peer.identity, Drain("drain requested")) and not request.owner:
-                request.owner = peer.owner
+    def send_due(self) -> None:
+        """Order what is requested of the generators of this broker. Raises StoreUnavailableError."""
+        if not (requests := self._store.requests("broker")):
+            return
+        heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
+        here = {DRAIN_REQUEST + peer.hello.peer_id: peer for peer in heard}
+        now, over = self._store.now(), []
+        for subject, value in requests.items():
+            deadline, _, owner = value.partition(" ")
+            peer = here.get(subject)
+            # Once sent, a request is bound to that incarnation: a successor of the same name was not meant.
+            is_answered = peer is not None and (peer.state == "draining" or owner not in ("", peer.owner))
+            if is_answered or now >= float(deadline):
+                over.append(subject)
+            elif peer and self._send(peer.identity, Drain("drain requested")) and not owner:
+                self._store.request("broker", subject, f"{deadline} {peer.owner}")
                 self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
-
-    def _take(self, requests: dict[str, str], generators: list[Peer]) -> None:
-        """Take the requests for these generators, and those past their deadline, which are dropped."""
-        now = self._store.now()
-        here = {DRAIN_REQUEST + peer.hello.peer_id for peer in generators}
-        subjects = [subject for subject, deadline in requests.items() if subject in here or now >= float(deadline)]
-        for subject, deadline in self._store.take_requests("broker", subjects=subjects).items():
-            self._requests[subject.removeprefix(DRAIN_REQUEST)] = _DrainRequest(float(deadline))
-
-    def _is_due(self, peer: Peer) -> bool:
-        request = self._requests.get(peer.hello.peer_id)
-        if request is None or peer.state == "draining":
-            return False
-        if self._store.now() >= request.deadline:
-            del self._requests[peer.hello.peer_id]
-            return False
-        return request.owner in ("", peer.owner)
+        self._store.take_requests("broker", subjects=over)

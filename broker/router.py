@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -84,7 +85,6 @@ class Router:
         store: Store,
         *,
         run: RunConfig,
-        config_json: str,
         train: Dataset,
         heldout: Mapping[str, Dataset],
         store_url: str = "",
@@ -98,11 +98,9 @@ class Router:
         self._channel = channel
         self._store = store
         self._run = run
-        self._config_json = config_json
         self._store_url = store_url
         self._model = model
         self._clock = clock
-        self._name = name
         self._incarnation = uuid.uuid4().hex
         self.chief = Chief(store, run, name=name, incarnation=self._incarnation, address=address, clock=clock)
         self._peers = Peers(
@@ -118,14 +116,14 @@ class Router:
         self._guests = GuestDesk(
             run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab_size
         )
-        limit, check = run.broker.max_message_bytes, self._guests.check
-        self._ingest = Ingest(store, self._outage, check, log_limiter=self._log_limiter, max_payload_bytes=limit)
+        limit = run.broker.max_message_bytes
+        self._ingest = Ingest(store, self._outage, self._guests.check, self._log_limiter, max_payload_bytes=limit)
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(
             store, self.chief, run=run, train=train, heldout=heldout, outage=self._outage, guests=self._guests,
             clock=clock,
         )  # fmt: skip
-        self._drain_requests = DrainRequests(store, send=self._send)
+        self._drain_requests = DrainRequests(store, self._peers, send=self._send)
         self._departures = Departures(store, self._peers, run=run, broker=name)
         self._vitals = Vitals(run, store, self._ingest, send=self._send, name=name, address=address)
         self._account = self._vitals.account
@@ -134,12 +132,12 @@ class Router:
         self._members_changed = False
         self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0
 
-    def step(self, *, timeout_s: float) -> int:
-        """Handle received messages, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
+    def step(self, *, timeout_s: float) -> None:
+        """Handle received messages, then what is due; blocks at most `timeout_s`."""
         # An open lease request has to be tried again soon: pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
-        handled = self._receive_all(timeout_s=timeout_s)
+        self._receive_all(timeout_s=timeout_s)
         # Acks leave only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
         with self._account.phase("storing"):
             answers = self._ingest.flush()
@@ -153,10 +151,8 @@ class Router:
         self._try(self._run_periodic)
         self._send_members()
         self._inspection.send_due()
-        return handled
 
     def drain_all(self, *, reason: str) -> None:
-        """Order every generator to leave."""
         for peer in self._peers.generators():
             self._send(peer.identity, Drain(reason))
 
@@ -170,7 +166,7 @@ class Router:
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
-    def _receive_all(self, *, timeout_s: float) -> int:
+    def _receive_all(self, *, timeout_s: float) -> None:
         with self._account.phase("waiting"):
             received = self._channel.receive(timeout_s=timeout_s)
         count = 0
@@ -181,7 +177,6 @@ class Router:
             if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
                 break
             received = self._channel.receive(timeout_s=0)
-        return count
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
@@ -195,7 +190,6 @@ class Router:
             self._welcome(identity, message)
         elif peer is None:
             # Known to a previous broker, or already reaped: Bye makes it say Hello again.
-            log.debug("message_from_unknown_peer", type=type(message).__name__)
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
@@ -257,6 +251,8 @@ class Router:
             self._report_broker()
         replaced = self._peers.add(identity, hello, guest=guest)
         for older in replaced:
+            # Prompts sent there would be lost until they lapse.
+            self._leases.drop_request(older)
             # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
                 self._depart(older, "replaced by a new incarnation")
@@ -264,7 +260,7 @@ class Router:
             identity,
             Welcome(
                 run_id=self._run.name,
-                config_json=self._config_json,
+                config_json=msgspec.json.encode(self._run).decode(),
                 store_url=self._store_url if hello.role == "learner" else "",
                 version=self._store.run_state().version,
                 credit_messages=_CREDIT_MESSAGES,
@@ -340,11 +336,11 @@ class Router:
 
     def _run_periodic(self) -> None:
         now = self._clock()
+        self._peers.excuse_pause()
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
-                    self._departures.add(peer, reason)
+                    self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
                 self._ping_round = PingRound(self._peers)
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
@@ -360,7 +356,7 @@ class Router:
     def _report_strangers(self) -> None:
         num_refused = self._channel.take_refused()
         if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
-            self._store.record_event(self._name, f"refused: {num_refused} connections without the run's token")
+            self._store.record_event(self.chief.name, f"refused: {num_refused} connections without the run's token")
 
     def _ping(self, peers: list[Peer], now: float) -> None:
         frames = [encode(Ping(sent_at=now))]
@@ -372,15 +368,17 @@ class Router:
     def _report_to_store(self, peers: list[Peer]) -> None:
         """Renew the leases that peers still hold, and store their gauges and the broker's own."""
         self._departures.record()
-        # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
-        gauges = [each.report | self._guests.gauges(each) | self.chief.marks(each.owner) for each in peers]
-        beats = [Heartbeat(p.hello.peer_id, own, p.owner, p.lease_ids) for p, own in zip(peers, gauges, strict=True)]
+        # A peer that is silent here may be at another broker, whose report must not be overwritten. Of its leases only
+        # those in its last Pong: one that was lost in transit is not renewed, lapses and is leased again.
+        beats = [
+            p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in peers if not self._peers.is_silent(p)
+        ]
         if self._ping_round.is_over:
             own = self._vitals.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
-            beats.append(Heartbeat(self._name, own))
+            beats.append(Heartbeat(self.chief.name, own))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
         if self._ping_round.is_over:
-            self._drain_requests.send_due(self._peers.generators())
+            self._drain_requests.send_due()
             self._report_broker()
         # Every call above has succeeded.
         self._outage.end()

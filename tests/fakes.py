@@ -68,7 +68,6 @@ class RouterScene:
             self.hub.server(),
             self.store,
             run=self.run,
-            config_json=self.config_json,
             train=data,
             heldout={each.name: data for each in self.run.data.heldout_sets},
             model=model,
@@ -77,6 +76,13 @@ class RouterScene:
 
     def step(self) -> None:
         self.router.step(timeout_s=0)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass while the router runs."""
+        ends_at = self.clock.now + seconds
+        while self.clock.now < ends_at:
+            self.clock.now += self.run.broker.heartbeat_s
+            self.step()
 
 
 class FakePeer:

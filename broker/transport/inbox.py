@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -34,13 +35,13 @@ class QueueInbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message | ClientDiedError] = queue.SimpleQueue()
-        self._listener: Callable[[Message | ClientDiedError], None] | None = None
+        self._listener: Callable[[Message | ClientDiedError], None] = self._queue.put
+        # Between the queue and a new listener no message may be left behind, or overtake another.
+        self._lock = threading.Lock()
 
     def put(self, message: Message | ClientDiedError) -> None:
         """Add a message, or the error that ended the client: its `on_message` and `on_end`."""
-        if self._listener is None:
-            self._queue.put(message)
-        else:
+        with self._lock:
             self._listener(message)
 
     def get(self, *, timeout_s: float) -> Message | None:
@@ -53,9 +54,10 @@ class QueueInbox:
 
     def forward_to(self, listener: Callable[[Message | ClientDiedError], None]) -> None:
         """Pass all queued messages to `listener`, and every later one, on the client's thread."""
-        self._listener = listener
-        while (message := self._pop(timeout_s=0)) is not None:
-            listener(message)
+        with self._lock:
+            while (message := self._pop(timeout_s=0)) is not None:
+                listener(message)
+            self._listener = listener
 
     def _pop(self, *, timeout_s: float) -> Message | ClientDiedError | None:
         try:

@@ -8,13 +8,14 @@ Invariant: the learner has a client for every broker that another one calls aliv
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
 
 from slipstream.broker.messages import LivingBrokers, Members, MemberState, Message, OpenEpoch, Update, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
+from slipstream.broker.transport.endpoints import is_listening
 
 log = structlog.get_logger(__name__)
 
@@ -34,11 +35,24 @@ class _Link:
 class Links:
     """Fulfils Sender; thread-safe. Life: open -> send* -> stop."""
 
-    def __init__(self, connect: Connect, *, on_message: Callable[[Message], None], joins_all: bool) -> None:
-        """`on_message` gets all messages for the role, on the threads of the clients; `joins_all`: of a learner."""
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        on_message: Callable[[Message], None],
+        joins_all: bool,
+        brokers: Mapping[str, str],
+        is_reachable: Callable[[str], bool] = is_listening,
+    ) -> None:
+        """`on_message` gets all messages for the role, on the threads of the clients; `joins_all`: of a learner.
+
+        `brokers`: name -> address, as far as this process knows, for those it cannot reach where they say they are.
+        """
         self._connect = connect
         self._on_message = on_message
         self._joins_all = joins_all
+        self._brokers = brokers
+        self._is_reachable = is_reachable
         self._lock = threading.RLock()
         self._links: list[_Link] = []
         self._is_stopped = False
@@ -98,16 +112,31 @@ class Links:
             if not (self._joins_all and living) or self._is_stopped:
                 return
             known = {link.broker: link for link in self._links}
-            for name, address in living.brokers.items():
-                if name != living.broker and address and (name not in known or known[name].address != address):
-                    self._replace(known.get(name), name, address)
+            for name in living.brokers.keys() - {living.broker}:
+                link = known.get(name)
+                address = self._choose(name, living.brokers[name], link)
+                if address and (link is None or link.address != address):
+                    self._replace(link, name, address)
             before, self._living = self._joined(), set(living.brokers)
             # Generators go on to other brokers, which report them then; or theirs is back, with nothing new to report.
             if (joined := self._joined()) != before:
                 self._on_message(joined)
 
+    def _choose(self, broker: str, announced: str, link: _Link | None) -> str:
+        """Return the address at which this process joins a broker; empty without one."""
+        # One that works, such as that of a tunnel, is kept: only the broker's own network may know the announced one.
+        both = [link.address, announced] if link else [announced, self._brokers.get(broker, "")]
+        addresses = [*filter(None, dict.fromkeys(both))]
+        if len(addresses) < 2:
+            return "".join(addresses)
+        return next(filter(self._is_reachable, addresses), announced)
+
     def _replace(self, link: _Link | None, broker: str, address: str) -> None:
-        log.info("broker_found", broker=broker, address=address)
+        if self._is_reachable(address):
+            log.info("broker_found", broker=broker, address=address)
+        else:
+            reason = "nobody listens there, as seen from here: its generators get no weights until it is reached"
+            log.warning("broker_not_reached", broker=broker, address=address, reason=reason)
         if link and link.thread:
             self._links.remove(link)
             # It may wait for this lock: it is left to end by itself.

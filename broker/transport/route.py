@@ -1,12 +1,12 @@
 """Route: the brokers that a peer may join, in an order of its own, and the one that it is at."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 
 import xxhash
 
 _MAX_PROBES = 4
-"""Brokers whose reachability is tried at a time: one that does not answer takes a second."""
+"""Brokers whose reachability is tried at a time, for the peer answers no ping meanwhile: each address at which nobody
+answers takes a second."""
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
@@ -26,23 +26,25 @@ class Route:
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
         """`brokers`: name -> address, as far as this peer knows; `is_reachable` tells whether anybody listens there."""
         self._peer_id = peer_id
-        self._brokers = dict(brokers)
+        self._own = dict(brokers)
+        """Addresses that this peer has not from a broker: given ones, such as those of tunnels, and where it was."""
+        self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
         self._at = preferred(peer_id, brokers)[0]
-
-    @property
-    def address(self) -> str:
+        self.address = brokers[self._at]
         """Address of the broker that the peer is at, or tries."""
-        return self._brokers[self._at]
 
     @property
     def has_others(self) -> bool:
         return len(self._brokers) > 1
 
     def next(self) -> str:
-        """Go on to the next broker, after the last to the first; returns its address."""
+        """Go on to the next broker that can be reached, after the last to the first; returns its address."""
         order = preferred(self._peer_id, self._brokers)
-        self._at = order[(order.index(self._at) + 1) % len(order)]
+        following = order.index(self._at) + 1
+        others = [*order[following:], *order[:following]]
+        if not self._go_to_first(others[:_MAX_PROBES]):
+            self._at, self.address = others[0], self._brokers[others[0]][0]
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
@@ -50,15 +52,18 @@ class Route:
 
         A broker that cannot be reached from here, as one at the other end of a tunnel, is left to others.
         """
-        own = self.address
-        self._brokers = {name: address for name, address in living.items() if address or name == at}
-        # Where it is reached from here, which may be a relay or a tunnel.
-        self._brokers[at], self._at = own, at
-        # Bounded: the peer answers no ping meanwhile.
-        for name in islice(preferred(self._peer_id, self._brokers), _MAX_PROBES):
-            if name == at:
-                return False
-            if self._is_reachable(self._brokers[name]):
-                self._at = name
+        # It has this name and no other, whatever was assumed.
+        self._own = {name: address for name, address in self._own.items() if address != self.address}
+        self._own[at], self._at = self.address, at
+        known = {name: [address, self._own.get(name, "")] for name, address in ({at: ""} | dict(living)).items()}
+        self._brokers = {name: each for name, both in known.items() if (each := [*filter(None, dict.fromkeys(both))])}
+        order = preferred(self._peer_id, self._brokers)
+        return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
+
+    def _go_to_first(self, names: Iterable[str]) -> bool:
+        """Take the first of these brokers that can be reached, at any of its addresses; False without one."""
+        for name in names:
+            for address in filter(self._is_reachable, self._brokers[name]):
+                self._at, self.address = name, address
                 return True
         return False

@@ -105,7 +105,7 @@ def join(
         channel = ZmqClientChannel(to, keys=keys, max_message_bytes=max_message_bytes)
         return BrokerClient(channel, hello=hello, status=status, on_message=on_message, on_end=inbox.put, route=route)
 
-    links = Links(connect, on_message=inbox.put, joins_all=route is None)
+    links = Links(connect, on_message=inbox.put, joins_all=route is None, brokers=known)
     client, thread = links.open(address)
     try:
         welcome = _wait_for_welcome(thread, inbox, address=address, keys=keys, timeout_s=timeout_s)

@@ -5,10 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
+
+from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import RowCount
+from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
@@ -57,6 +62,20 @@ def open_run_store(
         if server:
             server.stop()
         raise
+
+
+def begin_run(store: Store, run: RunConfig, *, num_rows: RowCount) -> RunState:
+    """Create the run in its store, with its settings, or find it again. Raises as `Store.open_run`."""
+    return store.open_run(
+        run.name,
+        config_json=msgspec.json.encode(run).decode(),
+        num_rows=num_rows,
+        seed=run.seed,
+        keeps_finished=run.buffer.archive.enabled,
+        max_uses=run.buffer.reuse.max_uses,
+        group_filter=run.buffer.filter,
+        curriculum=run.data.curriculum,
+    )
 
 
 def open_own_store(

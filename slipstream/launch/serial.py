@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 
-import msgspec
 import torch
 
 from slipstream.broker.archiver import Archiver
@@ -23,7 +22,7 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.session import StatusBoard
 from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
-from slipstream.buffer.redis.run_store import open_own_store
+from slipstream.buffer.redis.run_store import begin_run, open_own_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
@@ -215,18 +214,8 @@ def _build_router(
     train: Dataset,
     heldout: Mapping[str, Dataset],
 ) -> Router:
-    config_json = msgspec.json.encode(run).decode()
-    store.open_run(
-        run.name,
-        config_json=config_json,
-        num_rows=train.row_count,
-        seed=run.seed,
-        keeps_finished=run.buffer.archive.enabled,
-        max_uses=run.buffer.reuse.max_uses,
-        group_filter=run.buffer.filter,
-        curriculum=run.data.curriculum,
-    )
-    return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
+    begin_run(store, run, num_rows=train.row_count)
+    return Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
 
 
 def _archive(run: RunConfig, folder: RunFolder, store: RedisStore, *, fence: int) -> None:

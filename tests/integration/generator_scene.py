@@ -74,7 +74,6 @@ class GeneratorScene:
             self.channel,
             self.store,
             run=self.run,
-            config_json=self.config_json,
             train=self.rows,
             heldout={"sampled": self.rows, "greedy": self.rows},
             clock=self.clock,

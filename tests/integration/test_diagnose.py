@@ -57,7 +57,6 @@ class ServedRun:
             self.channel,
             self.store,
             run=run,
-            config_json=config_json,
             train=data,
             heldout={each.name: data for each in run.data.heldout_sets},
             model=fingerprint(run.model.path),

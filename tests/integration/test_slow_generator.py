@@ -70,7 +70,6 @@ class SimulatedRun:
             hub.server(),
             self.store,
             run=self.run,
-            config_json=plain,
             train=rows,
             heldout={"sampled": rows},
             clock=self.loop.time,

@@ -22,7 +22,6 @@ class Beside:
             self.hub.server(),
             scene.store,
             run=scene.run,
-            config_json=scene.config_json,
             train=scene.data,
             heldout={each.name: scene.data for each in scene.run.data.heldout_sets},
             name=name,
@@ -170,7 +169,11 @@ def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_anot
     for _ in range(int(first.run.broker.peer_timeout_s) + 2):
         after.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
         tick(second)
-    tick(first, second)
+    for seconds in range(int(first.run.broker.peer_timeout_s) + 2):
+        after.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
+        tick(second, first)
+        # Once it is silent here, this one says nothing of it any more.
+        assert seconds < 3 or first.store.roles()["g0"]["broker"] == "broker-1"
     assert first.router._peers.generators() == []
     assert (first.store.counts().leased, first.store.counts().returned) == (1, 0)
     assert first.store.roles()["g0"]["state"] == "ready"
@@ -182,7 +185,20 @@ def test_a_request_to_drain_reaches_the_generator_of_another_broker(first, secon
     tick(first, second)
     drained = [[each for each in peer.receive() if isinstance(each, Drain)] for peer in peers]
     assert drained == [[], [Drain("drain requested")]]
+
+
+def test_a_request_to_drain_outlives_the_broker_that_has_sent_the_order(first, second):
+    FakePeer(second, "generator", "g0")
+    first.store.request("broker", "drain/g0", str(first.store.now() + 60))
+    tick(second)
+    # That broker and its order are lost; the generator goes on here.
+    peer = FakePeer(first, "generator", "g0")
+    tick(first)
+    assert Drain("drain requested") in peer.receive()
+    peer.exchange(Pong(-1.0, "draining", 0))
+    tick(first)
     assert first.store.requests("broker") == {}
+    assert [text for name, text in events(first) if name == "g0"] == ["ordered to drain, as requested"]
 
 
 def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(first, second):

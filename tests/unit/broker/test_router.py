@@ -88,12 +88,33 @@ def test_leases_of_a_silent_generator_go_to_another(scene: RouterScene):
     peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     peer.lease()
-    scene.clock.now += scene.run.broker.peer_timeout_s + 1
-    scene.step()
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().returned == 2
     other = FakePeer(scene, "generator", "g1")
     other.receive()
     assert [p.lease.attempt for p in other.lease().prompts] == [1, 1]
+
+
+def test_a_time_in_which_the_broker_was_stopped_is_no_silence_of_its_peers(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
+    peer.receive()
+    peer.lease()
+    scene.clock.now += scene.run.broker.peer_timeout_s + 1
+    scene.step()
+    assert scene.store.counts().leased == 2
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
+    assert scene.store.counts().returned == 2
+
+
+def test_a_request_is_not_answered_on_a_connection_that_was_replaced(scene: RouterScene):
+    other, peer = (FakePeer(scene, "generator", name) for name in ("g1", "g0"))
+    other.lease()
+    assert peer.exchange(LeaseRequest(max_trajectories=4))[1:] == []
+    again = FakePeer(scene, "generator", "g0")
+    other.exchange(Bye())
+    scene.step()
+    assert (scene.store.counts().leased, scene.store.counts().returned) == (0, 2)
+    assert [prompt.lease.attempt for prompt in again.lease().prompts] == [1, 1]
 
 
 def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: RouterScene):

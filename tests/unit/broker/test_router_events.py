@@ -12,8 +12,7 @@ def events(scene) -> list[tuple[str, str]]:
 
 def test_a_silent_peer_is_an_event_and_its_host_and_pid_stay_known(scene):
     FakePeer(scene, "generator", "g0")
-    scene.clock.now += scene.run.broker.peer_timeout_s + 1
-    scene.step()
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
     assert events(scene) == [("g0", "silent for 8 s; 0 leases returned")]
     gone = scene.store.roles()["g0"]
     assert (gone["state"], gone["host"], gone["pid"]) == ("gone", "here", 1)

@@ -96,8 +96,7 @@ def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene)
     peers = [join(scene, f"g{number}") for number in range(2)]
     peers[0].lease()
     scene.store.error = UNAVAILABLE
-    scene.clock.now += scene.run.broker.peer_timeout_s + 1
-    scene.step()
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
     scene.store.error = None
     assert scene.store.counts().returned == 0
     beat(scene)
@@ -109,8 +108,7 @@ def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
     peer = join(scene, "g0")
     peer.lease()
     scene.store.error = UNAVAILABLE
-    scene.clock.now += scene.run.broker.peer_timeout_s + 1
-    scene.step()
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
     again = FakePeer(scene, "generator", "g0")
     again.receive()
     scene.store.error = None

@@ -43,7 +43,15 @@ class Scene:
         self.hubs = {address: MemoryBroker.threaded() for address in (*BROKERS.values(), "ipc:///c")}
         self.brokers = {address: FakeBroker(hub.server()) for address, hub in self.hubs.items()}
         self.received: list = []
-        self.links = Links(self._connect, on_message=self.received.append, joins_all=True)
+        self.reachable = set(BROKERS.values())
+        self.known: dict[str, str] = {}
+        self.links = Links(
+            self._connect,
+            on_message=self.received.append,
+            joins_all=True,
+            brokers=self.known,
+            is_reachable=self.reachable.__contains__,
+        )
         self.links.open("ipc:///a")
 
     def _connect(self, address: str, on_message: Callable) -> BrokerClient:
@@ -108,9 +116,27 @@ def test_a_broker_that_is_back_at_another_address_is_joined_there(scene: Scene):
     scene.welcome("broker", BROKERS)
     scene.welcome("broker-1", BROKERS)
     moved = BROKERS | {"broker-1": "ipc:///c"}
+    scene.reachable ^= {"ipc:///b", "ipc:///c"}
     scene.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
     scene.welcome("broker-1", moved, address="ipc:///c")
     scene.await_message("ipc:///b", Bye)
+
+
+def test_a_broker_is_not_left_for_an_address_that_cannot_be_reached(scene: Scene):
+    # As through a tunnel: the first one says that it is at another address than this.
+    there = {"broker": "tcp://10.0.0.1:20000", "broker-1": "ipc:///b"}
+    scene.welcome("broker", there)
+    scene.welcome("broker-1", there)
+    scene.brokers["ipc:///b"].send(LivingBrokers("broker-1", there))
+    assert scene.report("ipc:///b", G0) == [G0]
+    assert scene.report("ipc:///a", G1) == [G0, G1]
+    assert [link.address for link in scene.links._links] == ["ipc:///a", "ipc:///b"]
+
+
+def test_a_broker_that_cannot_be_reached_where_it_says_is_joined_where_it_is_known_to_be(scene: Scene):
+    scene.known["broker-1"] = "ipc:///b"
+    scene.welcome("broker", {"broker": "ipc:///a", "broker-1": "tcp://10.0.0.1:20001"})
+    scene.await_message("ipc:///b", Hello)
 
 
 def test_the_learner_leaves_every_broker(scene: Scene):

@@ -58,6 +58,36 @@ def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach()
     assert not behind_tunnel.has_others, "no other one has an address"
 
 
+def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
+    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
+    reachable = set(tunnels.values())
+    own = route("generator-7", tunnels, reachable=reachable)
+    assert not own.follow(announced, at=best)
+    assert own.next() == tunnels[second]
+    assert own.follow(announced, at=second), "the first one is alive"
+    assert own.address == tunnels[best]
+    reachable.remove(tunnels[best])
+    assert own.next() == tunnels[second]
+    assert not own.follow({second: announced[second]}, at=second)
+    assert own.address == tunnels[second]
+
+
+def test_a_broker_is_known_by_the_name_that_it_has_and_not_by_an_assumed_one():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    own = route("generator-7", {best: "tcp://127.0.0.1:5757"}, reachable={"tcp://127.0.0.1:5757"})
+    # The tunnel leads to the other one.
+    assert not own.follow({best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}, at=second)
+    assert own.address == "tcp://127.0.0.1:5757"
+
+
+def test_a_peer_whose_broker_dies_passes_by_others_that_cannot_be_reached():
+    order = [FOUR[name] for name in preferred("generator-7", FOUR)]
+    assert route("generator-7", FOUR, reachable={order[3]}).next() == order[3]
+    assert route("generator-7", FOUR, reachable=set()).next() == order[1], "which may be back by then"
+
+
 def test_no_more_than_four_brokers_are_probed_at_a_time():
     many = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(9)}
     last, probed = preferred("generator-7", many)[-1], []
