@@ -86,8 +86,7 @@ class LeaseScheduler:
         self._store = store
         self._outage = outage
         self._run = run
-        self._train = train
-        self._heldout = heldout
+        self._datasets = {"train": train, **heldout}
         self._clock = clock
         self._chief = chief
         self._fair_share = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
@@ -226,7 +225,7 @@ class LeaseScheduler:
         if curriculum is None or num_new <= 0:
             return NOTHING_SKIPPED
         counts = self._store_counts()
-        may_skip = counts.rows_out_of_band < len(self._train)
+        may_skip = counts.rows_out_of_band < len(self._datasets["train"])
         if not (may_skip or self._has_warned):
             self._has_warned = True
             reason = (
@@ -261,7 +260,7 @@ class LeaseScheduler:
         if not leases and not peer.guest:
             # The same holds for every other generator of this version: all that wait cost one call, not one each.
             (self._without_rows if offer.reason else self._exhausted).add(peer.version)
-        prompts = [self._prompt(lease) for lease in leases]
+        prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
@@ -284,23 +283,10 @@ class LeaseScheduler:
         admitted, leased = self._counts.admitted + num_new, self._counts.leased + num_new
         self._counts = msgspec.structs.replace(self._counts, admitted=admitted, leased=leased)
 
-    def _prompt(self, lease: Lease) -> Prompt:
-        dataset = self._train if lease.purpose == "train" else self._heldout[lease.purpose]
-        return make_prompt(lease, dataset.row(lease.row))
-
 
 def make_prompt(lease: Lease, row: Row) -> Prompt:
     """Build the prompt of a lease."""
-    return Prompt(
-        lease=lease,
-        uid=row.uid,
-        prompt=row.prompt,
-        ground_truth=row.ground_truth,
-        data_source=row.data_source,
-        extra_info=row.extra_info,
-        agent_name=row.agent_name,
-        images=row.images,
-    )
+    return Prompt(lease=lease, **msgspec.structs.asdict(row))
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:

@@ -19,14 +19,19 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_synced(path: Path, data: bytes | memoryview) -> None:
+    """Write a file; its bytes are on the disk on return, its name once its folder is synced. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Write a file that is whole or absent: temporary name, fsync, rename, fsync of its folder. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, data)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -48,7 +48,8 @@ def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, settings = find_template(model), read_json(model.path, "tokenizer_config.json")
-    tokens = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    found = {key: value for key, value in settings.items() if key.endswith("_token")}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
 
     def render(messages: Any) -> str:
         try:
@@ -71,7 +72,3 @@ def find_template(model: ModelConfig) -> str:
     if isinstance(template, list):
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
     return str(template)
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token

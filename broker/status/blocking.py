@@ -49,7 +49,11 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
         # No role can report: what is known of them is from before.
         reason = f"the store takes no writes until there is room on {full_disk}; all goes on by itself then"
         return [Wait(_ALL, _DISK, reason)]
-    own = list(filter(None, map(_own_wait, roles)))
+    own = [
+        Wait(role.name, _BLOCKED_ON[role.waits_for], role.reason)
+        for role in roles
+        if role.is_alive and role.waits_for in _BLOCKED_ON
+    ]
     return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
 
 
@@ -86,8 +90,3 @@ def _describe_absence(name: str, role: RoleStatus | None) -> str:
         return f"no {name} has joined yet"
     word = "gone" if role.liveness == "gone" else "silent"
     return f"the {name} has been {word} for {role.report_age_s:.0f} s"
-
-
-def _own_wait(role: RoleStatus) -> Wait | None:
-    blocked_on = _BLOCKED_ON.get(role.waits_for)
-    return Wait(role.name, blocked_on, role.reason) if role.is_alive and blocked_on else None

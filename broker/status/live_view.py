@@ -14,7 +14,6 @@ from rich.text import Text
 from slipstream.broker.status.blocking import dead_end_cause
 from slipstream.broker.status.monitor import RunSnapshot
 from slipstream.broker.status.role_status import number_of
-from slipstream.buffer.accounting import StoreCounts
 from slipstream.configs.run import RunConfig
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -49,7 +48,10 @@ class LiveView:
             return
         for row in snapshot.new_rows:
             self.print_line(step_line(row, snapshot, max_steps=self._run.learner.max_steps))
-        self._show_dead_end(dead_end_cause(snapshot.roles))
+        cause = dead_end_cause(snapshot.roles)
+        if cause and cause != self._last_dead_end:
+            self.print_line(f"dead end: {cause}")
+        self._last_dead_end = cause
         # Before the first step the waits are the only sign of progress.
         if not snapshot.rows and (waits := snapshot.describe_waits()) != self._last_wait:
             self._last_wait = waits
@@ -59,14 +61,9 @@ class LiveView:
         """Print one line, above the panel if there is one."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
-    def _show_dead_end(self, cause: str) -> None:
-        if cause and cause != self._last_dead_end:
-            self.print_line(f"dead end: {cause}")
-        self._last_dead_end = cause
-
     # --- the panel -----------------------------------------------------------------------------------------------
     def _panel(self, snapshot: RunSnapshot) -> Panel:
-        waits = snapshot.describe_waits() or "none"
+        waits, cause = snapshot.describe_waits() or "none", dead_end_cause(snapshot.roles)
         return Panel(
             Group(
                 self._progress(snapshot),
@@ -76,7 +73,8 @@ class LiveView:
                 _lag_line(snapshot.last),
                 _roles(snapshot),
                 Text(f"waits   {waits}", style="yellow", overflow="ellipsis", no_wrap=True),
-                *_dead_end(dead_end_cause(snapshot.roles)),
+                # Never truncated: the text ends with the remedy.
+                *([Text(f"dead end: {cause}", style="bold red")] if cause else ()),
             ),
             title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
             title_align="left",
@@ -93,11 +91,6 @@ class LiveView:
             eta,
         )
         return grid
-
-
-def _dead_end(cause: str) -> list[Text]:
-    # Never truncated: the text ends with the remedy.
-    return [Text(f"dead end: {cause}", style="bold red")] if cause else []
 
 
 def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
@@ -131,13 +124,10 @@ def _numbers(snapshot: RunSnapshot) -> Table:
         f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
     )
     grid.add_row("tokens/s", speeds, "")
-    grid.add_row("groups", _groups(snapshot.counts), "")
+    states = {state: getattr(snapshot.counts, state) for state in ("leased", "ready", "claimed", "used")}
+    groups = (states | snapshot.counts.outcomes).items()
+    grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups), "")
     return grid
-
-
-def _groups(counts: StoreCounts) -> str:
-    states = {state: getattr(counts, state) for state in ("leased", "ready", "claimed", "used")}
-    return ", ".join(f"{number} {state}" for state, number in (states | counts.outcomes).items())
 
 
 def _lag_line(row: dict[str, Any]) -> Text:
@@ -169,11 +159,8 @@ def _accuracy(snapshot: RunSnapshot) -> str:
     prefix = "eval/accuracy_"
     names = [key.removeprefix(prefix) for row in snapshot.rows for key in row if key.startswith(prefix)]
     shown = dict.fromkeys(names or ["sampled", "greedy"])
-    return " ".join(f"{_share(snapshot.newest(f'{prefix}{name}'))} {name}" for name in shown)
-
-
-def _share(value: float | None) -> str:
-    return "  …  " if value is None else f"{value:.3f}"
+    values = {name: snapshot.newest(f"{prefix}{name}") for name in shown}
+    return " ".join(f"{'  …  ' if value is None else f'{value:.3f}'} {name}" for name, value in values.items())
 
 
 def duration(seconds: float) -> str:

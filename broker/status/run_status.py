@@ -147,7 +147,9 @@ def make_status(
         generators_busy_fraction=busy_fraction(roles),
         admission=admission,
         counts=counts,
-        ready_by_lag=_by_lag(ready_versions, version=state.announced_version),
+        ready_by_lag={
+            state.announced_version - oldest: ready_versions[oldest] for oldest in sorted(ready_versions, reverse=True)
+        },
         length_bias=counts.length_bias,
         waste_fraction=counts.waste_fraction,
         last_row=snapshot.last,
@@ -160,10 +162,6 @@ def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
     """Return the port at which a living broker listens; empty without one."""
     living = [role.name for role in roles if role.role == "broker" and role.is_alive]
     return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
-
-
-def _by_lag(ready_versions: dict[int, int], *, version: int) -> dict[int, int]:
-    return {version - oldest: ready_versions[oldest] for oldest in sorted(ready_versions, reverse=True)}
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:

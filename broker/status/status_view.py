@@ -9,12 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.broker.credentials import TOKEN_VARIABLE
-from slipstream.broker.status.blocking import Wait
 from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
 from slipstream.broker.status.run_status import RunStatus, StatusEvent
 from slipstream.broker.status.step_times import describe_times
-from slipstream.buffer.accounting import StoreMemory
 from slipstream.runtime.console import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
@@ -27,7 +25,7 @@ _GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reus
 def draw_status(status: RunStatus) -> RenderableType:
     """Render the run, its roles, waits, groups and errors, from top to bottom."""
     return Group(
-        _heading(status),
+        Text(f"{status.run} · {status.phase}" + f": {printable(status.detail)}" * bool(status.detail), style="bold"),
         _facts(_run_facts(status)),
         _titled("roles", _roles(status)),
         _titled("waits", _waits(status)),
@@ -49,16 +47,12 @@ def _facts(facts: dict[str, str]) -> Table:
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-def _heading(status: RunStatus) -> Text:
-    detail = f": {printable(status.detail)}" if status.detail else ""
-    return Text(f"{status.run} · {status.phase}{detail}", style="bold")
-
-
 def _run_facts(status: RunStatus) -> dict[str, str]:
+    is_publishing = status.announced_version > status.version
     return (
         {
             "step": _step(status),
-            "version": _version(status),
+            "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
             "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
             "last step": _last_step(status.last_row),
         }
@@ -91,11 +85,6 @@ def _step(status: RunStatus) -> str:
     if status.eta_s is not None and status.phase == "training":
         step += f", at most {duration(status.eta_s)} left"
     return step
-
-
-def _version(status: RunStatus) -> str:
-    is_publishing = status.announced_version > status.version
-    return f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing
 
 
 def _last_step(row: dict[str, Any]) -> str:
@@ -159,17 +148,15 @@ def _waits(status: RunStatus) -> RenderableType:
     if status.generators_target is not None:
         alive = sum(role.role == "generator" and role.is_alive for role in status.roles)
         shares.append(f"{alive} of {status.generators_target} generators are alive")
-    lines = [_wait_line(wait) for wait in status.waits] or [Text("none", style="green")]
+    shown = [printable(f"{wait.waiter} for {wait.blocked_on}: {wait.reason}") for wait in status.waits]
+    lines = [Text(line, style="yellow") for line in shown] or [Text("none", style="green")]
     return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
-
-
-def _wait_line(wait: Wait) -> Text:
-    return Text(printable(f"{wait.waiter} for {wait.blocked_on}: {wait.reason}"), style="yellow")
 
 
 # --- the buffer ------------------------------------------------------------------------------------------------------
 def _buffer_facts(status: RunStatus) -> dict[str, str]:
-    counts, admission = status.counts, status.admission
+    counts, admission, memory = status.counts, status.admission, status.memory
+    limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
     return {
         "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be admitted'}",
         "groups": ", ".join(f"{getattr(counts, state)} {state}" for state in _GROUP_STATES),
@@ -183,13 +170,9 @@ def _buffer_facts(status: RunStatus) -> dict[str, str]:
         "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of connected generators",
         "refused": _format_counts(counts.refused),
         "tokens": f"length bias {status.length_bias:.3f}, {status.waste_fraction:.1%} wasted",
-        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories; {_describe_memory(status.memory)}",
+        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories; "
+        f"the server holds {memory.used_bytes / 2**20:,.1f}{limit} MiB",
     }
-
-
-def _describe_memory(memory: StoreMemory) -> str:
-    limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
-    return f"the server holds {memory.used_bytes / 2**20:,.1f}{limit} MiB"
 
 
 def _format_counts(counts: dict[str, int]) -> str:

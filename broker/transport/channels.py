@@ -6,7 +6,10 @@ from slipstream.broker.messages import Frames
 
 
 class ClientChannel(Protocol):
-    """A peer's end. `receive` and `close` belong to one thread; `send` and `wake` may be called from any."""
+    """A peer's end. `receive` and `close` belong to one thread; `send` and `wake` may be called from any.
+
+    `send` and `receive` raise ChannelClosedError after `close`.
+    """
 
     def send(self, frames: Frames) -> None:
         """Queue frames for the broker. Never blocks: they leave with a `receive` once the broker is reachable."""
@@ -30,7 +33,7 @@ class ClientChannel(Protocol):
 
 
 class ServerChannel(Protocol):
-    """The broker's end. Belongs to one thread."""
+    """The broker's end. Belongs to one thread. `send` and `receive` raise ChannelClosedError after `close`."""
 
     guest: str
     """Guest that sent what `receive` returned last; empty: somebody with the run's token."""

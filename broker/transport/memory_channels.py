@@ -59,7 +59,6 @@ class MemoryServerChannel:
         """(identity, frames) sent by clients and not received yet."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """Return (identity, frames) from some peer, or None. Raises ChannelClosedError after close."""
         with self._hub.changed:
             self._check_open()
             self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
@@ -71,7 +70,6 @@ class MemoryServerChannel:
             return identity, frames
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        """Send to one peer; False if it is gone."""
         with self._hub.changed:
             self._check_open()
             client = self._hub.clients.get(identity)
@@ -83,7 +81,6 @@ class MemoryServerChannel:
             return True
 
     def take_refused(self) -> int:
-        """Return 0: there are no strangers within a process."""
         return 0
 
     def close(self) -> None:
@@ -114,14 +111,12 @@ class MemoryClientChannel:
             self._join()
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker; any thread. They leave with the blocked or the next `receive`."""
         with self._hub.changed:
             self._check_open()
             self._queue.append(list(frames))
             self._hub.changed.notify_all()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send what is queued, then return the next frames or None. Raises ChannelClosedError after close."""
         with self._hub.changed:
             self._check_open()
             self._hub.wait_for(self._is_done_waiting, timeout_s=timeout_s)
@@ -132,7 +127,6 @@ class MemoryClientChannel:
             return None
 
     def wake(self) -> None:
-        """End a blocked `receive`, or the next one to block; any thread."""
         with self._hub.changed:
             self._is_woken = True
             self._hub.changed.notify_all()

@@ -146,7 +146,6 @@ class ZmqServerChannel:
         self._address = self._path = ""
         self._guests = {key.decode(): name for key, name in keys.guests.items()}
         self.guest = ""
-        """Guest that sent what `receive` returned last; empty: somebody with the run's token."""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -179,7 +178,6 @@ class ZmqServerChannel:
         return self._address
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """Return (identity, frames) from some peer; None after `timeout_s`. Raises ChannelClosedError after close."""
         _check_open(self._socket)
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
@@ -198,7 +196,6 @@ class ZmqServerChannel:
         return [identity.bytes, *self._socket.recv_multipart(flags=zmq.NOBLOCK)]
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        """Send to one peer. Never blocks; False if the peer is gone or its queue is full."""
         _check_open(self._socket)
         try:
             self._socket.send_multipart([identity, *frames], flags=zmq.NOBLOCK, copy=False)
@@ -211,7 +208,6 @@ class ZmqServerChannel:
         return True
 
     def take_refused(self) -> int:
-        """Return the number of connections since the last call that did not have the run's keys."""
         number = 0
         while number < HIGH_WATER_MARK and self._refusals.poll(0):
             recv_monitor_message(self._refusals)
@@ -254,16 +250,11 @@ class ZmqClientChannel:
         self._socket = self._connect()
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker; any thread. They leave with the blocked or the next `receive`."""
         _check_open(self._socket)
         self._queue.append(in_pieces(frames))
         self._notify()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send what is queued, then return the next frames; None after `timeout_s` or a `wake`.
-
-        A `wake` while nothing blocks ends the next wait. Raises ChannelClosedError after close.
-        """
         deadline = time.monotonic() + timeout_s
         while True:
             _check_open(self._socket)
@@ -277,12 +268,10 @@ class ZmqClientChannel:
             self._wait(seconds_left)
 
     def wake(self) -> None:
-        """End a blocked `receive`; any thread."""
         self._is_woken.set()
         self._notify()
 
     def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all queued frames, then connect under a new identity, to another address if given."""
         _check_open(self._socket)
         self._queue.clear()
         self._address = address or self._address

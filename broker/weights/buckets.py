@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot
 
 ALIGNMENT_BYTES = 64
@@ -108,12 +108,18 @@ def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
     """Raise WeightTransferError, naming the bucket, unless all checksums match."""
     if len(buckets) != len(expected):
         raise WeightTransferError(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
-    for index, (got, checksum) in enumerate(zip(checksums(buckets), expected, strict=True)):
-        if got != checksum:
-            raise WeightTransferError(
-                f"bucket {index} of {len(buckets)} must have checksum {checksum:#018x}, got {got:#018x}: "
-                "it was damaged in transit; nothing was loaded"
-            )
+    for index, bucket in enumerate(buckets):
+        check_bucket(bucket, index, expected=expected)
+
+
+def check_bucket(bucket: Tensor, index: int, *, expected: Sequence[int]) -> None:
+    """Raise AlteredWeightsError unless the checksum of bucket `index` is that in `expected`."""
+    (got,) = checksums([bucket])
+    if got != expected[index]:
+        raise AlteredWeightsError(
+            f"bucket {index} of {len(expected)} must have checksum {expected[index]:#018x}, got {got:#018x}: it is "
+            "damaged; nothing was loaded"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

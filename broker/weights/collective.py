@@ -67,11 +67,9 @@ class CollectiveSender:
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None
     ) -> None:
-        """Close the previous group and build this one. Blocks until all members have joined, at most `timeout_s`.
+        """Close the previous group and build this one; `backend`: None for that of the device.
 
-        `backend`: None for that of the device.
-        Without members there is no group and `broadcast` does nothing. Raises WeightTransferError, naming the missing
-        ranks.
+        Without members there is no group and `broadcast` does nothing. An error names the missing ranks.
         """
         self._is_aborted.clear()
         self._close_group()
@@ -90,10 +88,6 @@ class CollectiveSender:
         self._num_members = num_members
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send uint8 buckets in order, each within `timeout_s`.
-
-        Raises WeightTransferError; the group is closed then.
-        """
         if self._num_members == 0:
             return  # a version without receivers is still committed
         group = _require_open(self._group)
@@ -106,7 +100,6 @@ class CollectiveSender:
             raise
 
     def abort(self) -> None:
-        """Abort what another thread is blocked in: the wait for members, or a broadcast."""
         self._is_aborted.set()
         if group := self._group:
             group.abort()
@@ -138,7 +131,6 @@ class CollectiveReceiver:
         """Memory of what was received last, which other processes of this machine may map."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Leave the previous group and join this one. Blocks until all have joined. Raises WeightTransferError."""
         self._close_group()
         # Gloo sends host memory, which lets a generator share the learner's GPU.
         wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device

@@ -6,6 +6,7 @@ checksums of the update; what a lender sent also has the learner's digests, whic
 half of the time, so that the learner can still serve.
 """
 
+import os
 import time
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -153,8 +154,10 @@ class Fetcher:
     # --- from the learner ----------------------------------------------------------------------------------------
     def _fetch_from_learner(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> None:
         """Fetch from the learner's folder, if it can be seen, else from its server. Raises WeightTransferError."""
-        stream, folder = self._connect(source.address, cancelled), Path(source.folder)
-        files: list[WeightFiles] = [SnapshotStore(folder), stream] if _is_visible(folder) else [stream]
+        stream, folder = self._connect(source.address, cancelled), source.folder
+        # Not Path.is_dir, which raises for a folder in one that may not be searched.
+        is_visible = os.path.isdir(folder)  # noqa: PTH112
+        files: list[WeightFiles] = [SnapshotStore(Path(folder)), stream] if is_visible else [stream]
         # The update may arrive before the learner has written the version.
         while not self._try_files(files, update, deadline):
             if deadline.is_over:
@@ -188,13 +191,6 @@ class Fetcher:
         self._host_weights.update_to(
             files, manifest, with_deltas=with_deltas, timeout_s=deadline.left_s, digests=digests
         )
-
-
-def _is_visible(folder: Path) -> bool:
-    try:
-        return folder.is_dir()
-    except OSError:  # of a parent folder without search permission
-        return False
 
 
 def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:

@@ -36,7 +36,7 @@ DeltaFiles = dict[tuple[int, str], bytes]
 
 
 class HostWeights:
-    """Flat buckets, each verified or being overwritten. Updated by one thread; `find` to `read_part` serve any other.
+    """Flat buckets, each verified or being overwritten. Updated by one thread; fulfils ServedFiles for any other.
 
     A version that fails midway can be continued from another source: what was verified is not read again.
     """
@@ -124,7 +124,7 @@ class HostWeights:
         with self._lock:
             self._held[index] = None
         yield
-        snapshot.check_bucket(manifest, index, self.tensors[index])
+        flat.check_bucket(self.tensors[index], index, expected=manifest.checksums)
         # xxh3 detects damage, but bytes that have a given one can be made.
         if digests and digest(self.tensors[index]) != digests[index]:
             raise AlteredWeightsError(f"bucket {index} of version {manifest.version} must have the learner's digest")
@@ -216,22 +216,18 @@ class HostWeights:
             self._is_arriving = self._deltas_may_come = False
 
     def find(self, checksum: str) -> int | None:
-        """Return the lent version if it has this checksum."""
         lent = self._lent
         return lent.version if lent and lent.checksum == checksum else None
 
     def newest(self) -> int | None:
-        """Return the lent version."""
         lent = self._lent
         return lent.version if lent else None
 
     def size_bytes(self, version: int, name: str) -> int:
-        """Return the size of a lent file. Raises NotYetError, WeightTransferError."""
         with self._lock:
             return len(self._lent_bytes(version, name))
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Copy up to `num_bytes` of a lent file from `offset`. Raises NotYetError, WeightTransferError."""
         with self._lock:
             return bytes(self._lent_bytes(version, name)[offset : offset + num_bytes])
 

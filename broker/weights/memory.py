@@ -35,7 +35,6 @@ class MemorySender:
         return "cpu"
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend = "gloo") -> None:
-        """Open the epoch at once; members join later. There is no group, so `backend` means nothing."""
         self._weights.epoch, self._weights.num_members, self._weights.buckets = epoch, num_members, []
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
@@ -63,7 +62,6 @@ class MemoryReceiver:
         self._epoch: int | None = None
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the epoch that the sender has opened. Raises WeightTransferError."""
         if opening.epoch != self._weights.epoch or not 1 <= rank <= self._weights.num_members:
             raise WeightTransferError(
                 f"weight epoch {self._weights.epoch} takes ranks 1 to {self._weights.num_members}, got rank {rank} of "
@@ -74,7 +72,6 @@ class MemoryReceiver:
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """Return the verified tensors of the latest broadcast. Raises WeightTransferError."""
         if self._epoch is None or self._epoch != self._weights.epoch:
             raise WeightTransferError(
                 f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"

@@ -6,7 +6,7 @@ The memory belongs to the creating process and is freed with it, however it ends
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +17,15 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits
 
 log = structlog.get_logger(__name__)
 
-# --- free memory -----------------------------------------------------------------------------------------------------
-_MOUNT, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_LIMIT_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-"""Controller -> files of its limit and usage. The unnamed controller is cgroup v2's unified hierarchy."""
-_CACHE_FIELDS = {"": ("inactive_file", "active_file"), "memory": ("total_inactive_file", "total_active_file")}
-"""Controller -> parts of the usage that the kernel reclaims before it kills: the page cache, for example of a model."""
 
-
-def free_memory_bytes(*, mount: Path = _MOUNT, own: Path = _OWN_CGROUPS) -> int:
-    """Return the memory this process can still take: of the machine, or less if a container limits it.
-
-    `own`: the file that lists this process's cgroups.
-    """
-    limited = (_left(folder, controller) for folder, controller in _cgroups(mount, own))
-    return min([psutil.virtual_memory().available, *(left for left in limited if left is not None)])
-
-
-def _cgroups(mount: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every cgroup that limits this process, with its controller: its own and all its ancestors.
-
-    In a container the path may be the host's, which does not exist there; the mount itself is then the container's.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", maxsplit=2)
-        for controller in _LIMIT_FILES.keys() & set(controllers.split(",")):
-            top = mount / controller
-            folder = top / path.lstrip("/")
-            yield from ((each, controller) for each in (folder, *folder.parents) if each.is_relative_to(top))
-
-
-def _left(folder: Path, controller: str) -> int | None:
-    """Return the bytes left in one cgroup; None if it has no limit."""
-    limit, usage = _LIMIT_FILES[controller]
-    try:
-        allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    cache = sum(int(statistics.get(name, 0)) for name in _CACHE_FIELDS[controller])
-    return max(0, allowed - max(0, used - cache))
+def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Return the memory this process can still take: of the machine, or less if a container limits it."""
+    limits = group_limits("memory", root=mount, own=own)
+    return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 
 
 class SharedBuckets:

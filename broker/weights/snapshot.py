@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
+from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.buffer.durable_files import sync_path
+from slipstream.buffer.durable_files import sync_path, write_synced
 from slipstream.buffer.trajectory import Record
+from slipstream.runtime.disk import describe_disk
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"version-(\d{8,})")
@@ -73,19 +74,23 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for index, bucket in enumerate(buckets):
-            _write_file(unfinished / bucket_name(index), bucket.detach().cpu().contiguous().numpy().data)
+            write_synced(unfinished / bucket_name(index), bucket.detach().cpu().contiguous().numpy().data)
         for name, content in more:
-            _write_file(unfinished / name, content)
-        _write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
+            write_synced(unfinished / name, content)
+        write_synced(unfinished / MANIFEST, msgspec.json.encode(manifest))
         # Files and folder are on disk before the rename publishes them, so that no crash leaves a partial version.
         sync_path(unfinished)
-        _put_in_place(unfinished, path)
+        if path.exists():
+            remove(path)
+        unfinished.rename(path)
+        # The rename itself must survive a crash of the machine.
+        sync_path(path.parent)
     except (OSError, MemoryError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise WeightTransferError(
             f"the snapshot of version {manifest.version} ({sum(manifest.bucket_bytes) / 2**20:.0f} MiB) must fit into "
-            f"{path.parent}, which has {_free(path.parent)} free, got {error or 'no memory'}: free some space there, "
-            "keep fewer versions, or choose another folder"
+            f"{describe_disk(path.parent)}, got {error or 'no memory'}: free some space there, keep fewer versions, or "
+            "choose another folder"
         ) from error
 
 
@@ -127,16 +132,6 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
-def check_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    """Raise AlteredWeightsError unless the checksum matches the manifest's bucket `index`."""
-    got, expected = flat.checksums([bucket])[0], manifest.checksums[index]
-    if got != expected:
-        raise AlteredWeightsError(
-            f"bucket {index} of {len(manifest.checksums)} of version {manifest.version} must have checksum "
-            f"{expected:#018x}, got {got:#018x}: it is damaged; nothing was loaded"
-        )
-
-
 def remove(path: Path) -> None:
     """Delete a snapshot. Renamed first, so that a crash leaves no part of it under its name."""
     aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
@@ -149,25 +144,3 @@ def remove_unfinished(folder: Path) -> None:
     """Delete leftovers of killed writers. For the only writer of the folder."""
     for path in folder.glob(f".version-*{_UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _put_in_place(unfinished: Path, path: Path) -> None:
-    if path.exists():
-        remove(path)
-    unfinished.rename(path)
-    # The rename itself must survive a crash of the machine.
-    sync_path(path.parent)
-
-
-def _write_file(path: Path, content: bytes | memoryview) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"
-    except OSError:
-        return "an unknown number of MiB"

@@ -64,7 +64,10 @@ class _Label(msgspec.Struct):
 
 
 class SnapshotStore:
-    """The versions in one folder. Fulfils WeightFiles. `put` belongs to one process; the rest may be called by any."""
+    """The versions in one folder. Fulfils WeightFiles, without waiting, and ServedFiles.
+
+    `put` belongs to one process; the rest may be called by any.
+    """
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
         """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
@@ -143,21 +146,17 @@ class SnapshotStore:
 
     # --- reading -------------------------------------------------------------------------------------------------
     def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
-        """Return the version with this checksum; None if it is missing. Does not wait."""
         # Newest first: most queries are for the version that was just announced.
         labels = (self._label(version) for version in reversed(snapshot.versions(self.folder)))
         return next((label.version for label in labels if label and label.checksum == checksum), None)
 
     def newest(self, *, timeout_s: float = 0.0) -> int | None:
-        """Return the newest version; None if there is none. Does not wait."""
         return max(snapshot.versions(self.folder), default=None)
 
     def read(self, version: int, name: str, *, timeout_s: float = 0.0) -> bytes:
-        """Read a whole file. Raises WeightTransferError."""
         return self.read_part(version, name, offset=0, num_bytes=self.size_bytes(version, name))
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float = 0.0) -> None:
-        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
         check_size(version, name, expected=len(into), got=self.size_bytes(version, name))
         with _mapped_errors(path := self._path(version, name)), path.open("rb", buffering=0) as file:
             num_read = 0
@@ -166,12 +165,10 @@ class SnapshotStore:
         check_size(version, name, expected=len(into), got=num_read)
 
     def size_bytes(self, version: int, name: str) -> int:
-        """Return the size of a file. Raises WeightTransferError if it is missing."""
         with _mapped_errors(path := self._path(version, name)):
             return path.stat().st_size
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Read up to `num_bytes` from `offset`; fewer at the end of the file. Raises WeightTransferError."""
         with _mapped_errors(path := self._path(version, name)), path.open("rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
 

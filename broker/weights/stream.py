@@ -69,7 +69,7 @@ class ServedFiles(Protocol):
         ...
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Read up to `num_bytes` from `offset`. Raises NotYetError, WeightTransferError."""
+        """Read up to `num_bytes` from `offset`; fewer at the end. Raises NotYetError, WeightTransferError."""
         ...
 
 
@@ -168,15 +168,12 @@ class WeightStream:
         """Bytes received so far, and those that a lender told to have received instead."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
-        """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
         return self._find(checksum, timeout_s=timeout_s).version
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """Return the newest version; None if there is none. Raises WeightTransferError."""
         return self._find("", timeout_s=timeout_s).newest
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
-        """Read a whole file. Raises WeightTransferError."""
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
@@ -188,7 +185,6 @@ class WeightStream:
         return bytes(content)
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
         transfer = _Transfer(version, name, into)
         deadline = Deadline(timeout_s, what=name)
         try:

@@ -121,7 +121,8 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
     columns["media"] = [list(map(msgspec.structs.asdict, trajectory.media)) for trajectory in trajectories]
     columns["metrics"] = [list(trajectory.metrics.items()) for trajectory in trajectories]
     columns["arrays"] = [list(map(_from_array, trajectory.arrays.items())) for trajectory in trajectories]
-    arrays = [_as_array(columns[field.name], field.type) for field in SCHEMA]
+    built = [(columns[field.name], field.type) for field in SCHEMA]
+    arrays = [values if isinstance(values, pa.Array) else pa.array(values, kind) for values, kind in built]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
@@ -193,10 +194,6 @@ def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
         "archived_at": [each.archived_at for each in stored],
         "schema_version": [SCHEMA_VERSION] * len(stored),
     }
-
-
-def _as_array(values: Any, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, kind)
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:

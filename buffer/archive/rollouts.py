@@ -7,6 +7,7 @@ continues where it stopped.
 
 from collections.abc import Iterable
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.archive.shard_reader import TRAINABLE, read_column, read_shard
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import ArchiveError
-from slipstream.buffer.trajectory import Trajectory
 
 _STREAM = 3
 """Keeps these random numbers apart from those of `sampling.py`, which use the same seed."""
@@ -74,9 +74,6 @@ class Rollouts:
         if self._loaded[0] != shard.file:
             rows = read_shard(self._folder, shard, where=TRAINABLE)
             groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
-            self._loaded = (shard.file, {group_id: _encode_members(list(members)) for group_id, members in groups})
+            payloads = {name: list(map(encode, sorted(members, key=attrgetter("index")))) for name, members in groups}
+            self._loaded = (shard.file, payloads)
         return self._loaded[1]
-
-
-def _encode_members(members: list[Trajectory]) -> list[bytes]:
-    return [encode(member) for member in sorted(members, key=lambda member: member.index)]

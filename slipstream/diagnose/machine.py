@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import psutil
 
@@ -17,16 +16,9 @@ from slipstream.diagnose.checks import Finding, Verdict
 from slipstream.launch.generator_pool import ask_gpus
 from slipstream.runtime.disk import describe_disk, nearest_folder
 from slipstream.runtime.model_files import fingerprint
+from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
 
-_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
-_LIMITS = {
-    "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    "pids": (("pids.max", "pids.current"),),
-}
-"""Files of a control group with its limit and what is used, as version 2 and version 1 call them."""
-_UNLIMITED = 2**60
-"""Above it are limits of version 1 that are none."""
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
@@ -40,7 +32,7 @@ _PLAN = "`slipstream plan` tells what each process takes"
 # --- processor and memory --------------------------------------------------------------------------------------------
 def check_hardware() -> Finding:
     """Describe the machine; a run of several processes on one core is possible, but slow."""
-    model = re.search(r"^model name\s*:\s*(.*)$", _read(_CPU_INFO), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
     found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB"
@@ -49,48 +41,14 @@ def check_hardware() -> Finding:
     return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
 
 
-class GroupLimit(NamedTuple):
-    """Limit of a control group that this process is in. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
-
-    folder: Path
-    limit: int
-    used: int
-
-
-def group_limits(
-    controller: Literal["memory", "pids"], *, root: Path = _GROUPS, own: Path = _OWN_GROUP
-) -> list[GroupLimit]:
-    """Return the limits that a container or service sets, innermost first; none without any."""
-    found = []
-    for line in _read(own).splitlines():
-        _, names, path = line.split(":", 2)
-        # Groups of version 2 have no names.
-        if controller not in (names or controller).split(","):
-            continue
-        base = root / names
-        inner = base / path.lstrip("/")
-        for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(base)):
-            for limit_name, used_name in _LIMITS[controller]:
-                limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
-                if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
-                    found.append(GroupLimit(folder, int(limit), int(used) - _reclaimable(folder)))
-    return found
-
-
-def _reclaimable(folder: Path) -> int:
-    """Memory of a group that holds files and that the kernel takes back when it is needed."""
-    found = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def check_memory(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
+def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
     """Compare free memory, and what is left of a container's limit, with what a small run takes."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
-    free = min([machine.available, *(each.limit - each.used for each in limits)])
+    free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])
     found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
     found += ", the limit of its container" if total < machine.total else ""
-    texts = [_read(each.folder / "memory.events") for each in limits[:1]]
+    texts = [read_text(each.folder / "memory.events") for each in limits[:1]]
     killed = sum(int(number) for text in texts for number in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE))
     if killed:
         fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
@@ -100,10 +58,10 @@ def check_memory(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
     return Finding("memory", "ok", found)
 
 
-def check_processes(*, root: Path = _GROUPS, own: Path = _OWN_GROUP) -> Finding:
+def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
     """Look at how many processes and threads this user, and what is left of them to its container, may start."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limits = [each.limit - each.used for each in group_limits("pids", root=root, own=own)]
+    limits = [each.left for each in group_limits("pids", root=root, own=own)]
     # Root's are not limited by the first.
     limits += [soft] if soft != resource.RLIM_INFINITY and os.getuid() else []
     if not limits or min(limits) >= _MIN_PROCESSES:
@@ -180,10 +138,3 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
 def _is_taken(size: str, used: str) -> bool:
     # A GPU that shares the machine's memory tells neither.
     return size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""Processes: stop signals, ties between a process and its parent, garbage collection."""
+"""Processes: stop signals, ties between a process and its parent, limits of its container, garbage collection."""
 
 import atexit
 import ctypes
@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles: it keeps the store that they share."""
@@ -122,3 +124,65 @@ def _handle_stop_signals(handle: Callable[[int, object], None]) -> None:
     # Ignored under nohup: the user wants the process to outlive the terminal.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handle)
+
+
+# --- control groups --------------------------------------------------------------------------------------------------
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_LIMITS = {
+    "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    "pids": (("pids.max", "pids.current"),),
+}
+"""Files of a control group with its limit and what is used, as version 2 and version 1 call them."""
+_CACHES = ("inactive_file", "active_file")
+"""Parts of the memory in use that the kernel reclaims before it kills: the page cache, for example of a model."""
+_UNLIMITED = 2**60
+"""Above it are limits of version 1 that are none."""
+
+
+class GroupLimit(NamedTuple):
+    """Limit of a control group that this process is in. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
+
+    folder: Path
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        return max(0, self.limit - self.used)
+
+
+def group_limits(
+    controller: Literal["memory", "pids"], *, root: Path = GROUPS, own: Path = OWN_GROUPS
+) -> list[GroupLimit]:
+    """Return the limits that a container or service sets, innermost first; none without any.
+
+    `own`: the file that lists this process's groups. In a container it may name the host's, which do not exist there;
+    the root itself is then the container's.
+    """
+    found = []
+    for line in read_text(own).splitlines():
+        _, names, path = line.split(":", 2)
+        # Groups of version 2 have no names.
+        if controller not in (names or controller).split(","):
+            continue
+        base = root / (names and controller)
+        inner = base / path.lstrip("/")
+        for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(base)):
+            for limit_name, used_name in _LIMITS[controller]:
+                limit, used = read_text(folder / limit_name).strip(), read_text(folder / used_name).strip()
+                if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
+                    found.append(GroupLimit(folder, int(limit), int(used) - _reclaimable(folder)))
+    return found
+
+
+def _reclaimable(folder: Path) -> int:
+    counters = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+    return sum(int(counters.get(f"total_{name}", counters.get(name, 0))) for name in _CACHES)
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file of the kernel; empty if there is none."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -218,7 +218,7 @@ def test_a_lender_that_alters_a_bucket_is_named_and_the_next_one_serves(scene: S
     scene.fetch(fetcher, 1, liar.lends_at, honest.lends_at, is_lent=True)
     (error,) = fetcher.lender_errors
     assert (error.address, error.is_altered) == (liar.lends_at, True)
-    assert "bucket 1 of 3 of version 1" in error.reason
+    assert "bucket 1 of 3 must have checksum" in error.reason
     assert scene.server.num_bytes == before
     # The liar's first bucket was right, and only the others were read again.
     assert honest.num_bytes_lent == 2 * NUM_BYTES / 3
