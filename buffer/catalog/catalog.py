@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.detail import TrajectoryDetail, describe
@@ -67,12 +66,11 @@ class Catalog:
     Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
     """
 
-    def __init__(self, source: Source, *, decoder: TokenDecoder | None = None, note: str = "") -> None:
+    def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
         """Read the source. Raises ConfigError for a file that holds no trajectories, and as `refresh` does."""
         self._source = source
         self._parts = _parts_of(source)
         self._seen: list[Block] = []
-        self._note = note
         self.decoder = decoder
         """Tokenizer of the model, which conditions on text need; None if none was found."""
         self._refreshing = threading.Lock()
@@ -84,7 +82,7 @@ class Catalog:
     @property
     def notes(self) -> list[str]:
         """One sentence on each source that cannot be read in full."""
-        return [note for note in (self._note, *(part.note for part in self._parts)) if note]
+        return [note for note in (self._source.note, *(part.note for part in self._parts)) if note]
 
     @property
     def rows(self) -> pa.Table:
@@ -268,20 +266,10 @@ def open_catalog(
 ) -> Iterator[Catalog]:
     """Open the catalog of a run with its archive, of an archive, of a file or of a server; `where` as `open_source`.
 
-    A run whose store does not answer shows its archive, and says so in `notes`. `starts_server`: start the embedded
-    server of a run that is over, and stop it at the end. Raises ConfigError, ReplayBufferError.
+    Raises ConfigError, ReplayBufferError.
     """
-    archive, note = None if "://" in where else _find_archive(where, runs_dir), ""
-    source: Source
-    with ExitStack() as stack:
-        try:
-            opened = open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server)
-            source = stack.enter_context(opened)
-        except (ConfigError, ReplayBufferError) as error:
-            if archive is None:
-                raise
-            source, note = ArchiveSource(archive), f"only the archive is shown: {error}"
-        yield Catalog(source, decoder=decoder_of(source, tokenizer), note=note)
+    with open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server) as source:
+        yield Catalog(source, decoder=decoder_of(source, tokenizer))
 
 
 def _parts_of(source: Source) -> list[Part]:
@@ -292,9 +280,3 @@ def _parts_of(source: Source) -> list[Part]:
         return [ArchivePart(source.archive.folder)]
     archive = [ArchivePart(source.run_folder / "archive")] if source.run_folder else []
     return [*archive, StorePart(source.store)]
-
-
-def _find_archive(where: str, runs_dir: Path) -> Path | None:
-    """Return the archive of a run that has one."""
-    found = [folder / "archive" for folder in (Path(where), runs_dir / where)]
-    return next((archive for archive in found if (archive / MANIFEST).is_file()), None)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from slipstream.buffer.catalog.rollout_files import FORMATS, read_rollouts
 from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
 from slipstream.buffer.catalog.verl_rollouts import ByteDecoder, is_verl_dump, read_verl_dump
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ShardError
+from slipstream.buffer.errors import ReplayBufferError, ShardError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
@@ -33,9 +33,11 @@ _START_TIMEOUT_S = 30.0
 class ArchiveSource:
     """An archive, and the metrics and settings of its run folder if it still lies there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, note: str = "") -> None:
         """Open the archive in `folder`. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
+        self.note = note
+        """Reason why the run's store is not read; empty if that was not asked for."""
         self._versions: dict[int, int] = {}
         self._ledger_bytes = -1
         self.num_unreadable = 0
@@ -79,6 +81,8 @@ class ArchiveSource:
 
 class StoreSource:
     """The store of a run, in progress or over, with the run's archive."""
+
+    note = ""
 
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
         """`run_folder` is None when only the server is known."""
@@ -140,6 +144,7 @@ class FileSource:
 
     run_folder = None
     """It belongs to no run."""
+    note, num_unreadable = "", 0
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -174,8 +179,9 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
     """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
 
-    `starts_server`: start the embedded server of a run that is over, and stop it at the end. Raises ConfigError when
-    `where` is none of them, and as `open_run_store` and `Archive` do.
+    Of a run whose store does not answer, the archive is opened, with a note. `starts_server`: start the embedded server
+    of a run that is over, and stop it at the end. Raises ConfigError when `where` is none of them, and as
+    `open_run_store` and `Archive` do.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -188,10 +194,20 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
     elif Path(where).is_file() and Path(where).suffix in FORMATS:
         yield FileSource(Path(where))
     else:
-        folder = _run_folder(where, runs_dir)
+        source: Source
         timeout_s = _START_TIMEOUT_S if starts_server else _STORE_TIMEOUT_S
-        with open_run_store(folder, timeout_s=timeout_s, starts_server=starts_server) as store:
-            yield StoreSource(store, run_folder=folder)
+        with ExitStack() as stack:
+            try:
+                folder = _run_folder(where, runs_dir)
+                opened = open_run_store(folder, timeout_s=timeout_s, starts_server=starts_server)
+                source = StoreSource(stack.enter_context(opened), run_folder=folder)
+            except (ConfigError, ReplayBufferError) as error:
+                archives = (each / "archive" for each in (Path(where), runs_dir / where))
+                archive = next((each for each in archives if (each / MANIFEST).is_file()), None)
+                if archive is None:
+                    raise
+                source = ArchiveSource(archive, note=f"only the archive is read: {error}")
+            yield source
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:

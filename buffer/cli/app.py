@@ -1,5 +1,6 @@
 """The command line: one function per command, and the options they share."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -218,8 +219,10 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
 def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
     """Open the source; exit with 1 at the end if a part of it could not be read."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
+        if source.note:
+            print(f"warning: {source.note}", file=sys.stderr)
         yield source
-    if not isinstance(source, FileSource) and source.num_unreadable:
+    if source.note or source.num_unreadable:
         raise typer.Exit(_UNSOUND)
 
 

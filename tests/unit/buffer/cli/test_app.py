@@ -212,6 +212,15 @@ def test_verify_of_a_sound_archive(archive, capsys):
     ]
 
 
+def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
+    assert run("ls", "test", "--where", "outcome=retired") == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: only the archive is read: run 'test' must have a store, but")
+    assert [line.split()[0] for line in out.splitlines()] == ["group", "0", "1"]
+    assert run("refused", "test") == 2
+    assert "only a store has rejected frames" in capsys.readouterr().err
+
+
 def test_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
     cut(archive / "shard-00000001.parquet")
     assert run("ls", archive) == 1
