@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
+from slipstream.runtime.run_folder import is_held
 
 COMMAND_TIMEOUT_S = 3.0
 """Limit of commands that look at a live run: for connecting, and for one answer."""
@@ -37,7 +39,7 @@ def open_run_store(
     Blocks at most `timeout_s` for the server to answer. `retry_timeout_s`: how long each operation is repeated when the
     server goes away or takes no writes; a role that must not block leaves it at 0 and sets an `answer_timeout_s` that
     it can afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start
-    the embedded server of a run that is over, and stop it again when the store is closed.
+    the embedded server of a run that is over, and stop it again when the store is closed and no process holds the run.
 
     With a run folder: raises ConfigError when it is none or its run kept nothing, RunConflictError when the run is
     stored under another key layout. Always: StoreUnavailableError as `await_usable_server` does.
@@ -52,7 +54,7 @@ def open_run_store(
         address = await_usable_server(url, timeout_s=timeout_s)
         retry = RetryPolicy(retry_timeout_s, target=f"the store at {address}") if retry_timeout_s else None
         client = connect(url, retry=retry, answer_timeout_s=answer_timeout_s)
-        on_close = server.stop if server else None
+        on_close = partial(_stop_unless_held, server) if server else None
         store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
         if isinstance(where, Path):
             # Refuses a key layout that this version would misread, before a reader does.
@@ -135,3 +137,9 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float) -> Embedded
         return None
     server.start(timeout_s=timeout_s)
     return server
+
+
+def _stop_unless_held(server: EmbeddedRedis) -> None:
+    # A run that was resumed meanwhile goes on with the server.
+    if not is_held(server.directory.parent):
+        server.stop()

@@ -13,6 +13,7 @@ from slipstream.buffer.catalog.catalog import Catalog, CatalogQuery, open_catalo
 from slipstream.buffer.catalog.sources import StoreSource
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
@@ -84,6 +85,21 @@ def test_a_run_whose_store_was_stopped_is_listed_too(
 ):
     server.stop()
     assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
+
+
+def test_a_reader_that_ends_leaves_its_server_to_a_run_that_goes_on(
+    store: RedisStore, server: EmbeddedRedis, config: RunConfig
+):
+    server.stop()
+    folder = RunFolder(config)
+    for is_resumed in (True, False):
+        with open_run_store(folder.path, timeout_s=10, starts_server=True):
+            if is_resumed:
+                folder.lock()
+        assert server.is_listening == is_resumed
+        folder.unlock()
+        server.start(timeout_s=10)
+        server.stop()
 
 
 @pytest.mark.parametrize(
