@@ -71,8 +71,9 @@ class AlgorithmConfig(Config):
         if self.proximal == "auto":
             # The record is complete only now, and nobody else has seen it: a run's config.yaml holds what is used.
             structs.force_setattr(self, "proximal", "reuse" if self._can_reuse else "recompute")
-        for check in _CHECKS:
-            check(self)
+        _check_proximal(self)
+        _check_advantage(self)
+        _check_policy_loss(self)
 
     @property
     def signal_beside_rewards(self) -> str:
@@ -119,15 +120,12 @@ class AlgorithmConfig(Config):
         )
 
 
-def _check_one_update(config: AlgorithmConfig) -> None:
+def _check_proximal(config: AlgorithmConfig) -> None:
     if config.proximal == "reuse" and config.policy_loss.has_ratio and config.updates_per_step > 1:
         raise ConfigError(
             f"algorithm.proximal=reuse needs algorithm.updates_per_step=1, got {config.updates_per_step}: "
             "after the first update the values at the start of the step are gone; choose proximal=auto."
         )
-
-
-def _check_not_counted_twice(config: AlgorithmConfig) -> None:
     if config.proximal == "generator" and config.correction.level != "none":
         reason = (
             "the ratio learner/generator already corrects for staleness, a weight would count it twice"
@@ -138,35 +136,11 @@ def _check_not_counted_twice(config: AlgorithmConfig) -> None:
             f"algorithm.proximal=generator needs algorithm.correction.level=none, got {config.correction.level}: "
             f"{reason}; choose algorithm/correction=none, or proximal=auto."
         )
-
-
-def _check_whole_batch(config: AlgorithmConfig) -> None:
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
             "algorithm.correction.normalise, rebaseline and denominator=kept need weights of the whole batch before "
             f"the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
-
-
-def _check_shaping_has_effect(config: AlgorithmConfig) -> None:
-    is_shaped = config.reward != RewardShapingConfig(truncated=config.reward.truncated)
-    if config.advantage.unshaped and (is_shaped or config.kl.charged_in == "reward"):
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} compares {config.advantage.unshaped}, got rewards that are "
-            "shaped (algorithm.reward, or algorithm.kl.charged_in=reward): leave them, or choose another advantage."
-        )
-
-
-def _check_teacher_alone(config: AlgorithmConfig) -> None:
-    has_rewards = config.distillation is None or config.distillation.with_rewards
-    if not has_rewards and config.kl.charged_in == "reward":
-        raise ConfigError(
-            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.charged_in=reward, which "
-            "would be left out with them: choose charged_in=loss."
-        )
-
-
-def _check_interpolate(config: AlgorithmConfig) -> None:
     if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
         raise ConfigError(
             "algorithm.proximal=interpolate splits the log-ratio learner/generator between weight and ratio, got "
@@ -175,51 +149,26 @@ def _check_interpolate(config: AlgorithmConfig) -> None:
         )
 
 
-def _check_vtrace(config: AlgorithmConfig) -> None:
-    if not isinstance(config.advantage, VtraceConfig):
-        return
-    has_ratio = config.policy_loss.has_ratio
-    if config.correction.level != "none" or (has_ratio and config.proximal in ("generator", "interpolate")):
+def _check_advantage(config: AlgorithmConfig) -> None:
+    is_shaped = config.reward != RewardShapingConfig(truncated=config.reward.truncated)
+    if config.advantage.unshaped and (is_shaped or config.kl.charged_in == "reward"):
+        raise ConfigError(
+            f"algorithm.advantage={config.advantage.kind} compares {config.advantage.unshaped}, got rewards that are "
+            "shaped (algorithm.reward, or algorithm.kl.charged_in=reward): leave them, or choose another advantage."
+        )
+    has_rewards = config.distillation is None or config.distillation.with_rewards
+    if not has_rewards and config.kl.charged_in == "reward":
+        raise ConfigError(
+            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.charged_in=reward, which "
+            "would be left out with them: choose charged_in=loss."
+        )
+    is_around_another = config.policy_loss.has_ratio and config.proximal in ("generator", "interpolate")
+    if isinstance(config.advantage, VtraceConfig) and (config.correction.level != "none" or is_around_another):
         raise ConfigError(
             "algorithm.advantage=vtrace needs algorithm.correction.level=none and a ratio around the learner itself, "
             f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
             "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
         )
-
-
-def _check_sequence_level(config: AlgorithmConfig) -> None:
-    if not config.policy_loss.needs_equal_advantages:
-        return
-    found = ""
-    if config.advantage.is_per_token:
-        found = f"algorithm.advantage={config.advantage.kind}"
-    elif config.distillation is not None and config.distillation.divergence == "k1":
-        found = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
-    if found:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} needs advantages that are equal within a sequence, got "
-            f"{found}: choose policy_loss=gspo with form=token, or a loss per token."
-        )
-
-
-def _check_preference(config: AlgorithmConfig) -> None:
-    if isinstance(config.policy_loss, SppoConfig) != isinstance(config.advantage, WinRateConfig):
-        raise ConfigError(
-            "algorithm.policy_loss=sppo needs algorithm.advantage=win_rate and no other loss takes it, got "
-            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
-            "with the share of answers that are beaten."
-        )
-
-
-def _check_lengths_count_once(config: AlgorithmConfig) -> None:
-    if config.policy_loss.counts_length and config.aggregation not in _MEANS_OF_SEQUENCES:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.aggregation="
-            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.aggregation}: the length of an answer would count twice."
-        )
-
-
-def _check_token_baseline(config: AlgorithmConfig) -> None:
     if isinstance(config.advantage, OptimalTokenBaselineConfig) and config.reward.truncated == "mask":
         raise ConfigError(
             "algorithm.advantage=optimal_token_baseline needs algorithm.reward.truncated=train, got mask: its "
@@ -227,16 +176,25 @@ def _check_token_baseline(config: AlgorithmConfig) -> None:
         )
 
 
-_CHECKS = (
-    _check_one_update,
-    _check_not_counted_twice,
-    _check_whole_batch,
-    _check_shaping_has_effect,
-    _check_teacher_alone,
-    _check_interpolate,
-    _check_vtrace,
-    _check_sequence_level,
-    _check_preference,
-    _check_lengths_count_once,
-    _check_token_baseline,
-)
+def _check_policy_loss(config: AlgorithmConfig) -> None:
+    found = ""
+    if config.advantage.is_per_token:
+        found = f"algorithm.advantage={config.advantage.kind}"
+    elif config.distillation is not None and config.distillation.divergence == "k1":
+        found = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
+    if config.policy_loss.needs_equal_advantages and found:
+        raise ConfigError(
+            f"algorithm.policy_loss={config.policy_loss.kind} needs advantages that are equal within a sequence, got "
+            f"{found}: choose policy_loss=gspo with form=token, or a loss per token."
+        )
+    if isinstance(config.policy_loss, SppoConfig) != isinstance(config.advantage, WinRateConfig):
+        raise ConfigError(
+            "algorithm.policy_loss=sppo needs algorithm.advantage=win_rate and no other loss takes it, got "
+            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
+            "with the share of answers that are beaten."
+        )
+    if config.policy_loss.counts_length and config.aggregation not in _MEANS_OF_SEQUENCES:
+        raise ConfigError(
+            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.aggregation="
+            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.aggregation}: the length of an answer would count twice."
+        )

@@ -45,7 +45,6 @@ class BrokerConfig(Config):
 
     @property
     def names(self) -> list[str]:
-        """Names of the brokers."""
         return [FIRST_BROKER, *(f"{FIRST_BROKER}-{number}" for number in range(1, self.shards))]
 
     @property

@@ -15,22 +15,6 @@ def check_order(what: str, low: float | None, high: float | None) -> None:
         raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
 
 
-class LagBoundConfig(Config):
-    """Other bounds for tokens of a lag or more; for a statistic of trajectories, the lag of the oldest token counts."""
-
-    min_lag: Annotated[int, Meta(ge=1)]
-    """Smallest lag of the bounds, versions."""
-    low: Positive | None = None
-    """Lower bound; null = as for smaller lags."""
-    high: Positive | None = None
-    """Upper bound; null = as for smaller lags."""
-
-    def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ConfigError("algorithm.correction.by_lag: an entry must have low or high, got neither.")
-        check_order("algorithm.correction.by_lag: low, high", self.low, self.high)
-
-
 class RejectionConfig(Config):
     """Tokens or trajectories that leave the loss, `learner.algorithms.rejection`."""
 
@@ -45,15 +29,12 @@ class RejectionConfig(Config):
     high: Positive | None = None
     """Largest accepted ratio learner/generator for `k1`, largest value of the statistic for `k2` and `k3`; null =
     unbounded."""
-    by_lag: list[LagBoundConfig] = []
-    """Other bounds for older tokens."""
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None and not self.by_lag:
-            raise ConfigError("algorithm.correction.reject: an entry must have low, high or by_lag, got none of them.")
+        if self.low is None and self.high is None:
+            raise ConfigError("algorithm.correction.reject: an entry must have low or high, got neither.")
         check_order("algorithm.correction.reject: low, high", self.low, self.high)
-        has_low = self.low is not None or any(entry.low is not None for entry in self.by_lag)
-        if has_low and self.statistic != "k1":
+        if self.low is not None and self.statistic != "k1":
             raise ConfigError(
                 f"algorithm.correction.reject: low goes with statistic=k1, got it with {self.statistic}, which is "
                 "never negative and has an upper bound only."
@@ -75,8 +56,6 @@ class CorrectionConfig(Config):
     """Smallest weight; null = unbounded."""
     high: Positive | None = 2.0
     """Largest weight; null = unbounded."""
-    by_lag: list[LagBoundConfig] = []
-    """Other bounds for older tokens, by lag."""
     normalise: bool = False
     """Divide bounded weights by their mean over the batch: of tokens for `level=token`, else of trajectories."""
     reject: list[RejectionConfig] = []
@@ -92,11 +71,11 @@ class CorrectionConfig(Config):
     that sampled, also where a clip or a mask has taken the gradient away, and in groups whose rewards are equal."""
 
     def __post_init__(self) -> None:
-        bounds = self.low is not None or self.high is not None or self.by_lag or self.bound == "mask"
+        bounds = self.low is not None or self.high is not None or self.bound == "mask"
         if self.level == "none" and (bounds or self.normalise):
             raise ConfigError(
-                "algorithm.correction: low, high, by_lag, bound=mask and normalise need a level, got level=none: there "
-                "are no weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
+                "algorithm.correction: low, high, bound=mask and normalise need a level, got level=none: there are no "
+                "weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
             )
         check_order("algorithm.correction: low, high", self.low, self.high)
         check_order("algorithm.correction: veto", *(self.veto or (None, None)))

@@ -163,7 +163,6 @@ class DataConfig(Config):
 
     @property
     def heldout_sets(self) -> list[HeldoutSet]:
-        """Sets of held-out prompts, in their order."""
         if isinstance(self.heldout, list):
             return self.heldout
         return [HeldoutSet("sampled", self.heldout), HeldoutSet("greedy", self.heldout, temperature=0.0)]
@@ -174,7 +173,6 @@ class DataConfig(Config):
 
     @property
     def train_files(self) -> list[TrainFile]:
-        """Files to train on, in their order."""
         return [TrainFile(self.train)] if isinstance(self.train, str) else self.train
 
 

@@ -67,7 +67,6 @@ class RewardFunctionConfig(Config):
 
     @property
     def part(self) -> str:
-        """Name of its part of the reward."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -184,7 +183,6 @@ class ToolConfig(Config):
 
     @property
     def executed(self) -> str:
-        """As that of an agent."""
         return with_arguments(self.function, self.arguments)
 
 
@@ -206,13 +204,6 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     @property
     def executed(self) -> set[str]:
         return {tool if isinstance(tool, str) else tool.executed for tool in self.tools}
-
-
-class ReactAgentConfig(ToolsAgentConfig, tag="react", kw_only=True):
-    """As `tools`, in the form of ReAct: thoughts, `Action:` and `Action Input:`, then `Observation:`, as plain text."""
-
-    format: str = "react"
-    """Form of a call in the model's text, as of the agent `tools`."""
 
 
 class InteractionConfig(Config):
@@ -344,7 +335,6 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
 AgentKind = (
     SingleTurnConfig
     | ToolsAgentConfig
-    | ReactAgentConfig
     | SearchAgentConfig
     | InteractionAgentConfig
     | CustomAgentConfig
@@ -378,7 +368,6 @@ class GeneratorsConfig(Config):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the engine may have to end a turn at a text."""
         return any(agent.reads_text for agent in (self.agent, *self.agents.values()))
 
     @property

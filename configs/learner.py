@@ -1,7 +1,7 @@
 """The learner role: engine, optimizer, batch, checkpoints, evaluation."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -134,6 +134,9 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
 class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
     """Plain torch in one process, the reference implementation of the DeepSpeed engine."""
 
+    zero_stage: ClassVar[int] = 0
+    gradient_checkpointing: ClassVar[bool] = False
+
 
 class BestConfig(Config):
     """Checkpoint of the best monitored evaluation."""
@@ -223,14 +226,12 @@ class LearnerConfig(Config):
     dead_end: DeadEndConfig = DeadEndConfig()
 
     def __post_init__(self) -> None:
-        is_sharded = isinstance(self.engine, DeepSpeedEngineConfig) and self.engine.zero_stage == 3
+        is_sharded, size = self.engine.zero_stage == 3, self.sequence_parallel
         for setting, is_set, why in (
             ("learner.engine.zero_stage=3", is_sharded, "it gathers parameters within layers"),
-            ("learner.sequence_parallel > 1", self.sequence_parallel > 1, "ranks exchange tokens within layers"),
+            ("learner.sequence_parallel > 1", size > 1, "ranks exchange tokens within layers"),
         ):
             require(not (self.compile and is_set), "learner.compile", f"be false with {setting}", got=True, why=why)
-
-    @property
-    def num_shares(self) -> int:
-        """Parts into which the batch is dealt out over the ranks."""
-        return self.num_ranks // self.sequence_parallel
+        must = f"be a multiple of learner.sequence_parallel ({size})"
+        why = "every rank shares its sequences with as many others"
+        require(self.num_ranks % size == 0, "learner.num_ranks", must, got=self.num_ranks, why=why)

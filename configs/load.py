@@ -106,7 +106,6 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
     return {
         "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
         "trajectories per optimizer update": f"{trajectories // run.algorithm.updates_per_step}",
-        "trajectories per update and rank": f"{trajectories // run.algorithm.updates_per_step // learner.num_shares}",
         "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
         "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
         "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",

@@ -1,7 +1,6 @@
 """RunConfig: all settings of a run, one field per role, and the checks that span roles."""
 
 from math import ceil
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -101,6 +100,9 @@ class RunConfig(Config):
         return self.claimed_groups_per_step * self.weights.publish_every_steps
 
 
+_NO_ROOM = "a full prompt with a full response would not fit"
+
+
 def read_config(folder: Path) -> RunConfig:
     """Read the resolved configuration of a run folder. Raises ConfigError when there is none."""
     path = folder / "config.yaml"
@@ -112,50 +114,30 @@ def read_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{path} must be a run's configuration of this version of Slipstream, got {error}.") from None
 
 
-_AT_LEAST = (
-    (
-        "model.max_length",
-        "data.max_prompt_tokens + generators.sampling.max_tokens",
-        "a full prompt with a full response would not fit",
-    ),
-    (
-        "generators.max_concurrency",
-        "generators.members_per_group",
-        "no generator could ever request a prompt for a group (group_size, and one more with baseline=greedy)",
-    ),
-)
-"""(key, sum of keys that it must reach, why)."""
-_MULTIPLE_OF = (
-    (
-        "learner.groups_per_step",
-        "algorithm.updates_per_step",
-        "the optimizer updates of a step would see unequal batches",
-    ),
-    ("learner.num_ranks", "learner.sequence_parallel", "every rank shares its sequences with as many others"),
-    # A run resumed within a version would count its steps twice: towards that version and towards the next.
-    ("learner.checkpoint.every_steps", "weights.publish_every_steps", "a checkpoint covers whole policy versions"),
-)
-"""(key, key that must divide it, why)."""
-
-
 def _check_bounds(run: RunConfig) -> None:
-    for key, terms, why in _AT_LEAST:
-        value, least = attrgetter(key)(run), sum(attrgetter(term)(run) for term in terms.split(" + "))
-        require(value >= least, key, f"be >= {terms} ({least})", got=value, why=why)
-    for key, divisor, why in _MULTIPLE_OF:
-        value, step = attrgetter(key)(run), attrgetter(divisor)(run)
-        require(value % step == 0, key, f"be a multiple of {divisor} ({step})", got=value, why=why)
-
-
-def _is_metric_of(metric: str, names: list[str]) -> bool:
-    return metric.startswith("eval/") and any(metric.endswith(f"_{name}") for name in names)
+    longest, own = run.model.max_length, run.data.max_prompt_tokens + run.generators.sampling.max_tokens
+    must = f"be >= data.max_prompt_tokens + generators.sampling.max_tokens ({own})"
+    require(longest >= own, "model.max_length", must, got=longest, why=_NO_ROOM)
+    most, own = run.generators.max_concurrency, run.generators.members_per_group
+    why = "no generator could ever request a prompt for a group (group_size, and one more with baseline=greedy)"
+    require(most >= own, "generators.max_concurrency", f"be >= generators.members_per_group ({own})", got=most, why=why)
+    groups, updates = run.learner.groups_per_step, run.algorithm.updates_per_step
+    must = f"be a multiple of algorithm.updates_per_step ({updates})"
+    why = "the optimizer updates of a step would see unequal batches"
+    require(groups % updates == 0, "learner.groups_per_step", must, got=groups, why=why)
+    every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
+    # A run resumed within a version would count its steps twice: towards that version and towards the next.
+    must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"
+    require(every % publish == 0, "learner.checkpoint.every_steps", must, got=every, why=why)
 
 
 def _check_heldout(run: RunConfig) -> None:
     names, best = [each.name for each in run.data.heldout_sets], run.learner.checkpoint.best
     asked = {"learner.stop": run.learner.stop or [], "evaluation.goals": run.evaluation.goals}
+    ends = tuple(f"_{name}" for name in names)
     for key, bounds in (asked | {"learner.checkpoint.best": [best] if best else []}).items():
-        unknown = next((each.metric for each in bounds if not _is_metric_of(each.metric, names)), "")
+        metrics = [each.metric for each in bounds]
+        unknown = next((each for each in metrics if not (each.startswith("eval/") and each.endswith(ends))), "")
         must = f"name metrics of {', '.join(names)}, the sets of data.heldout, such as eval/accuracy_{names[0]}"
         require(not unknown, key, must, got=unknown, why="no evaluation would have it")
     every, publish = run.evaluation.every_steps, run.weights.publish_every_steps
@@ -173,7 +155,7 @@ def _check_heldout(run: RunConfig) -> None:
             f"max_tokens of {each.name} in data.heldout",
             f"be <= model.max_length - data.max_prompt_tokens ({most})",
             got=each.max_tokens,
-            why="a full prompt with a full response would not fit",
+            why=_NO_ROOM,
         )
 
 
@@ -199,9 +181,6 @@ def _check_mode(run: RunConfig) -> None:
         require(
             (run.mode == mode) == bool(path), key, must, got=f"{path!r} with mode={run.mode}", why="it is its input"
         )
-
-
-def _check_profile(run: RunConfig) -> None:
     steps, most, key = run.profile.steps, run.learner.max_steps, "profile.steps"
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
@@ -255,9 +234,6 @@ def _check_one_process(run: RunConfig) -> None:
     require((transport == "memory") == one, "weights.transport", must, got=transport, why=why)
     is_fit, why = not (one and isinstance(run.buffer.store, RedisConfig)), "its state ends with its process"
     require(is_fit, "buffer/store", f"be embedded with mode={run.mode}", got="redis", why=why)
-
-
-def _check_backend(run: RunConfig) -> None:
     is_possible = run.learner.device != "cpu" and isinstance(run.generators.engine, VllmEngineConfig)
     must, why = "be auto or gloo with learner.device=cpu, or without vllm's engine", "NCCL sends from GPU to GPU"
     require(run.weights.backend != "nccl" or is_possible, "weights.backend", must, got="nccl", why=why)
@@ -274,19 +250,12 @@ def _check_places(run: RunConfig) -> None:
     run.exporter.check(mode=run.mode)
 
 
-def _check_equal_shares(run: RunConfig) -> None:
-    trajectories = run.learner.groups_per_step // run.algorithm.updates_per_step * run.generators.group_size
-    require(
-        trajectories % run.learner.num_shares == 0,
-        "learner.num_ranks" + (" / learner.sequence_parallel" if run.learner.sequence_parallel > 1 else ""),
-        f"divide the trajectories of an optimizer update ({trajectories} = learner.groups_per_step / "
-        "algorithm.updates_per_step x generators.group_size)",
-        got=run.learner.num_shares,
-        why="each rank takes an equal share",
-    )
-
-
-def _check_advantage_has_a_baseline(run: RunConfig) -> None:
+def _check_generators(run: RunConfig) -> None:
+    count, scale = run.generators.count, run.generators.autoscale
+    if scale:
+        must = f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})"
+        why = "the run starts with this number"
+        require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
     advantage, generators = run.algorithm.advantage, run.generators
     require(
         generators.group_size > 1 or advantage.has_own_baseline,
@@ -302,39 +271,9 @@ def _check_advantage_has_a_baseline(run: RunConfig) -> None:
         got=generators.baseline,
         why="its baseline is the reward of a greedy answer to each prompt",
     )
-
-
-def _check_mix(run: RunConfig) -> None:
-    mix, per_step, mixed = run.buffer.mix, run.learner.groups_per_step, run.mixed_groups_per_step
-    require(
-        not mix.archive or 0 < mixed < per_step,
-        "buffer.mix.fraction",
-        f"leave at least one of {per_step} groups of a step to each side",
-        got=mix.fraction,
-        why=f"{mixed} would come from the archive",
-    )
-
-
-def _check_autoscale(run: RunConfig) -> None:
-    count, scale = run.generators.count, run.generators.autoscale
-    if scale:
-        must = f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})"
-        why = "the run starts with this number"
-        require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
-
-
-def _check_samples_per_insert(run: RunConfig) -> None:
-    reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
-    fresh = ceil(reuse.fresh_fraction * per_step)
-    if reuse.samples_per_insert is not None:
-        # Pacing admits one prompt for each fresh group that is trained on, so this ratio is what a run converges to.
-        require(
-            reuse.samples_per_insert >= per_step / fresh,
-            "buffer.reuse.samples_per_insert",
-            f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {per_step / fresh:.3g})",
-            got=reuse.samples_per_insert,
-            why="uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction",
-        )
+    least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
+    why = "pings renew leases, and those of a healthy generator would lapse in between"
+    require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
 
 
 def _check_filter(run: RunConfig) -> None:
@@ -365,9 +304,28 @@ def _check_filter(run: RunConfig) -> None:
         )
 
 
-def _check_capacity(run: RunConfig) -> None:
-    """The groups of a step and those that no checkpoint covers yet must fit together."""
-    limit, per_step = run.buffer.capacity.max_groups, run.claimed_groups_per_step
+def _check_buffer(run: RunConfig) -> None:
+    mix, per_step, mixed = run.buffer.mix, run.learner.groups_per_step, run.mixed_groups_per_step
+    require(
+        not mix.archive or 0 < mixed < per_step,
+        "buffer.mix.fraction",
+        f"leave at least one of {per_step} groups of a step to each side",
+        got=mix.fraction,
+        why=f"{mixed} would come from the archive",
+    )
+    reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
+    fresh = ceil(reuse.fresh_fraction * per_step)
+    if reuse.samples_per_insert is not None:
+        # Pacing admits one prompt for each fresh group that is trained on, so this ratio is what a run converges to.
+        require(
+            reuse.samples_per_insert >= per_step / fresh,
+            "buffer.reuse.samples_per_insert",
+            f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {per_step / fresh:.3g})",
+            got=reuse.samples_per_insert,
+            why="uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction",
+        )
+    # The groups of a step and those that no checkpoint covers yet must fit together.
+    limit = run.buffer.capacity.max_groups
     uncovered = run.learner.checkpoint.every_steps * per_step
     kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0
     least = uncovered + kept + per_step
@@ -381,17 +339,7 @@ def _check_capacity(run: RunConfig) -> None:
     )
 
 
-def _check_lease(run: RunConfig) -> None:
-    least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
-    why = "pings renew leases, and those of a healthy generator would lapse in between"
-    require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
-
-
-_LEARNER_CHECKS = (_check_mode, _check_places, _check_profile, _check_learner, _check_router_replay, _check_sft_best)
+_LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)
 """Checks that apply in every mode."""
-_ROLE_CHECKS = (
-    _check_bounds, _check_heldout, _check_equal_shares, _check_advantage_has_a_baseline, _check_one_process,
-    _check_backend, _check_mix, _check_autoscale, _check_samples_per_insert, _check_filter,
-    _check_capacity, _check_lease,
-)  # fmt: skip
+_ROLE_CHECKS = (_check_bounds, _check_heldout, _check_one_process, _check_generators, _check_filter, _check_buffer)
 """Checks of the modes in which a learner has generators."""

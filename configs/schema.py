@@ -86,7 +86,8 @@ def _walk(record: StructType, *, prefix: str, variant: str) -> Iterator[Setting]
     for field in record.fields:
         setting = Setting(prefix + field.encode_name, field, record.cls, variant)
         yield setting
-        inner = f"{setting.key}[]." if _may_be_list(field.type) else f"{setting.key}."
+        options = field.type.types if isinstance(field.type, UnionType) else (field.type,)
+        inner = f"{setting.key}[]." if any(isinstance(each, ListType) for each in options) else f"{setting.key}."
         for found in setting.records:
             option = f"{setting.group}={found.tag}" if found.tag is not None else variant
             yield from _walk(found, prefix=inner, variant=option)
@@ -99,11 +100,6 @@ def _alternatives(expected: Type) -> tuple[Type, ...]:
     if isinstance(expected, UnionType):
         return tuple(found for option in expected.types for found in _alternatives(option))
     return (expected,)
-
-
-def _may_be_list(expected: Type) -> bool:
-    options = expected.types if isinstance(expected, UnionType) else (expected,)
-    return any(isinstance(option, ListType) for option in options)
 
 
 @cache

@@ -83,21 +83,10 @@ class BackgroundSaver:
 
     def run(self, work: Callable[[], object]) -> None:
         """Do other work as if it were a save: `flush` waits for it, and raises what it raised."""
-
-        def run() -> None:
-            try:
-                work()
-                in_flight.set_result(None)
-            except BaseException as error:
-                in_flight.set_exception(error)
-
-        in_flight = self._in_flight = Future()
         if self._in_background:
-            # A daemon thread: what a learner that is told to stop leaves half written does not count.
-            Thread(target=run, name="checkpoint", daemon=True).start()
+            self._in_flight = run_beside(work, name="checkpoint")
         else:
-            run()
-            self.raise_error()
+            work()
 
     def flush(self) -> None:
         """Block until no rank has a save in flight. Raises what this rank's raised. Collective.
@@ -179,6 +168,21 @@ class BackgroundSaver:
             self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files of a checkpoint of {', '.join(missing)}"
             time.sleep(_POLL_S)
         self._waits_for_ranks = ""
+
+
+def run_beside(work: Callable[[], object], *, name: str) -> Future[None]:
+    """Do work in a daemon thread, for which a learner that is told to stop does not wait; the result is its end."""
+
+    def run() -> None:
+        try:
+            work()
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    ended = Future[None]()
+    Thread(target=run, name=name, daemon=True).start()
+    return ended
 
 
 def _write_sealed(folder: Path, writes: Sequence[Write]) -> None:

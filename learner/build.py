@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,10 +28,10 @@ from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.publishing.publisher import Publisher
-from slipstream.learner.publishing.staging import Stager
+from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.training.compiled import compile_layers
+from slipstream.learner.training.attention import compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
@@ -49,10 +48,15 @@ T = TypeVar("T", bound=Trainable)
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     """`auto`, `cpu` or `cuda` -> the device of this rank. Raises TrainEngineError."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise TrainEngineError("learner.device=cuda needs a GPU that torch can see, got none: use learner.device=auto.")
-    return torch.device("cuda", local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not num_gpus):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise TrainEngineError(
+            f"learner.device={name} needs a GPU for each rank on this machine, got {num_gpus} that torch can see for "
+            f"{local_rank + 1} or more: lower learner.num_ranks, or use learner.device=cpu."
+        )
+    return torch.device("cuda", local_rank)
 
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
@@ -64,9 +68,9 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     policy = load_policy(
         run.model,
         device=device,
-        gradient_checkpointing=_recomputes_activations(run),
+        gradient_checkpointing=run.learner.engine.gradient_checkpointing,
         is_reward_model=run.trains_reward_model,
-        loading=_loading(run, ranks=ranks, device=device),
+        loading=sharded_loading(run.learner.engine, ranks=ranks, device=device),
         group=group,
     )
     # Before anything is computed, as a sharded model computes only within an engine.
@@ -75,7 +79,9 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     )
     if is_sharded(policy):
         policy.check_head()
-    chooser = LayoutChooser(run, policy, ranks=ranks, device=device)
+    # Of rank 0, as others may be on machines without the file.
+    text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first else None)
+    chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
     frozen_models = _load_frozen_models(run, engine, ranks=ranks, device=device, chooser=chooser)
     critic = None
     if run.algorithm.advantage.needs_critic:
@@ -92,6 +98,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
         frozen_models=frozen_models,
         critic=critic,
         layout=layout,
+        text=text,
     )
 
 
@@ -103,8 +110,8 @@ def _build_critic(
     model = load_value_model(
         chosen,
         device=device,
-        gradient_checkpointing=_recomputes_activations(run),
-        loading=_loading(run, ranks=ranks, device=device),
+        gradient_checkpointing=run.learner.engine.gradient_checkpointing,
+        loading=sharded_loading(run.learner.engine, ranks=ranks, device=device),
         group=policy.group,
     )
     if model.vocab_size != policy.vocab_size:
@@ -150,7 +157,7 @@ def _load_frozen_models(
 def _load_frozen(
     run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: torch.device, group: SequenceGroup, setting: str
 ) -> ModelEngine[Policy]:
-    loading = _loading(run, ranks=ranks, device=device)
+    loading = sharded_loading(run.learner.engine, ranks=ranks, device=device)
     policy = load_policy(model, device=device, loading=loading, setting=setting, group=group)
     policy.requires_grad_(False)
     if not is_sharded(policy):
@@ -160,18 +167,6 @@ def _load_frozen(
     engine = ShardedModel(policy, config=config, ranks=ranks, device=device)
     policy.check_head()
     return engine
-
-
-def _loading(run: RunConfig, *, ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
-    config = run.learner.engine
-    if isinstance(config, DeepSpeedEngineConfig):
-        return sharded_loading(config, device=device, ranks=ranks)
-    return nullcontext()
-
-
-def _recomputes_activations(run: RunConfig) -> bool:
-    engine = run.learner.engine
-    return isinstance(engine, DeepSpeedEngineConfig) and engine.gradient_checkpointing
 
 
 def _build_engine(
@@ -226,8 +221,9 @@ def build_learner(
         clock=clock,
     )
     # Weights are sent in the dtype in which the engines hold them.
-    metadata = rank_group.weight_names.metadata(getattr(torch, run.model.dtype))
-    stager = Stager(run.weights, metadata=metadata, device=rank_group.device)
+    trainer = rank_group.trainer
+    metadata = trainer.engine.model.checkpoint_names.metadata(getattr(torch, run.model.dtype))
+    stager = Stager(run.weights, metadata=metadata, device=trainer.engine.device)
     mix = run.buffer.mix
     disk = DiskWait(while_waiting=rank_group.keep_alive)
     profiler = StepProfiler(run, store=store, folder=folder.profile, send=client.send)
@@ -238,7 +234,7 @@ def build_learner(
         publisher=BackgroundPublisher(
             publisher, stager, store, in_background=not run.is_one_process, trace=profiler.trace
         ),
-        metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk, account=rank_group.account),
+        metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk, account=trainer.account),
         wait=wait,
         num_heldout=num_heldout,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,

@@ -44,7 +44,7 @@ from slipstream.learner.errors import CheckpointError, ModelError
 from slipstream.learner.rank_folders import RankFolders
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
-from slipstream.learner.training.model import Policy, is_sharded, load_policy, save_pretrained
+from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.runtime.model_files import weight_files
@@ -198,6 +198,7 @@ class Checkpoints:
     def _copy(self, *, step: int, version: int) -> list[Write]:
         """Copy this rank's part of the state to host memory; returns what writes it. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
+        layout = self._run.learner.engine
         writes: list[Write] = [
             partial(write_tensors, name=STATE_FILE.format(rank), tensors=trainer.engine.copy_state()),
         ]
@@ -211,7 +212,7 @@ class Checkpoints:
                 critic_updates=trainer.critic.num_updates if trainer.critic else 0,
                 seed=self._run.seed,
                 config_hash=config_hash(self._run),
-                engine=_engine_name(self._run),
+                engine=f"zero-{layout.zero_stage}" if isinstance(layout, DeepSpeedEngineConfig) else "torch",
                 num_ranks=self._ranks.size,
                 objective=trainer.objective.state.save(),
             )
@@ -325,12 +326,12 @@ class Checkpoints:
             return {}
         if self._run.model.lora:
             return read_tensors(folder / ADAPTER_FILE)
-        return {name: weight.detach() for name, weight in named_weights(self._read_policy(folder).causal_lm)}
-
-    def _read_policy(self, folder: Path) -> Policy:
-        config = msgspec.structs.replace(self._run.model, path=str(folder), lora=None)
-        is_reward_model = self._run.trains_reward_model
-        return load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
+        config, is_reward_model = (
+            msgspec.structs.replace(self._run.model, path=str(folder)),
+            self._run.trains_reward_model,
+        )
+        policy = load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
+        return {name: weight.detach() for name, weight in named_weights(policy.causal_lm)}
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
@@ -358,11 +359,6 @@ def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False
         if ranks.is_first:
             copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
     return copies
-
-
-def _engine_name(run: RunConfig) -> str:
-    engine = run.learner.engine
-    return f"zero-{engine.zero_stage}" if isinstance(engine, DeepSpeedEngineConfig) else "torch"
 
 
 def _read_state(folder: Path) -> CheckpointState:

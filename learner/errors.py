@@ -1,14 +1,4 @@
-"""Errors of the learner.
-
-LearnerError
-├── ModelError          the initial checkpoint is missing or unreadable
-├── TrainEngineError    the training engine cannot start with these settings
-├── BatchError          a claimed trajectory cannot be trained on
-├── DivergenceError     a loss or a gradient is not a finite number
-├── CheckpointError     a checkpoint is missing, damaged or made for other settings
-├── RankGroupError      the learner's ranks cannot form a group, or one of them is gone
-└── DeadEndError        a wait of the learner cannot succeed, or takes too long
-"""
+"""Errors of the learner."""
 
 
 class LearnerError(Exception):

@@ -70,6 +70,7 @@ class Learner:
         self._run = run
         self._store = store
         self._rank_group = rank_group
+        self._saver = rank_group.checkpoints.saver
         self._publisher = publisher
         self._metrics_log = metrics_log
         self._account = metrics_log.account
@@ -100,7 +101,7 @@ class Learner:
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
         gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
-        full, away = self._disk.reason or self._rank_group.saver.reason, self._rank_group.saver.storage_reason
+        full, away = self._disk.reason or self._saver.reason, self._saver.storage_reason
         waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
         return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
@@ -119,7 +120,7 @@ class Learner:
             self._save_failed(dead_end)
             raise
         except DivergenceError:
-            self._rank_group.saver.join()  # the newest checkpoint, to resume from, may still be in flight
+            self._saver.join()  # the newest checkpoint, to resume from, may still be in flight
             raise
 
     # --- start and end -------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Learner:
     def _check_new(self) -> None:
         """A store that never saw a version must not stand beside files of a run. Raises RunConflictError."""
         folder = self._metrics_log.folder
-        if names := self._rank_group.checkpoint_names():
+        if names := self._rank_group.checkpoints.names():
             raise RunConflictError(
                 f"the store must know the checkpoint of run {self._run.name!r}, got an empty store beside {names[-1]}: "
                 f"its state was lost; start another run with model.path={folder.checkpoints / names[-1] / 'model'}."
@@ -233,14 +234,17 @@ class Learner:
         is_evaluated = self._is_due(self._run.evaluation.every_steps)
         if is_evaluated:
             with self._account.phase("evaluating"):
-                self._open_evaluation()
+                name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
+                if self._run.mode == "replay":
+                    # A replay never waits for groups, so without this wait no answer would come for many steps.
+                    self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
         self._profiler.end_step(self._step, published=published.version if published else -1)
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
             metrics=metrics | self._metrics_log.buffer_metrics(claim),
-            tokens=self._rank_group.step_tokens,
+            tokens=self._rank_group.trainer.step_tokens,
             published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
             times={
@@ -260,7 +264,7 @@ class Learner:
         with self._account.phase("paused"):
             for reason in self._stall.while_paused():
                 self._reason = reason
-                self._rank_group.saver.raise_error()
+                self._saver.raise_error()
                 self._publisher.sync_members(timeout_s=0)
 
     def _is_due(self, every_steps: int) -> bool:
@@ -276,7 +280,7 @@ class Learner:
             limit_setting="learner.wait_timeout_s",
         )
         while True:
-            self._rank_group.saver.raise_error()
+            self._saver.raise_error()
             self._reason = self._stall.poll(missing)
             claim = self._store.claim(
                 step=step,
@@ -355,15 +359,9 @@ class Learner:
         # of the newest step, not of the checkpoint's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
-        self._rank_group.prune_checkpoints(pinned={pointer.name, *pinned})
+        self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     # --- evaluation ----------------------------------------------------------------------------------------------
-    def _open_evaluation(self) -> None:
-        name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
-        if self._run.mode == "replay":
-            # A replay never waits for groups, so without this wait no answer would come for many steps.
-            self._await_evaluation(name)
-
     def _meets_stop(self, row: Row) -> bool:
         """Whether the row has an evaluation that ends the run early; also asked of the rows that a resume keeps."""
         stop = self._run.learner.stop or []

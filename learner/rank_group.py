@@ -4,24 +4,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
-from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
 from slipstream.configs.run import RunConfig
-from slipstream.learner.background_save import BackgroundSaver
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.trainer import Trainer
-from slipstream.runtime.time_account import TimeAccount
 
 FetchImages = Callable[[list[str]], Mapping[str, bytes]]
 
@@ -49,58 +44,19 @@ class TrainStep(Command):
     """Names of the images that no rank has yet, whose bytes follow the payloads."""
 
 
-class GatherWeights(Command):
-    """Gather sharded parameters on rank 0."""
+class Operation(Command):
+    """Any other operation. Example: Operation("save_checkpoint", step=50, version=50)."""
 
-
-class ComputeCanary(Command):
-    """Compute the log-probabilities of the canary sequences."""
-
-
-class SaveCheckpoint(Command):
-    """Begin a checkpoint that covers `step`, once the one before it is durable."""
-
-    step: int
-    version: int
+    name: Literal[
+        "gather_weights", "compute_canary", "save_checkpoint", "flush_checkpoint", "restore_checkpoint", "save_model",
+        "keep_alive", "shutdown",
+    ]  # fmt: skip
+    step: int = 0
+    """Last step that a checkpoint covers."""
+    version: int = 0
     """Policy version of the weights."""
-
-
-class FlushCheckpoint(Command):
-    """Wait until the checkpoint in flight is durable."""
-
-
-class RestoreCheckpoint(Command):
-    """Load a checkpoint on every rank."""
-
-    name: str
-    """Folder within the checkpoints of the run."""
-
-
-class SaveModel(Command):
-    """Write the model in transformers format."""
-
-    folder: str
-
-
-class KeepAlive(Command):
-    """Restart the timeout of the collective in which the other ranks wait for the next command."""
-
-
-class Shutdown(Command):
-    """End the worker loops of the other ranks."""
-
-
-AnyCommand = (
-    TrainStep
-    | GatherWeights
-    | ComputeCanary
-    | SaveCheckpoint
-    | FlushCheckpoint
-    | RestoreCheckpoint
-    | SaveModel
-    | KeepAlive
-    | Shutdown
-)
+    path: str = ""
+    """Name of the checkpoint to restore, or folder of the model to save."""
 
 
 class RankGroup:
@@ -112,24 +68,10 @@ class RankGroup:
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
         self._run = run
-        self._trainer = trainer
         self._ranks = ranks
-        self._checkpoints = checkpoints
-
-    @property
-    def account(self) -> TimeAccount:
-        """Time of the learner by phase, on rank 0."""
-        return self._trainer.account
-
-    @property
-    def step_tokens(self) -> StepTokens | None:
-        """Numbers of the tokens of the last step, on rank 0; None where they are not recorded."""
-        return self._trainer.step_tokens
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._trainer.engine.device
+        self.trainer = trainer
+        self.checkpoints = checkpoints
+        """Methods that are not collective may be called at any time."""
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
@@ -157,121 +99,103 @@ class RankGroup:
         return self._train(command, payloads, list(images.values()))
 
     def _fetch(self, payloads: list[list[bytes]], fetch_images: FetchImages) -> Mapping[str, bytes]:
-        held = self._trainer.images
+        held = self.trainer.images
         missing = held.missing(image_names(chain(*payloads))) if held else []
         return fetch_images(missing) if missing else {}
 
-    @property
-    def weight_names(self) -> CheckpointNames:
-        """Names and shapes of `weights`."""
-        return self._trainer.engine.model.checkpoint_names
-
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Unsharded weights by `weight_names`; consume them before the next command, which other ranks await."""
-        self._broadcast(GatherWeights())
-        return self.weight_names.convert(self._trainer.engine.gather_parameters())
+        """Unsharded weights by the policy's `checkpoint_names`; consume them before the next command, which other
+        ranks await."""
+        self._broadcast("gather_weights")
+        return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
     def canary(self) -> Canary:
         """Canary sequences and their log-probabilities under the current weights."""
-        self._broadcast(ComputeCanary())
-        return self._trainer.canary()
-
-    @property
-    def saver(self) -> BackgroundSaver:
-        """Writes checkpoints in the background; what is not collective in it may be called at any time."""
-        return self._checkpoints.saver
+        self._broadcast("compute_canary")
+        return self.trainer.canary()
 
     def save_checkpoint(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
     ) -> CheckpointPointer:
         """Begin a checkpoint: see Checkpoints. Only the store's pointer makes it the one that a resume loads."""
-        self._broadcast(SaveCheckpoint(step, version))
-        return self._checkpoints.save(step=step, version=version, finish=finish)
+        self._broadcast("save_checkpoint", step=step, version=version)
+        return self.checkpoints.save(step=step, version=version, finish=finish)
 
     def flush_checkpoint(self) -> None:
         """Wait until the checkpoint in flight is durable, and `finish` has returned; raises what either raised."""
-        self._broadcast(FlushCheckpoint())
-        self.saver.flush()
-
-    def prune_checkpoints(self, *, pinned: set[str]) -> None:
-        """Delete old checkpoints; call it only after the store points at one of the `pinned` ones."""
-        self._checkpoints.prune(pinned=pinned)
-
-    def checkpoint_names(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
-        return self._checkpoints.names()
+        self._broadcast("flush_checkpoint")
+        self.checkpoints.saver.flush()
 
     def restore(self, pointer: CheckpointPointer) -> None:
         """Load a checkpoint into the trainer. Raises CheckpointError."""
-        self._broadcast(RestoreCheckpoint(pointer.name))
-        self._checkpoints.restore(pointer.name)
+        self._broadcast("restore_checkpoint", path=pointer.name)
+        self.checkpoints.restore(pointer.name)
 
     def save_model(self, folder: Path) -> None:
         """Write weights and tokenizer in transformers format. Raises OSError when the disk is full; repeatable."""
-        self._broadcast(SaveModel(str(folder)))
-        save_model(self._trainer, folder, run=self._run, ranks=self._ranks)
+        self._broadcast("save_model", path=str(folder))
+        save_model(self.trainer, folder, run=self._run, ranks=self._ranks)
 
     def upload(self, folders: Iterable[Path]) -> None:
         """Send folders of the run to the object store, if there is one. Raises StorageError."""
-        self._checkpoints.upload(folders)
+        self.checkpoints.upload(folders)
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Restart the timeout of the other ranks; call it every few seconds of a wait."""
-        self._broadcast(KeepAlive())
+        """Restart the timeout of the collective in which the other ranks wait; call it every few seconds of a wait."""
+        self._broadcast("keep_alive")
 
     def shutdown(self) -> None:
-        self._broadcast(Shutdown())
+        """End the worker loops of the other ranks."""
+        self._broadcast("shutdown")
 
-    def _broadcast(self, command: Command) -> None:
-        self._ranks.broadcast_bytes([encode(command)])
+    def _broadcast(self, name: Any, **fields: Any) -> None:
+        self._ranks.broadcast_bytes([encode(Operation(name, **fields))])
 
     # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
-        """Execute commands until Shutdown. Raises RankGroupError when rank 0 is gone."""
+        """Execute commands until `shutdown`. Raises RankGroupError when rank 0 is gone."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
             # Here rather than at the next checkpoint, for which rank 0 would wait.
-            self.saver.raise_error()
-            command: Command = decode(head, AnyCommand)  # type: ignore[arg-type]
-            if isinstance(command, Shutdown):
+            self.checkpoints.saver.raise_error()
+            command: TrainStep | Operation = decode(head, TrainStep | Operation)  # type: ignore[arg-type]
+            if isinstance(command, Operation) and command.name == "shutdown":
                 return
             try:
                 self._execute(command, payloads)
             except DivergenceError:
-                self.saver.join()
+                self.checkpoints.saver.join()
                 raise
 
-    def _execute(self, command: Command, payloads: list[bytes]) -> None:
+    def _execute(self, command: TrainStep | Operation, payloads: list[bytes]) -> None:
         match command:
             case TrainStep(group_sizes=sizes):
                 members = iter(payloads)
                 self._train(command, [[next(members) for _ in range(size)] for size in sizes], list(members))
-            case GatherWeights():
+            case Operation("gather_weights"):
                 # Gathering needs every rank, though only rank 0 keeps the result.
-                deque(self._trainer.engine.gather_parameters(), maxlen=0)
-            case ComputeCanary():
-                self._trainer.canary()
-            case SaveCheckpoint(step=step, version=version):
-                self._checkpoints.save(step=step, version=version)
-            case FlushCheckpoint():
-                self.saver.flush()
-            case RestoreCheckpoint(name=name):
-                self._checkpoints.restore(name)
-            case SaveModel(folder=folder):
-                save_model(self._trainer, Path(folder), run=self._run, ranks=self._ranks)
-            case KeepAlive():
-                return
+                deque(self.trainer.engine.gather_parameters(), maxlen=0)
+            case Operation("compute_canary"):
+                self.trainer.canary()
+            case Operation("save_checkpoint", step=step, version=version):
+                self.checkpoints.save(step=step, version=version)
+            case Operation("flush_checkpoint"):
+                self.checkpoints.saver.flush()
+            case Operation("restore_checkpoint", path=name):
+                self.checkpoints.restore(name)
+            case Operation("save_model", path=folder):
+                save_model(self.trainer, Path(folder), run=self._run, ranks=self._ranks)
 
     # --- all ranks -----------------------------------------------------------------------------------------------
     def _train(self, command: TrainStep, payloads: list[list[bytes]], images: list[bytes]) -> dict[str, Any]:
-        with self.account.phase("batch"):
+        with self.trainer.account.phase("batch"):
             groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
-            if held := self._trainer.images:
+            if held := self.trainer.images:
                 names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
                 held.keep(names, dict(zip(command.images, images, strict=True)))
-        with self.account.phase("compute"):
-            metrics = self._trainer.step(
+        with self.trainer.account.phase("compute"):
+            metrics = self.trainer.step(
                 groups,
                 learner_version=command.version,
                 step=command.step,

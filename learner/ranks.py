@@ -119,28 +119,20 @@ class Ranks:
     """One process's view of its rank group. Every method is collective, but `post` and `posted`."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        """0 <= rank < size."""
+        self.size = size
         self._device = device
         self._sharing = 1
 
     @property
-    def rank(self) -> int:
-        """0 <= rank < size."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
     def is_first(self) -> bool:
-        return self._rank == 0
+        return self.rank == 0
 
     @property
     def share(self) -> tuple[int, int]:
         """Index and number of the shares into which the samples of an update are dealt out."""
-        return self._rank // self._sharing, self._size // self._sharing
+        return self.rank // self._sharing, self.size // self._sharing
 
     def share_sequences(self, size: int) -> dist.ProcessGroup | None:
         """Give `size` ranks, one after the other, the same samples from now on; their collectives, if they are several.
@@ -148,12 +140,12 @@ class Ranks:
         Every rank of theirs gets a slice of each sequence.
         """
         self._sharing = size
-        groups = [list(range(first, first + size)) for first in range(0, self._size, size)]
+        groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
         return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
 
     def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
         """Payloads of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
-        if self._size == 1:
+        if self.size == 1:
             return list(payloads or ())
         sizes = [len(payload) for payload in payloads] if payloads is not None else None
         lengths = self.broadcast_ints(sizes, source=source)
@@ -171,16 +163,15 @@ class Ranks:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Payloads of all ranks, in their order, on every rank."""
-        if self._size == 1:
+        if self.size == 1:
             return [payload]
         return [
-            self.broadcast_bytes([payload] if rank == self._rank else None, source=rank)[0]
-            for rank in range(self._size)
+            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
         ]
 
     def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
         """Numbers of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
-        if self._size == 1:
+        if self.size == 1:
             return list(values or ())
         count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
         self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
@@ -191,25 +182,22 @@ class Ranks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise over shares, on the device of `values`: of ranks with the same samples, only one counts."""
-        return self.sum_all(torch.zeros_like(values) if self._rank % self._sharing else values)
+        return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
 
     def sum_all(self, values: Tensor) -> Tensor:
-        """Element-wise over ranks, on the device of `values`."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Element-wise over ranks, on the device of `values`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Block until every rank has called."""
-        if self._size > 1:
+        if self.size > 1:
             self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def post(self, subject: str, word: str) -> None:
         """Leave a word for the other ranks to read; from any thread, and without waiting for them."""
-        if self._size > 1:
-            self._call_store(lambda store: store.set(f"{subject}/{self._rank}", word))
+        if self.size > 1:
+            self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
 
     def posted(self, subject: str, *, rank: int) -> str:
         """The word that a rank has left under a subject; empty before its first."""
@@ -223,7 +211,7 @@ class Ranks:
             raise RankGroupError(f"the rendezvous of the learner's ranks must be there, got: {error}") from error
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
-        if self._size == 1:
+        if self.size == 1:
             return values
         reduced = values.to(self._device, copy=True)
         self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
@@ -234,7 +222,7 @@ class Ranks:
             call()
         except RuntimeError as error:
             raise RankGroupError(
-                f"all {self._size} learner ranks must be alive to {what}, got an error on rank {self._rank}: {error}"
+                f"all {self.size} learner ranks must be alive to {what}, got an error on rank {self.rank}: {error}"
             ) from error
 
 

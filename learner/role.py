@@ -16,7 +16,7 @@ from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.interface import collective_environment, find_interface
-from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
@@ -31,7 +31,6 @@ from slipstream.learner.build import build_learner, build_rank_group, choose_dev
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
-from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import ERROR_HANDLING, check_environment, exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.clock import Deadline
@@ -142,8 +141,17 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
         )
         rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
         snapshots = _make_snapshot_server(run, keys, folder)
-        learner = _build_learner(
-            run, session, store=store, rank_group=rank_group, folder=folder, device=device, snapshots=snapshots
+        learner = build_learner(
+            run,
+            rank_group=rank_group,
+            store=store,
+            folder=folder,
+            client=session.links,
+            inbox=session.inbox,
+            sender=_make_sender(run, folder, device),
+            snapshots=snapshots,
+            wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
+            num_heldout=session.welcome.num_heldout,
         )
         board.set_source(lambda: _status(learner, store, lends_at=snapshots.address))
         exempt_from_collection()
@@ -178,37 +186,13 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
     return token
 
 
-def _build_learner(
-    run: RunConfig,
-    session: Session,
-    *,
-    store: RedisStore,
-    rank_group: RankGroup,
-    folder: RunFolder,
-    device: torch.device,
-    snapshots: SnapshotServer,
-) -> Learner:
+def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
+    """Build the sender of broadcasts, which leave this machine only for a trusted network."""
     if run.weights.backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
             "chooses by where the roles are."
         )
-    return build_learner(
-        run,
-        rank_group=rank_group,
-        store=store,
-        folder=folder,
-        client=session.links,
-        inbox=session.inbox,
-        sender=_make_sender(run, folder, device),
-        snapshots=snapshots,
-        wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
-        num_heldout=session.welcome.num_heldout,
-    )
-
-
-def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
-    """Build the sender of broadcasts, which leave this machine only for a trusted network."""
     if not run.cluster.trusted_network:
         return CollectiveSender(device=device, folder=folder.sockets)
     return CollectiveSender(find_interface(run.cluster).address, device=device, ports=run.cluster.port_range)

@@ -77,14 +77,6 @@ METHODS = {
     "topr": Method("TOPR", _AROUND_GENERATOR | {"policy_loss": {"kind": "topr"}}),
     "opsm": Method("OPSM", _OPSM),
     "tis_1": Method("token TIS up to 1", _REINFORCE | {"correction": {"level": "token", "high": 1.0}}),
-    "tis_by_lag": Method(
-        "token TIS, bounds by lag",
-        _REINFORCE
-        | {
-            "correction": _TOKEN_TIS
-            | {"by_lag": [{"min_lag": 2, "high": 1.5}, {"min_lag": 4, "high": 1.0}, {"min_lag": 8, "high": 0.5}]}
-        },
-    ),
     "tis_geometric": Method(
         "token TIS, geometric rejection",
         _REINFORCE

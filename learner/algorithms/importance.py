@@ -55,9 +55,6 @@ def loglinear(
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp, nats."""
 
-Bound = float | Float[Tensor, "N"]
-"""One bound for all tokens, or one per token, as from `bound_by_lag`."""
-
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """clamp(x, -20, 20) with the gradient of x; not finite becomes 0, without gradient."""
@@ -131,19 +128,17 @@ LEVELS: dict[str, Callable[[RatioInputs], Tensor]] = {
 """`correction.level` -> function: weight of each token, Float[N]."""
 
 
-def truncate(weights: Float[Tensor, "N"], *, high: Bound, low: Bound | None = None) -> Float[Tensor, "N"]:
-    """Weights pulled back to the bounds, without gradient; from above only, unless `low` is given.
+def truncate(weights: Float[Tensor, "N"], *, low: float = -math.inf, high: float) -> Float[Tensor, "N"]:
+    """Weights pulled back to the bounds, without gradient.
 
     w = max(min(w, high), low)
 
     Source: Ionides 2008; Retrace, arXiv:1606.02647; per token and for language models, Yao et al. 2025.
     """
-    # Two clamps, because the bounds may be tensors of one bound per token.
-    capped = weights.detach().clamp(max=high)
-    return capped if low is None else capped.clamp(min=low)
+    return weights.detach().clamp(low, high)
 
 
-def mask(weights: Float[Tensor, "N"], *, low: Bound = 0.0, high: Bound = math.inf) -> Float[Tensor, "N"]:
+def mask(weights: Float[Tensor, "N"], *, low: float = 0.0, high: float = math.inf) -> Float[Tensor, "N"]:
     """Weights that are 0 outside the bounds, without gradient; the bounds themselves are inside.
 
     w = w if low <= w <= high else 0
@@ -153,19 +148,6 @@ def mask(weights: Float[Tensor, "N"], *, low: Bound = 0.0, high: Bound = math.in
     """
     kept = weights.detach()
     return torch.where((kept >= low) & (kept <= high), kept, torch.zeros_like(kept))
-
-
-def bound_by_lag(lags: Int[Tensor, "N"], *, bounds: dict[int, float]) -> Float[Tensor, "N"]:
-    """A bound for each token from its lag, in versions: that of the largest key <= lag.
-
-    `bounds` is {smallest lag: bound} and must start at 0. At the sequence and geometric levels every token is given the
-    lag of its trajectory, so that a sequence keeps one weight. Raises ValueError.
-    """
-    starts = sorted(bounds)
-    if not starts or starts[0] != 0:
-        raise ValueError(f"bounds by lag must start at lag 0, got bounds for the lags {starts}")
-    rows = torch.bucketize(lags.clamp(min=0), torch.tensor(starts, device=lags.device), right=True) - 1
-    return torch.tensor([bounds[start] for start in starts], device=lags.device)[rows]
 
 
 def one_per_sequence(weights: Float[Tensor, "N"], inputs: RatioInputs) -> Float[Tensor, "S"]:

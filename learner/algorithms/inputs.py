@@ -73,7 +73,6 @@ class AdvantageInputs:
 
     @property
     def num_sequences(self) -> int:
-        """Number of trajectories, B."""
         return len(self.rewards)
 
 
@@ -113,7 +112,6 @@ class LossInputs:
         )
 
     def with_log_ratio(self, log_ratio: Float[Tensor, "N"]) -> "LossInputs":
-        """The same tokens with another ratio."""
         return dataclasses.replace(self, log_ratio=log_ratio)
 
 

@@ -52,16 +52,13 @@ class DeferredLogits:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the logits, [N, V]."""
         return len(self.states), len(self.weight)
 
     def compute(self) -> Float[Tensor, "N V"]:
-        """All of them at once."""
         logits = linear(*_cast(self.dtype, self.states, self.weight, self.bias))
         return self.finish(logits) if self.finish else logits
 
     def chunk(self, tokens: slice) -> "DeferredLogits":
-        """Those of some tokens."""
         return replace(self, states=self.states[tokens])
 
 

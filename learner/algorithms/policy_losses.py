@@ -30,7 +30,7 @@ def ppo_clip(
     """Clipped surrogate around the proximal policy.
 
     loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi_learner / pi_proximal
-    where A < 0 and with dual_clip: loss = min(loss, -dual_clip * A)
+    where A < 0 and with dual_clip > 1: loss = min(loss, -dual_clip * A)
 
     The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip at its delta: both hold the ratio of A < 0
     between 1 - clip_low and delta > 1 + clip_high.
@@ -38,10 +38,6 @@ def ppo_clip(
     Source: PPO, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476, eq. 10; dual
     clip, arXiv:1912.09729.
     """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(
-            f"dual_clip must be > 1, got {dual_clip}: at ratio 1 negative advantages would have no gradient"
-        )
     ratio, advantages = inputs.log_ratio.exp(), inputs.advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)

@@ -5,8 +5,7 @@ function returns one Bool per token, equal over a sequence unless `over` is "tok
 `num_kept` counts the rest, for baselines and denominators that are to be taken after rejection.
 
 A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or, of k2 and k3, "max": of a
-ratio, which has a bound on either side, that is `veto`. Bounds may be given per token, as `importance.bound_by_lag`
-does; over a sequence they must be equal within it. k2 and k3 are never negative and take an upper bound only.
+ratio, which has a bound on either side, that is `veto`. k2 and k3 are never negative and take an upper bound only.
 """
 
 import math
@@ -16,13 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import segments
-from slipstream.learner.algorithms.importance import Bound, bounded
+from slipstream.learner.algorithms.importance import bounded
 from slipstream.learner.algorithms.inputs import RatioInputs
 
 _OVER: dict[str, Callable[..., Tensor]] = {"sum": segments.sums, "mean": segments.means, "max": segments.maxima}
 
 
-def keep_k1(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
     """Keeps tokens whose ratio is inside the bounds.
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
@@ -36,7 +35,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bou
     return (ratio >= low) & (ratio <= high)
 
 
-def keep_k2(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
     """Keeps tokens whose squared log-ratio is small, in either direction.
 
     keep iff k2 <= high,  k2_t = x_t^2 / 2
@@ -47,7 +46,7 @@ def keep_k2(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bou
     return (squares >= low) & (squares <= high)
 
 
-def keep_k3(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
     """Keeps tokens whose estimated divergence KL(generator || learner) is small.
 
     keep iff k3 <= high,  k3_t = exp(x_t) - 1 - x_t
@@ -63,7 +62,7 @@ STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k
 """`correction.reject.statistic` -> function: whether each token stays, Bool[N]."""
 
 
-def veto(inputs: RatioInputs, *, low: Bound, high: Bound) -> Bool[Tensor, "N"]:
+def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
     """Keeps the sequences of which every token's ratio is inside the bounds.
 
     keep iff for all t: low <= exp(x_t) <= high

@@ -141,16 +141,11 @@ def vtrace(
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
-    rho_bar decides which policy is evaluated, c_bar only how fast. A has the importance weight in it: a policy loss
-    that weights tokens by the same ratio once more would count it twice.
+    rho_bar >= c_bar decides which policy is evaluated, c_bar only how fast. A has the importance weight in it: a policy
+    loss that weights tokens by the same ratio once more would count it twice.
 
     Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam is that of its remark 2.
-
-    Raises:
-        ValueError: rho_bar < c_bar.
     """
-    if rho_bar < c_bar:
-        raise ValueError(f"rho_bar must be >= c_bar ({c_bar}), got {rho_bar}: the targets would not contract")
     log_ratio = importance.token_log_ratio(known(inputs.learner_logprobs), inputs.generator_logprobs)
     columns = (inputs.token_rewards, known(inputs.values), log_ratio.exp())
     rewards, expected, ratio = (

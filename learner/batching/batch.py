@@ -29,7 +29,6 @@ class _Columns:
         return self._map(lambda column: column.to(device, non_blocking=True))
 
     def replace(self, **columns: Any) -> Self:
-        """The same with other columns."""
         return dataclasses.replace(self, **columns)  # type: ignore[type-var]
 
     def _map(self, change: Any) -> Self:
@@ -147,11 +146,9 @@ class Batch:
         return self.replace(trajectories=self.trajectories.to(device), tokens=self.tokens.to(device))
 
     def replace(self, **parts: Any) -> "Batch":
-        """The same with other tables."""
         return dataclasses.replace(self, **parts)
 
     def with_tokens(self, **columns: Any) -> "Batch":
-        """The same with other token columns."""
         return self.replace(tokens=self.tokens.replace(**columns))
 
     def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":

@@ -4,7 +4,8 @@ A trajectory whose reward function failed leaves the loss and its group's baseli
 loss only. A greedy answer is never in the loss: its reward is the baseline of some advantages, and counts in no mean.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory, stale_mask
-from slipstream.learner.batching.answer_metrics import describe_answers
 from slipstream.learner.batching.batch import Batch, Tokens, Trajectories
 from slipstream.learner.batching.images import PromptImages
 from slipstream.learner.batching.microbatch import Sample
@@ -24,6 +24,7 @@ from slipstream.runtime.routers import EXPERTS, Routers
 _UNKNOWN_LAG = 1 << 20
 """Lag of another run's tokens: their versions are not this run's, so they count as older than any of its own."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
+_MOST_SOURCES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,3 +305,47 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
         "learner/failed_fraction": 1.0 - len(answered) / max(1, num_sampled),
         **bias,
     }
+
+
+def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the metrics of sampled answers; beyond 32 sources, those with the fewest answers are one, `others`."""
+    by_source: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_source.setdefault(trajectory.data_source or "unnamed", []).append(trajectory)
+    ranked = sorted(by_source, key=lambda source: -len(by_source[source]))
+    if rare := ranked[_MOST_SOURCES:]:
+        by_source["others"] = [trajectory for source in rare for trajectory in by_source.pop(source)]
+    return {
+        f"learner/by_source/{source}/{name}": value
+        for source, answers in by_source.items()
+        for name, value in _describe(answers).items()
+    }
+
+
+def _describe(answers: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [answer.reward for answer in answers if answer.reward.status == "ok"]
+    found = {
+        "trajectories": float(len(answers)),
+        "failed_fraction": 1 - len(rewards) / len(answers),
+        "length_mean": _mean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
+        "turns_mean": _mean(answer.num_turns for answer in answers),
+    }
+    if rewards:
+        found["reward_mean"] = _mean(reward.total for reward in rewards)
+        found["correct_fraction"] = _mean(reward.is_correct for reward in rewards)
+    stops = Counter(answer.stop_reason for answer in answers)
+    found |= {f"stop_{reason}": count / len(answers) for reason, count in stops.items()}
+    found |= {f"part_{name}": value for name, value in _means([reward.parts for reward in rewards]).items()}
+    found |= {f"agent_{name}": value for name, value in _means([answer.metrics for answer in answers]).items()}
+    return found
+
+
+def _means(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for record in records for name in record})
+    return {name: _mean(record[name] for record in records if name in record) for name in names}
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [*values]
+    # Numbers of numpy, which no record takes, become plain ones.
+    return float(sum(known) / len(known))

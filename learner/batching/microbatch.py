@@ -102,7 +102,6 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of input tokens, padding included."""
         return self.token_ids.numel()
 
     def to(self, device: torch.device) -> "Microbatch":

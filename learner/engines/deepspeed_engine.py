@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.engine import M, check_grad_norm
 from slipstream.learner.engines.optimizer import (
@@ -74,9 +74,11 @@ def deepspeed_config(
 
 
 @contextlib.contextmanager
-def sharded_loading(config: DeepSpeedEngineConfig, *, device: torch.device, ranks: Ranks) -> Iterator[None]:
+def sharded_loading(
+    config: DeepSpeedEngineConfig | TorchEngineConfig, *, device: torch.device, ranks: Ranks
+) -> Iterator[None]:
     """Within it, transformers loads models straight into ZeRO-3's shards: no rank holds a whole one. Collective."""
-    if config.zero_stage < 3:
+    if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
     _import_deepspeed(device).init_distributed(dist_init_required=False)
@@ -108,7 +110,7 @@ class ShardedModel(Generic[M]):
         adamw: torch.optim.Optimizer | None = None,
     ) -> None:
         self._deepspeed = _import_deepspeed(device)
-        self._model = model
+        self.model = model
         self._ranks = ranks
         self._stage = config.zero_stage
         if config.offload_activations:
@@ -122,15 +124,11 @@ class ShardedModel(Generic[M]):
         """Sharded parameters -> what they are gathered as where they compute."""
         _set_comm_dtypes(self._comm_dtypes)
 
-    @property
-    def model(self) -> M:
-        return self._model
-
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         return self._engine(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(self._model.weights(is_whole=is_whole)):
+        for bucket in _buckets(self.model.weights(is_whole=is_whole)):
             with self._gathered([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach()) for name, parameter in bucket]
                 # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.
@@ -141,7 +139,7 @@ class ShardedModel(Generic[M]):
         # All ranks take part in what makes the tensors, but only rank 0 keeps them where it deals out the shards.
         is_copied = self._stage < 3 or self._ranks.is_first
         given = {name: tensor if is_copied else None for name, tensor in tensors}
-        for bucket in _buckets(self._model.weights()):
+        for bucket in _buckets(self.model.weights()):
             with self._gathered([parameter for _, parameter in bucket], modifier_rank=0):
                 for name, parameter in bucket:
                     if is_copied:
@@ -167,9 +165,9 @@ class ShardedModel(Generic[M]):
 
         Not small ones, which DeepSpeed keeps gathered, so that `_gathered` would find them rounded.
         """
-        if self._stage < 3 or self._model.compute_dtype == torch.float32:
+        if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
-        parts = list(self._model.backbone.modules())
+        parts = list(self.model.backbone.modules())
         linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
         users = Counter(each for part in parts for each in part.parameters(recurse=False))
         held = [each for part in linear for each in part.parameters(recurse=False)]
@@ -190,29 +188,21 @@ class DeepSpeedEngine(ShardedModel[M]):
         setting: str = "learner.optimizer",
     ) -> None:
         """`setting`: config section of `optimizer`."""
-        self._device = device
+        self.device = device
+        self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
         self._max_grad_norm = optimizer.max_grad_norm
         self._grad_norm = 0.0
-        self._adamw = make_optimizer(model, optimizer)
         if not config.zero_stage:
-            self._adamw.register_step_pre_hook(self._clip)
-        super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self._adamw)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._adamw
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+            self.optimizer.register_step_pre_hook(self._clip)
+        super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages gradients over ranks, but each rank's loss is a part of one sum with a global denominator.
         self._engine.backward(loss * self._ranks.size)
 
     def step(self, *, learning_rate: float) -> float:
-        set_learning_rate(self._adamw, learning_rate)
+        set_learning_rate(self.optimizer, learning_rate)
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
         return check_grad_norm(float(norm), setting=self._setting)
@@ -220,20 +210,20 @@ class DeepSpeedEngine(ShardedModel[M]):
     def copy_state(self) -> dict[str, Tensor]:
         shards = self._shards()
         # At stage 0 every rank has them all, and writes its share of them.
-        return copy_moments(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self._adamw)
+        return copy_moments(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self.optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.load_parameters(weights.items())
         if self._stage:
             # The optimizer updates copies of the parameters.
             self._engine.optimizer.refresh_fp32_params()
-        restore_moments(folder, self._shards(), self._adamw, names=trained_names(self._model).values())
+        restore_moments(folder, self._shards(), self.optimizer, names=trained_names(self.model).values())
 
     def _shards(self) -> list[Shard]:
         """Parts of parameters that AdamW updates on this rank, in DeepSpeed's flat tensors."""
         if not self._stage:
-            return whole_shards(self._model)
-        names, zero, shards = trained_names(self._model), self._engine.optimizer, list[Shard]()
+            return whole_shards(self.model)
+        names, zero, shards = trained_names(self.model), self._engine.optimizer, list[Shard]()
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:

@@ -46,22 +46,18 @@ class Trainable(Protocol):
     @property
     def backbone(self) -> nn.Module:
         """The transformers model, which turns tokens into hidden states."""
-        ...
 
     def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         """Compute the outputs for the predicted tokens by name."""
-        ...
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield every trained parameter and persistent buffer by name; a tied one under each of its names.
 
         `is_whole`: also those that an adapter leaves as they are, all by their names in the module.
         """
-        ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter once, as an optimizer takes them."""
-        ...
 
 
 M = TypeVar("M", bound=Trainable, covariant=True)
@@ -73,11 +69,9 @@ class ModelEngine(Protocol[M]):
     @property
     def model(self) -> M:
         """The module; with ZeRO-3 its parameters are sharded."""
-        ...
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         """Outputs of `model` for the predicted tokens, with its options; differentiable unless under no_grad."""
-        ...
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on its device.
@@ -86,11 +80,9 @@ class ModelEngine(Protocol[M]):
 
         A parameter that is not sharded is yielded itself: copy it before the next step.
         """
-        ...
 
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Inverse of `gather_parameters`; with ZeRO-3 rank 0's tensors count, and the others may give none."""
-        ...
 
 
 class TrainEngine(ModelEngine[M], Protocol[M]):
@@ -103,28 +95,22 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Within `step` it gets each gradient once: unsharded, or this rank's shards of it."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device on which microbatches must be."""
-        ...
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`. The losses of all microbatches and all ranks are summed, not averaged."""
-        ...
 
     def step(self, *, learning_rate: float) -> float:
         """Clip, update the parameters, clear the gradients; returns the gradient norm before clipping.
 
         Raises DivergenceError when the norm is not finite: the parameters are unchanged, the engine is unusable.
         """
-        ...
 
     def copy_state(self) -> dict[str, Tensor]:
         """Copy the optimizer state that this rank has to write to host memory: see `STATE_FILE`."""
-        ...
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         """Load unsharded parameters, and optimizer state that an engine of any layout wrote. Raises CheckpointError."""
-        ...

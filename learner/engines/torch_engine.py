@@ -25,22 +25,18 @@ class WholeModel(Generic[M]):
     """ModelEngine of a model that is whole on this rank."""
 
     def __init__(self, model: M) -> None:
-        self._model = model
-
-    @property
-    def model(self) -> M:
-        return self._model
+        self.model = model
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        return self._model(microbatch, **options)
+        return self.model(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.weights(is_whole=is_whole):
+        for name, parameter in self.model.weights(is_whole=is_whole):
             yield name, parameter.detach()
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        held = dict(self._model.weights())
+        held = dict(self.model.weights())
         for name, tensor in tensors:
             held[name].copy_(tensor)
 
@@ -55,34 +51,26 @@ class TorchEngine(WholeModel[M]):
         # transformers imports DeepSpeed to save a model where accelerate is, which peft needs: no word of it here.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
-        self._device = device
+        self.device = device
+        self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
         self._max_grad_norm = optimizer.max_grad_norm
-        self._optimizer = make_optimizer(model, optimizer)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def step(self, *, learning_rate: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm).item()
         check_grad_norm(norm, setting=self._setting)
-        set_learning_rate(self._optimizer, learning_rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def copy_state(self) -> dict[str, Tensor]:
-        return copy_moments(whole_shards(self._model), self._optimizer)
+        return copy_moments(whole_shards(self.model), self.optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.load_parameters(weights.items())
-        names = trained_names(self._model).values()
-        restore_moments(folder, whole_shards(self._model), self._optimizer, names=names)
+        names = trained_names(self.model).values()
+        restore_moments(folder, whole_shards(self.model), self.optimizer, names=names)

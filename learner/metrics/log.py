@@ -23,28 +23,7 @@ from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.time_account import ProcessorTime, TimeAccount
 
 Row = dict[str, Any]
-"""Metrics of one step: flat, keys `role/thing/stat`."""
-
-ROW_KEYS = (
-    "step", "version", "time_s",
-    "lag/mean", "lag/max", "lag/p50", "lag/p95", "lag/histogram",
-    "buffer/lag_in_flight", "buffer/lag_publish", "buffer/lag_queue", "buffer/reused_fraction", "buffer/length_bias",
-    "buffer/waste_fraction", "buffer/filtered_fraction",
-    "buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction",
-    "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/checkpoint_s",
-    "learner/tokens_per_s", "generators/tokens_per_s",
-    "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
-    "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reward_sampled", "eval/reward_greedy", "eval/version",
-    "times",
-)  # fmt: skip
-"""Keys of a row beside those of the trainer; documented in docs/metrics.md."""
-
-SUMMARY_KEYS = (
-    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "evaluation", "best",
-    "seconds_to_goal", "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean",
-    "lag_max", "logprob_diff_max", "seed", "mode", "times",
-)  # fmt: skip
-"""Keys of `summary.json`; documented in docs/metrics.md."""
+"""Metrics of one step: flat, keys `role/thing/stat`; docs/metrics.md describes each."""
 
 log = structlog.get_logger(__name__)
 
@@ -84,12 +63,7 @@ class MetricsLog:
         self._started_at = clock()
         self._ended_at = clock()
         self._resumed_at_s = 0.0
-        self._num_rows = 0
         self._before: dict[Purpose, EvaluationResult] = {}
-        self._seconds_to_goal: float | None = None
-        self._lag_sum = 0.0
-        self._lag_max = 0
-        self._probe_diff_max = 0.0
 
     def gauges(self) -> Row:
         """Gauges of the learner's Pong."""
@@ -104,14 +78,10 @@ class MetricsLog:
     def start_training(self, *, step: int) -> list[Row]:
         """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers: the result."""
         # Later rows are of steps that were rolled back.
-        kept = self._disk.retry(
-            lambda: self.folder.keep_metrics(up_to_step=step), what="the metrics", path=self.folder.metrics
-        )
+        kept = self._rows(up_to_step=step)
         self._step_tokens.roll_back(to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._started_at = self._clock() - self._resumed_at_s
-        for row in kept:
-            self._accumulate(row)
         roles = self._store.roles()
         self._generated = Growth(_generated_tokens(roles))
         self.account.restart()
@@ -152,7 +122,6 @@ class MetricsLog:
         row |= _publish_row(published) | (evaluated or {})
         self._own_rows += 1
         row |= {"times": self._step_times()}
-        self._accumulate(row)
         self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
         self._alerts.check(row)
@@ -175,11 +144,12 @@ class MetricsLog:
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
-        """Write `summary.json`, with the metrics of the last evaluation; its keys are documented in docs/metrics.md."""
+        """Write `summary.json`, with the metrics of the last evaluation; docs/metrics.md describes its keys."""
         self._step_tokens.close()
         # Tokens are counted by this process alone, so their rates leave out the time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
+        rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
@@ -188,29 +158,24 @@ class MetricsLog:
             },
             "evaluation": evaluation,
             "best": best,
-            "seconds_to_goal": self._seconds_to_goal,
+            "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),
             "train_seconds": round(seconds, 3),
             "steps": step,
             "generated_tokens_per_s": self._generated.total / own_seconds,
             "learner_tokens_per_s": self._tokens.total / own_seconds,
-            "lag_mean": self._lag_sum / max(1, self._num_rows),
-            "lag_max": self._lag_max,
-            "logprob_diff_max": self._probe_diff_max,
+            "lag_mean": sum(row["lag/mean"] for row in rows) / max(1, len(rows)),
+            "lag_max": max((int(row["lag/max"]) for row in rows), default=0),
+            "logprob_diff_max": max((row.get("weights/probe_diff_max", 0.0) for row in rows), default=0.0),
             "seed": self._run.seed,
             "mode": self._run.mode,
             "times": self._step_times(),
         }
         self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
-    def _accumulate(self, row: Row) -> None:
-        """Add a row, a new one or one from before a resume, to the figures of the summary."""
-        self._num_rows += 1
-        self._lag_sum += row["lag/mean"]
-        self._lag_max = max(self._lag_max, int(row["lag/max"]))
-        self._probe_diff_max = max(self._probe_diff_max, row.get("weights/probe_diff_max", 0.0))
-        goals = self._run.evaluation.goals
-        if goals and self._seconds_to_goal is None and goals[0].holds(row):
-            self._seconds_to_goal = row["time_s"]
+    def _rows(self, *, up_to_step: int) -> list[Row]:
+        return self._disk.retry(
+            lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
+        )
 
     def _generated_per_s(self, version: int) -> float:
         """Tokens per second of the living generators; also updates the total of all."""

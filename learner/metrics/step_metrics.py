@@ -1,96 +1,243 @@
-"""Metrics of a training step, overall and by lag; docs/metrics.md describes each."""
+"""Metrics of a training step, overall and by lag; docs/metrics.md describes each.
+
+Sums add up over microbatches, updates and ranks; a ratio is formed once, from the sums, because a mean of means would
+weigh tokens by the microbatch they were packed into. A token is counted at its own lag, a trajectory at that of its
+oldest token.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
+from slipstream.learner.algorithms import importance, segments
 from slipstream.learner.metrics.step_tokens import TokenRecorder
-from slipstream.learner.metrics.token_stats import TokenStats, count_tokens, describe, describe_by_lag, no_counts
 from slipstream.learner.ranks import Ranks
 
-TOKEN_METRICS = {
-    "tokens": "tokens trained on",
-    "ratio_mean": "mean pi_learner / pi_proximal; 1 with one update per step",
-    "ratio_max": "largest pi_learner / pi_proximal",
-    "ratio_tail_fraction": "share of tokens with |log(pi_learner / pi_proximal)| > ln 2",
-    "idle_fraction": "share of tokens whose gradient the policy loss took away, as a clip does",
-    "idle_trajectories_fraction": "share of trajectories of which it took every token's",
-    "kept_fraction": "share of tokens that the correction did not reject",
-    "kept_trajectories_fraction": "share of trajectories with a token that it did not reject",
-    "weight_mean": "mean importance weight after truncation or masking",
-    "weight_std": "standard deviation of these weights",
-    "weight_min": "smallest of them",
-    "weight_max": "largest of them",
-    "weight_changed_fraction": "share of tokens whose importance weight was truncated or masked",
-    "mismatch_k1": "KL(generator || learner), estimator k1, nats per token",
-    "mismatch_k3": "KL(generator || learner), estimator k3, nats per token; staleness and numerics together",
-    "mismatch_mean": "mean |log pi_learner - log pi_generator|, nats",
-    "mismatch_p50": "median of it, to 12 %",
-    "mismatch_p99": "99th percentile of it, to 12 %",
-    "mismatch_max": "largest of it",
-    "mismatch_tail_fraction": "share of tokens where it exceeds ln 2",
-    "mismatch_ratio_mean": "mean pi_learner / pi_generator",
-    "probability_gap_mean": "mean |pi_learner - pi_generator| of the sampled tokens",
-    "probability_gap_max": "largest of it",
-    "perplexity_ratio": "perplexity of the learner / of the generator, mean over trajectories",
-    "ess": "effective sample size of pi_learner / pi_generator per token, share of the tokens",
-    "ess_trajectories": "the same of its product over a trajectory, share of the trajectories",
-    "chi2": "chi-square divergence, mean (pi_learner / pi_generator)^2 - 1 over tokens",
-    "chi2_trajectories": "the same of the products over trajectories",
-    "nonfinite_fraction": "share of tokens with a ratio that was not finite and was set to 1; those that the learner "
-    "finds impossible (-inf) have no loss",
-    "entropy": "mean entropy at the sampled tokens, nats",
-    "reference_kl": "KL(learner || reference policy), by the configured estimator; 0 without a reference",
-}
-"""Name -> description, of all tokens as `learner/<name>` and of those of one lag as `learner/by_lag/<lag>/<name>`. A
-metric without a token, or a trajectory, is missing; only `learner/tokens` and `learner/reference_kl` are 0 then."""
-
-BY_LAG = "learner/by_lag/<lag>/<name>"
-BY_LAYER = "learner/by_layer/<layer>/expert_violation"
-
-METRICS = {
-    "learner/loss": "minimised loss, mean over the step's optimizer updates",
-    "learner/grad_norm": "global gradient norm before clipping, mean over updates",
-    "learner/grad_cosine": "cosine of a gradient with that of the update before, mean over updates",
-    "learner/learning_rate": "learning rate of the last update",
-    "learner/updates": "optimizer updates made in this step; an update without a trainable token is left out",
-    "learner/computed_tokens": "input tokens of forward passes with gradient, padding included",
-    "learner/trajectories": "trajectories claimed",
-    **{f"learner/{name}": meaning for name, meaning in TOKEN_METRICS.items()},
-    BY_LAG: "any token metric, of the tokens of that lag; trajectories by their oldest token",
-    BY_SOURCE: "any metric of the answers to one kind of task, `data_source`: "
-    + "; ".join(f"`{name}`: {meaning}" for name, meaning in ANSWER_METRICS.items()),
-    "learner/kl_coefficient": "price of one nat of the reference KL per token",
-    "learner/learning_rate_scale": "factor of the learning rate for this step's effective sample size",
-    "learner/reward_mean": "mean reward of trajectories whose reward function answered",
-    "learner/advantage_mean": "mean advantage of the tokens to be trained on",
-    "learner/advantage_std": "standard deviation of their advantages",
-    "learner/advantage_zero_fraction": "share of those tokens whose advantage is exactly 0: their group is all equal",
-    "learner/stale_fraction": "share of model-written tokens masked because they are older than max_lag",
-    "learner/stale_length_ratio": "mean length of the trajectories that such tokens were masked of / of all",
-    "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
-}
-"""Key -> description of all that `Trainer.step` returns; BY_LAG and BY_SOURCE stand for all keys of their
-kinds."""
-
-EXPERT_METRICS = {
-    "learner/expert_violation_max": "tokens of a router's busiest expert / mean over its experts, minus 1; largest "
-    "over the routers",
-    "learner/expert_violation_mean": "mean of it over the routers",
-    "learner/expert_violation_min": "smallest of it over the routers",
-    BY_LAYER: "the same of the router in that layer",
-    "learner/expert_idle_fraction": "share of experts without a token, mean over the routers",
-    "learner/expert_entropy": "entropy of the tokens over a router's experts / its largest, mean over the routers; 1: "
-    "even",
-    "learner/aux_loss": "loss that balances the experts, with its coefficient, mean over the step's optimizer updates",
-}
-"""Key -> description. Steps of a mixture of experts report these beside METRICS; `aux_loss` with such a loss alone."""
+LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
+"""Name -> smallest lag, versions. Bucket 0 shows the difference between the engines alone."""
+_LOG_2 = math.log(2.0)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Columns of the N tokens of one loss, whole trajectories, without gradient."""
+
+    log_ratio: Float[Tensor, "N"]
+    """log(pi_learner / pi_proximal), nats."""
+    learner_logprobs: Float[Tensor, "N"]
+    """The learner's at the start of the step where they are known, else those of the loss."""
+    generator_logprobs: Float[Tensor, "N"]
+    """Log-probabilities of the distribution they were sampled from."""
+    weights: Float[Tensor, "N"]
+    """Importance weights of the correction."""
+    is_bounded: Bool[Tensor, "N"]
+    """Whether a bound of the correction changed the weight."""
+    is_kept: Bool[Tensor, "N"]
+    """Whether they are in the loss."""
+    is_idle: Bool[Tensor, "N"]
+    """Whether the policy loss removed their gradient."""
+    entropies: Float[Tensor, "N"]
+    """Entropy of the distribution at each token, nats."""
+    reference_kl: Float[Tensor, "N"]
+    """Estimated KL from the reference policy, nats."""
+    lags: Int[Tensor, "N"]
+    """Lag of each token in versions, not below 0."""
+    sequences: Int[Tensor, "N"]
+    """Trajectory of each token, from 0 without gaps."""
+    num_sequences: int
+    """Number of trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums and maxima, each a table with a column per bucket of lags."""
+
+    tokens: Float[Tensor, "K L"]
+    """Sums over tokens, rows as in TOKEN_SUMS."""
+    trajectories: Float[Tensor, "K L"]
+    """Sums over trajectories, rows as in TRAJECTORY_SUMS."""
+    maxima: Float[Tensor, "M L"]
+    """Largest value over tokens, rows as in MAXIMA; -inf without tokens."""
+
+    def merge(self, other: "Counts") -> "Counts":
+        """Add another's counts, on the other's device."""
+        mine = self._map(lambda table: table.to(other.tokens.device))
+        return Counts(
+            mine.tokens + other.tokens,
+            mine.trajectories + other.trajectories,
+            torch.maximum(mine.maxima, other.maxima),
+        )
+
+    def over(self, ranks: Ranks) -> "Counts":
+        """Sum over all ranks; collective."""
+        return Counts(ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.max(self.maxima))
+
+    def bucket(self, index: int) -> "Counts":
+        """The counts of one bucket of lags alone."""
+        return self._map(lambda table: table[:, index : index + 1])
+
+    def to_cpu(self) -> "Counts":
+        return self._map(Tensor.cpu)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Counts":
+        return Counts(change(self.tokens), change(self.trajectories), change(self.maxima))
+
+
+TOKEN_SUMS = (
+    "tokens", "ratio_mean", "ratio_tail_fraction", "idle_fraction", "kept_fraction", "weight_mean", "weight_squared",
+    "weight_changed_fraction", "mismatch_k1", "mismatch_k3", "mismatch_mean", "mismatch_tail_fraction",
+    "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
+    "reference_kl",
+)  # fmt: skip
+"""Names of the sums; but for the number of tokens and two squares, those of the metrics that their means are."""
+TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
+MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
+
+
+def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Index in LAG_BUCKETS of the bucket of each lag."""
+    starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
+    return torch.bucketize(lags, starts, right=True) - 1
+
+
+def no_counts() -> Counts:
+    """The counts of zero tokens."""
+    sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
+    tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
+    return Counts(tokens, trajectories, maxima - math.inf)
+
+
+def count_tokens(stats: TokenStats) -> Counts:
+    """The counts of one microbatch, possibly without tokens."""
+    # Double: exp(x) - 1 - x of a numerical difference would be all rounding in float32.
+    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
+    gap = _probability_gap(stats)
+    buckets = lag_buckets(stats.lags)
+    oldest = segments.maxima(stats.lags, stats.sequences, num_segments=stats.num_sequences)
+    return Counts(
+        tokens=_sum_by(buckets, _token_columns(stats, mismatch=mismatch, gap=gap)),
+        trajectories=_sum_by(lag_buckets(oldest), _trajectory_columns(stats, mismatch=mismatch)),
+        maxima=_maxima_by(
+            buckets, [stats.log_ratio.double().exp(), stats.weights, -stats.weights, mismatch.abs(), gap]
+        ),
+    )
+
+
+def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
+    """In the order of TOKEN_SUMS."""
+    log_ratio, weights, drift = stats.log_ratio.double(), stats.weights.double(), mismatch.exp()
+    return [
+        torch.ones_like(mismatch),
+        log_ratio.exp(),
+        log_ratio.abs() > _LOG_2,
+        stats.is_idle,
+        stats.is_kept,
+        weights,
+        weights.square(),
+        stats.is_bounded,
+        -mismatch,
+        mismatch.expm1() - mismatch,
+        mismatch.abs(),
+        mismatch.abs() > _LOG_2,
+        drift,
+        drift.square(),
+        gap,
+        importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs),
+        stats.entropies,
+        stats.reference_kl,
+    ]
+
+
+def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
+    """In the order of TRAJECTORY_SUMS."""
+
+    def totals(values: Tensor) -> Tensor:
+        return segments.sums(values.double(), stats.sequences, num_segments=stats.num_sequences)
+
+    lengths, total = totals(torch.ones_like(mismatch)), totals(mismatch)
+    drift = importance.bounded(total).exp()
+    return [
+        torch.ones_like(lengths),
+        drift,
+        drift.square(),
+        (-total / lengths).exp(),
+        totals(stats.is_kept) > 0,
+        totals(stats.is_idle) == lengths,
+    ]
+
+
+def _probability_gap(stats: TokenStats) -> Tensor:
+    """|pi_learner - pi_generator|; 0 where one of them is not finite."""
+    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
+    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
+    return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
+
+
+def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
+    # A product with a one-hot matrix: one pass, the same every time, and nothing waits for a GPU.
+    one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
+    return torch.stack([column.double() for column in columns]) @ one_hot
+
+
+def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
+    values = torch.stack([column.double() for column in columns])
+    nothing = torch.full((len(columns), len(LAG_BUCKETS)), -math.inf, dtype=torch.float64, device=values.device)
+    return nothing.scatter_reduce(1, buckets.expand_as(values), values, "amax")
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+def describe(counts: Counts) -> dict[str, float]:
+    """Name -> metric over all buckets; a metric without a token, or a trajectory, is missing."""
+    described: dict[str, float] = {}
+    if counts.tokens[0].any():
+        tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
+        largest = dict(zip(MAXIMA, counts.maxima.amax(1).tolist(), strict=True))
+        described |= _describe_tokens(tokens, largest)
+    if counts.trajectories[0].any():
+        described |= _describe_trajectories(
+            dict(zip(TRAJECTORY_SUMS, counts.trajectories.sum(1).tolist(), strict=True))
+        )
+    return described
+
+
+def describe_by_lag(counts: Counts) -> dict[str, float]:
+    """`<bucket>/<name>` -> metric of the tokens of that bucket."""
+    cells = {bucket: describe(counts.bucket(index)) for index, bucket in enumerate(LAG_BUCKETS)}
+    return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
+
+
+def _describe_tokens(sums: dict[str, float], largest: dict[str, float]) -> dict[str, float]:
+    described = {name: value / sums["tokens"] for name, value in sums.items()}
+    weight_square, ratio_square = described.pop("weight_squared"), described.pop("mismatch_ratio_squared")
+    return described | {
+        "tokens": sums["tokens"],
+        "ratio_max": largest["ratio"],
+        "weight_std": math.sqrt(max(0.0, weight_square - described["weight_mean"] ** 2)),
+        "weight_min": -largest["negative_weight"],
+        "weight_max": largest["weight"],
+        "mismatch_max": largest["distance"],
+        "probability_gap_max": largest["probability_gap"],
+        "ess": described["mismatch_ratio_mean"] ** 2 / ratio_square,
+        "chi2": ratio_square - 1,
+    }
+
+
+def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
+    mean = {name: value / sums["count"] for name, value in sums.items()}
+    return {
+        "ess_trajectories": mean["drift"] ** 2 / mean["drift_squared"],
+        "chi2_trajectories": mean["drift_squared"] - 1,
+        "perplexity_ratio": mean["perplexity_ratio"],
+        "kept_trajectories_fraction": mean["kept"],
+        "idle_trajectories_fraction": mean["idle"],
+    }
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
 class StepMetrics:
     """Statistics of a step's losses. Life: `add` on every rank, then `report` on every rank."""
 
@@ -154,5 +301,8 @@ def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[
         "learner/expert_violation_min": float(violations.min()),
         "learner/expert_idle_fraction": float((load == 0).double().mean()),
         "learner/expert_entropy": float(entropies.mean()),
-        **{BY_LAYER.replace("<layer>", str(at)): float(own) for at, own in zip(layers, violations, strict=True)},
+        **{
+            f"learner/by_layer/{layer}/expert_violation": float(own)
+            for layer, own in zip(layers, violations, strict=True)
+        },
     }

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
-from slipstream.learner.algorithms import importance, rejection, segments
-from slipstream.learner.algorithms.importance import Bound
+from slipstream.learner.algorithms import importance, rejection
 from slipstream.learner.algorithms.inputs import RatioInputs
 
 
@@ -24,16 +23,16 @@ class Correction(NamedTuple):
 
 
 @torch.no_grad()
-def correct(inputs: RatioInputs, *, learner: RatioInputs, lags: Tensor, config: CorrectionConfig) -> Correction:
+def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
     """Weights from log(proximal/generator), `inputs`, and rejections from log(learner/generator), `learner`.
 
-    Both hold the same tokens of whole trajectories; `lags` int64[N].
+    Both hold the same tokens of whole trajectories.
     """
-    is_kept = _is_kept(learner, lags, config=config)
+    is_kept = _is_kept(learner, config=config)
     if config.level == "none":
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
     ratios = importance.LEVELS[config.level](inputs)
-    low, high = _bounds(config, inputs, lags, is_per_token=config.level == "token")
+    low, high = _bounds(config)
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalise:
@@ -43,27 +42,15 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, lags: Tensor, config: 
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
 
 
-def _is_kept(inputs: RatioInputs, lags: Tensor, *, config: CorrectionConfig) -> Tensor:
+def _is_kept(inputs: RatioInputs, *, config: CorrectionConfig) -> Tensor:
     is_kept = torch.ones_like(inputs.log_ratio, dtype=torch.bool)
     for entry in config.reject:
-        low, high = _bounds(entry, inputs, lags, is_per_token=entry.over == "token")
+        low, high = _bounds(entry)
         is_kept &= rejection.STATISTICS[entry.statistic](inputs, over=entry.over, low=low, high=high)
     if config.veto:
         is_kept &= rejection.veto(inputs, low=config.veto[0], high=config.veto[1])
     return is_kept
 
 
-def _bounds(
-    config: CorrectionConfig | RejectionConfig, inputs: RatioInputs, lags: Tensor, *, is_per_token: bool
-) -> tuple[Bound, Bound]:
-    """One pair, or one bound per token; a trajectory's lag is that of its oldest token."""
-    low, high = -math.inf if config.low is None else config.low, math.inf if config.high is None else config.high
-    if not config.by_lag:
-        return low, high
-    if not is_per_token:
-        lags = segments.maxima(lags, inputs.sequences, num_segments=inputs.num_sequences)[inputs.sequences]
-    lows = {entry.min_lag: entry.low for entry in config.by_lag if entry.low is not None}
-    highs = {entry.min_lag: entry.high for entry in config.by_lag if entry.high is not None}
-    return importance.bound_by_lag(lags, bounds={0: low, **lows}), importance.bound_by_lag(
-        lags, bounds={0: high, **highs}
-    )
+def _bounds(config: CorrectionConfig | RejectionConfig) -> tuple[float, float]:
+    return -math.inf if config.low is None else config.low, math.inf if config.high is None else config.high

@@ -1,10 +1,10 @@
-"""Loss inputs: correction weights, advantages and token weights of a batch.
+"""Loss inputs: correction weights, rewards, advantages, token weights and selected tokens of a batch.
 
-Everything here is computed on the whole batch of a step, the same on every rank and without gradient, so that no split
-into microbatches or ranks can change it.
+Everything here is computed on the whole batch of a step or of an optimizer update, the same on every rank and without
+gradient, so that no split into microbatches or ranks can change it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,23 @@ from torch import Tensor
 
 from slipstream.configs.advantages import AdvantageConfig, CustomAdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from slipstream.configs.algorithm_terms import DistillationConfig
-from slipstream.learner.algorithms import distillation, importance, rejection, segments
+from slipstream.configs.algorithm_terms import DistillationConfig, RewardShapingConfig
+from slipstream.learner.algorithms import distillation, importance, rejection, reward_shaping, segments
 from slipstream.learner.algorithms.aggregation import AGGREGATIONS
-from slipstream.learner.algorithms.inputs import AdvantageInputs, AggregationInputs, RatioInputs, known
-from slipstream.learner.batching.batch import Batch
+from slipstream.learner.algorithms.inputs import (
+    AdvantageInputs,
+    AggregationInputs,
+    KlInputs,
+    MaskInputs,
+    RatioInputs,
+    known,
+)
+from slipstream.learner.algorithms.kl import KL_ESTIMATORS
+from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.errors import BatchError
 from slipstream.learner.objective.importance_correction import correct
+
+Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
@@ -29,7 +39,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    correction = correct(ratios, learner=ratios, lags=tokens.lags, config=config.correction)
+    correction = correct(ratios, learner=ratios, config=config.correction)
     batch = batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )
@@ -41,6 +51,50 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
 
 
+# --- rewards ---------------------------------------------------------------------------------------------------------
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
+    """Replace the rewards of trajectories and fill those of tokens.
+
+    `kl_coefficient` is the price of a nat where the KL is charged in the reward; `max_tokens` the longest response.
+    """
+    rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
+    divergence = torch.zeros_like(batch.tokens.generator_logprobs)
+    if price:
+        inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
+        divergence = KL_ESTIMATORS[config.kl.estimator](inputs)
+    # Tokens as well as totals: advantages per token, such as GAE's, take each reward where it is earned.
+    totals, tokens = reward_shaping.kl_in_reward(
+        rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
+    )
+    return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
+
+
+def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
+    """The configured parts, or the total, minus the penalty of long answers."""
+    rewards = batch.trajectories.rewards
+    if shaping.parts:
+        parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
+        rewards = reward_shaping.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
+    if shaping.overlong_buffer is None:
+        return rewards
+    lengths = batch.trajectories.lengths
+    return rewards + reward_shaping.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
+
+
+def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
+    """Normalised among members alone; the others have no reward, 0."""
+    members = batch.trajectories.is_member
+    shaped = torch.where(members, rewards, 0.0)
+    if shaping.normalise == "batch":
+        shaped[members] = segments.whiten(shaped[members], epsilon=shaping.epsilon)
+    elif shaping.normalise == "group":
+        groups = batch.trajectories.groups[members]
+        shaped[members] = segments.standardised(shaped[members], groups, epsilon=shaping.epsilon)
+    return shaped
+
+
+# --- advantages ------------------------------------------------------------------------------------------------------
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
@@ -113,6 +167,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
     return batch.with_tokens(advantages=advantages)
 
 
+# --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: factor of each token's loss; `max_tokens` is the longest response.
 
@@ -171,3 +226,39 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
         "learner/advantage_std": float(advantages.std(correction=0)),
         "learner/advantage_zero_fraction": float((advantages == 0).float().mean()),
     }
+
+
+# --- selected tokens -------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
+    """Fill `is_trusted` by the masks and `is_selected` by the policy loss's selector, for the tokens of one update.
+
+    `batch` must have `current_logprobs` there; `seed` is for random picks.
+    """
+    own = batch.trajectories.updates[batch.tokens.sequences] == update
+    tokens = batch.tokens.take(own)
+    inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)
+    is_trusted = torch.ones_like(own) if batch.tokens.is_trusted is None else batch.tokens.is_trusted.clone()
+    for mask in masks:
+        is_trusted[own] &= mask(inputs)
+    is_selected = torch.zeros_like(own) if batch.tokens.is_selected is None else batch.tokens.is_selected.clone()
+    if selector:
+        is_selected[own] = selector(inputs)
+    return batch.with_tokens(is_trusted=is_trusted, is_selected=is_selected)
+
+
+def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
+    """Collect what masks decide from; `learner_logprobs` have no gradient."""
+    is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
+    if tokens.is_kept is not None:
+        # A share or a mean over rejected tokens would be spent on tokens that no loss is made of.
+        is_counted = tokens.is_kept & (known(tokens.correction_weights) > 0)
+    return MaskInputs(
+        log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),
+        advantages=known(tokens.advantages),
+        learner_logprobs=learner_logprobs,
+        sequences=tokens.contexts,
+        num_sequences=num_sequences,
+        is_counted=is_counted,
+        seed=seed,
+    )

@@ -11,6 +11,9 @@ Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
 no policy loss.
 """
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,13 +25,29 @@ from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.algorithms.policy_losses import idle_tokens
 from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.errors import BatchError
-from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.metrics.token_stats import TokenStats
-from slipstream.learner.objective import loss_inputs, token_selection
+from slipstream.learner.metrics.step_metrics import StepMetrics, TokenStats
+from slipstream.learner.objective import loss_inputs
 from slipstream.learner.objective.formulas import bind, load_formula
 from slipstream.learner.objective.importance_correction import Correction, correct
-from slipstream.learner.objective.rewards import shape_rewards
-from slipstream.learner.objective.state import ObjectiveState
+
+
+@dataclass
+class ObjectiveState:
+    """Numbers that one step hands to the next; part of a checkpoint. Equal on every rank."""
+
+    kl_coefficient: float | None = None
+    """Current value of an adaptive KL coefficient; None before the first step, and where it is fixed."""
+    advantage: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that the advantage function keeps, `AdvantageInputs.state`."""
+
+    def save(self) -> dict[str, float]:
+        """Return all numbers by name."""
+        return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """Take back the numbers of `save`."""
+        self.kl_coefficient = saved.get("kl_coefficient")
+        self.advantage = {name: value for name, value in saved.items() if name != "kl_coefficient"}
 
 
 class Objective:
@@ -63,7 +82,9 @@ class Objective:
         config = self._config
         # The correction comes first, because what it rejects may leave the baselines of the advantages.
         batch = loss_inputs.correct_batch(batch, config=config)
-        batch = shape_rewards(batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens)
+        batch = loss_inputs.shape_rewards(
+            batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
+        )
         batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
         if config.distillation:
             batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
@@ -74,9 +95,7 @@ class Objective:
 
     def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
         """Pick tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
-        return token_selection.select_tokens(
-            batch, masks=self._masks, selector=self._selector, update=update, seed=seed
-        )
+        return loss_inputs.select_tokens(batch, masks=self._masks, selector=self._selector, update=update, seed=seed)
 
     def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
         """Adapt the KL coefficient to the step's measurement."""
@@ -151,7 +170,7 @@ class Objective:
         if tokens.is_trusted is not None:
             is_trusted &= tokens.is_trusted
         if self._local_masks:
-            inputs = token_selection.mask_inputs(tokens, learner, num_sequences=num_sequences)
+            inputs = loss_inputs.mask_inputs(tokens, learner, num_sequences=num_sequences)
             for mask in self._local_masks:
                 is_trusted &= mask(inputs)
         return is_trusted
@@ -189,7 +208,7 @@ class Objective:
             RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.contexts, num_sequences)
             for x in (anchor, learner_logprobs)
         )
-        return correct(drift, learner=distance, lags=tokens.lags, config=self._config.correction)
+        return correct(drift, learner=distance, config=self._config.correction)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
         if "exact_kl" in measured:

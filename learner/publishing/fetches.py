@@ -122,11 +122,11 @@ class FetchTracker:
         Evicts them when the disk is full.
         """
         due = self.due(staged.version)
-        has_deltas = any(self._members.transport(member) == "delta" for member in self._members.alive)
+        has_deltas = any(state.transport == "delta" for state in self._members.living.values())
         try:
             # The delta is written with the version if any member uses deltas; only members that do are told of it.
             for with_deltas in (False, True):
-                members = [m for m in due if (self._members.transport(m) == "delta") is with_deltas]
+                members = [m for m in due if (self._members.living[m].transport == "delta") is with_deltas]
                 if members:
                     self._send(staged, members, put_delta=has_deltas, with_deltas=with_deltas)
         except WeightTransferError as error:
@@ -134,7 +134,7 @@ class FetchTracker:
 
     def poll(self) -> None:
         """Drop the requests of members that left, resend the others, evict members past their deadline."""
-        now, alive = self._clock(), set(self._members.alive)
+        now, alive = self._clock(), self._members.living.keys()
         for member in self._requests.keys() - alive:
             self._end(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
@@ -170,7 +170,7 @@ class FetchTracker:
         self._lenders.record_end(member, is_lending=is_lending, errors=errors)
 
     def _joins_broadcasts(self, member: Member) -> bool:
-        return self._members.transport(member) == "collective" and self._members.holds_any(member)
+        return self._members.living[member].transport == "collective" and self._members.holds_any(member)
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}

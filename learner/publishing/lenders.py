@@ -107,12 +107,12 @@ class Lenders:
         seen: Counter[str] = Counter()
         ranks = {}
         for member in members:
-            ranks[member] = seen[machine := self._members.state(member).machine]
+            ranks[member] = seen[machine := self._members.living[member].machine]
             seen[machine] += 1
         return sorted(ranks, key=ranks.__getitem__)
 
     def _place(self, member: Member, tree: _Tree) -> Place:
-        state = self._members.state(member)
+        state = self._members.living[member]
         if is_here(state.machine):
             return Place()  # it reads the learner's files
         # Fetching once more, it has lost what it lent.
@@ -122,7 +122,7 @@ class Lenders:
         tree.machines.add(state.machine)
         # As many as the others need, and no more: each keeps a version in memory.
         is_inner = tree.num_members < ceil(self._members.num_elsewhere / self._fan_out)
-        has_neighbours = is_first and self._members.num_on(state.machine) > 1
+        has_neighbours = is_first and self._members.num_on[state.machine] > 1
         tree.num_members += 1
         is_lent = bool(state.lends_at) and self._may_lend(member) and (is_inner or has_neighbours)
         if is_lent:
@@ -153,7 +153,7 @@ class Lenders:
 
     def _may_lend(self, member: Member) -> bool:
         is_rested = self._rests_until.get(member, 0.0) <= self._clock()
-        return is_rested and member not in self._liars and self._members.is_alive(member)
+        return is_rested and member not in self._liars and member in self._members.living
 
 
 def _reaches(machine: str, node: _Node) -> bool:

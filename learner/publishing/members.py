@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 
-from slipstream.broker.messages import DeviceName, Member, Members, MemberState, WeightTransport
+from slipstream.broker.messages import DeviceName, Member, Members, MemberState
 from slipstream.broker.transport.endpoints import is_here
 from slipstream.runtime.clock import Clock
 
@@ -30,8 +30,10 @@ class MemberTable:
         self._clock = clock
         self._trusts_network = trusts_network
         self._diverted: set[Member] = set()
-        self._living: dict[Member, MemberState] = {}
-        self._num_on: Counter[str] = Counter()
+        self.living: dict[Member, MemberState] = {}
+        """Members that can receive messages, as the broker last reported them."""
+        self.num_on: Counter[str] = Counter()
+        """Living members by machine."""
         self.num_elsewhere = 0
         """Living members on other machines than this one."""
         self._held: dict[Member, int] = {}
@@ -39,39 +41,18 @@ class MemberTable:
         self._retry_at: dict[Member, float] = {}
         self._num_evictions: dict[Member, int] = {}
 
-    @property
-    def alive(self) -> list[Member]:
-        """Members that can receive messages."""
-        return list(self._living)
-
-    def is_alive(self, member: Member) -> bool:
-        """Whether the member can receive messages."""
-        return member in self._living
-
     def update(self, members: Members) -> None:
         """Replace the living members by those that the broker reports."""
         # Held versions and backoffs stay: a member that was silent for a while is the same one when it returns, for a
         # restarted generator has another incarnation.
-        self._living = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
-        self._num_on = Counter(state.machine for state in self._living.values())
-        self.num_elsewhere = sum(number for machine, number in self._num_on.items() if not is_here(machine))
+        self.living = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
+        self.num_on = Counter(state.machine for state in self.living.values())
+        self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
 
     def eligible(self) -> list[Member]:
         """Living members whose backoff is over."""
         now = self._clock()
-        return [member for member in self._living if self._retry_at.get(member, 0.0) <= now]
-
-    def state(self, member: Member) -> MemberState:
-        """State of a living member, as the broker last reported it."""
-        return self._living[member]
-
-    def num_on(self, machine: str) -> int:
-        """Living members on a machine."""
-        return self._num_on[machine]
-
-    def transport(self, member: Member) -> WeightTransport:
-        """Transport by which a living member gets its weights."""
-        return self._living[member].transport
+        return [member for member in self.living if self._retry_at.get(member, 0.0) <= now]
 
     def holds(self, member: Member, version: int) -> bool:
         return self._held.get(member) == version
@@ -82,7 +63,7 @@ class MemberTable:
 
     def num_holding(self, version: int) -> int:
         """Living members that hold the version."""
-        return sum(self.holds(member, version) for member in self._living)
+        return sum(self.holds(member, version) for member in self.living)
 
     def device(self, member: Member) -> DeviceName:
         """Device on which a member receives broadcasts, as it last told; `cpu` before."""

@@ -11,9 +11,8 @@ within bounds; a member that failed is out of the epoch and is tried again after
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
-from threading import Thread
 
 import msgspec
 import structlog
@@ -25,6 +24,7 @@ from slipstream.broker.weights.process_group import choose_backend
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.broker import WeightsConfig
+from slipstream.learner.background_save import run_beside
 from slipstream.learner.publishing.fetches import FetchTracker, SnapshotServer
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Staged
@@ -114,7 +114,7 @@ class Publisher:
     @property
     def num_alive(self) -> int:
         """Living generators, as last reported by the broker."""
-        return len(self._members.alive)
+        return len(self._members.living)
 
     @property
     def num_holding(self) -> int:
@@ -253,12 +253,10 @@ class Publisher:
         if self._is_serial:
             action()
             return
-        in_flight: Future[None] = Future()
-        # A daemon thread: a learner that is told to stop does not wait for generators.
-        Thread(target=_settle, args=(in_flight, action), name="send-weights", daemon=True).start()
+        in_flight = run_beside(action, name="send-weights")
         while not wait([in_flight], timeout=_POLL_EVERY_S).done:
             self.poll(timeout_s=0)
-            if not set(members) <= set(self._members.alive):
+            if not set(members) <= self._members.living.keys():
                 self._sender.abort()
         in_flight.result()
 
@@ -267,7 +265,7 @@ class Publisher:
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
-            if not missing or deadline.is_over or not set(missing) & set(self._members.alive):
+            if not missing or deadline.is_over or not self._members.living.keys() & missing:
                 return missing
             self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
@@ -296,12 +294,3 @@ class Publisher:
                     if not message.error:
                         # Valid even after an eviction: a restarted broker does not know its members for a moment.
                         self._members.record_applied(member, version, device=message.device)
-
-
-def _settle(in_flight: "Future[None]", action: Callable[[], None]) -> None:
-    try:
-        action()
-    except BaseException as error:
-        in_flight.set_exception(error)
-    else:
-        in_flight.set_result(None)

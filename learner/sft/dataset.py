@@ -101,15 +101,19 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
         raise ConfigError(f"{path} must be a Parquet file of demonstrations, but cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return _rows(file, columns=form.columns), form
+    return _rows(file, path, columns=form.columns), form
 
 
-def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[Row]:
+def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[Row]:
+    number = 0
     try:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
             yield from batch.to_pylist()
+            number += len(batch)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"the file cannot be read any further: {error}") from None
+        raise ConfigError(
+            f"{path} must be a Parquet file of demonstrations, but cannot be read from row {number} on: {error}"
+        ) from None
 
 
 # --- forms -----------------------------------------------------------------------------------------------------------

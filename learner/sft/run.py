@@ -26,19 +26,80 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import Checkpoints, gather_to_first
+from slipstream.learner.checkpoint import Checkpoints, gather_to_first, write_model
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.sft.dataset import read_heldout, read_train
-from slipstream.learner.sft.log import SftLog
+from slipstream.learner.sft.dataset import SftFile, read_heldout, read_train
 from slipstream.learner.sft.trainer import PairTrainer, SftTrainer
-from slipstream.learner.training.model import save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
+_SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
+
 log = structlog.get_logger(__name__)
+
+
+class SftLog:
+    """Writes `metrics.jsonl` and `summary.json`, on rank 0: see docs/sft.md. Life: start -> add* -> finish."""
+
+    def __init__(
+        self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
+    ) -> None:
+        self._folder = folder
+        self._disk = DiskWait()
+        self._run = run
+        self._train = train
+        self._heldout = heldout
+        self._clock = clock
+        self._started_at = clock()
+
+    def start(self, *, step: int) -> None:
+        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
+        kept = self._keep(up_to_step=step if step else -1)
+        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
+
+    def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        """Write a row; that of step 0 holds only the held-out loss before training."""
+        row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
+        self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
+        log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
+
+    def finish(self, *, step: int, epoch: float) -> None:
+        """Write the summary of all rows; null is what it lacks when somebody has deleted them."""
+        rows = self._keep(up_to_step=step)
+        trained = [row for row in rows if row["step"] > 0]
+        losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+        seconds = rows[-1]["time_s"] if rows else 0.0
+        summary = {
+            "heldout_loss": losses.get(step),
+            "heldout_loss_before": losses.get(0),
+            "heldout_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
+            "train_loss": trained[-1]["learner/loss"] if trained else None,
+            "steps": step,
+            "epochs": epoch,
+            "train_seconds": seconds,
+            "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
+            **_counts("train", self._train),
+            **_counts("heldout", self._heldout),
+            "seed": self._run.seed,
+            "mode": self._run.mode,
+        }
+        self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
+
+    def _keep(self, *, up_to_step: int) -> list[dict[str, Any]]:
+        return self._disk.retry(
+            lambda: self._folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self._folder.metrics
+        )
+
+
+def _counts(name: str, file: SftFile) -> dict[str, Any]:
+    return {
+        f"{name}_rows": len(file.demonstrations),
+        f"{name}_rows_empty": file.num_empty,
+        f"{name}_rows_too_long": file.num_too_long,
+    }
 
 
 class SftRun:
@@ -161,13 +222,7 @@ class SftRun:
         weights = gather_to_first(self._trainer.engine, ranks=self._ranks, is_whole=True)
         if self._ranks.is_first:
             self._disk.retry(
-                lambda: save_pretrained(
-                    self._trainer.engine.model,
-                    self._folder.final_model,
-                    weights=weights,
-                    config=self._run.model,
-                    max_shard_size=self._run.learner.checkpoint.max_shard_size,
-                ),
+                lambda: write_model(self._trainer, self._folder.final_model, weights=weights, run=self._run),
                 what="the final model",
                 path=self._folder.final_model,
             )

@@ -75,7 +75,6 @@ class SftTrainer:
         }
 
     def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        """`eval/...` of held-out demonstrations."""
         return {"eval/loss": self.loss(demonstrations)}
 
     @torch.no_grad()

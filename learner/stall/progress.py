@@ -114,7 +114,6 @@ class Progress:
             self._served_since = self._clock()
 
     def update(self, now: Snapshot) -> None:
-        """Take in the newest snapshot."""
         self.now, now_s = now, self._clock()
         if self._base is None:
             self._base, self._most_arrived, self._held = now.counts, (0, now.answered or 0), _held_versions(now)

@@ -1,6 +1,7 @@
 """Attention of packed rows without masks: each run of tokens is a sequence of its own to the kernel.
 
-On GPUs in half precision by torch's variable-length flash attention, elsewhere by SDPA, run after run.
+On GPUs in half precision by torch's variable-length flash attention, elsewhere by SDPA, run after run. Around it the
+layers of a model may be compiled.
 """
 
 import math
@@ -13,14 +14,21 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.learner.batching.spans import Spans
+from slipstream.learner.errors import ModelError
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 PACKED = "slipstream_packed"
 """Name by which transformers knows `packed_attention`. It makes no mask for it."""
 
+BACKEND = "inductor"
+"""Compiler of layers."""
+
 _MAX_KERNEL_HEAD = 256
+_MOST_GRAPHS = 64
+"""Graphs of one layer: with and without gradients, one row and several, of each kind of layer."""
 
 Masks = dict[tuple[int, int, int], Tensor]
 """Additive masks within runs, by queries, keys and window, which all layers share; those of SDPA alone."""
@@ -117,3 +125,25 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
     if window:
         sees = sees.triu(last - window + 1)
     return torch.zeros(sees.shape, dtype=like.dtype, device=like.device).masked_fill_(~sees, -torch.inf)
+
+
+# --- compiled layers -------------------------------------------------------------------------------------------------
+def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
+    """Compile the layers of a transformers model in place, for GPUs, where small operations are launched one by one.
+
+    Parameters and names stay. Raises ModelError.
+
+    Rows and their lengths differ from microbatch to microbatch, so sizes are symbols. Attention of packed rows stays as
+    it is: its kernel is one already, and the runs of tokens that it is told would make a graph of each microbatch.
+    """
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if has_routers or not layers:
+        reason = "a mixture of experts, whose shapes follow from numbers" if has_routers else "not made of known layers"
+        raise ModelError(
+            f"learner.compile must be false for {type(backbone).__name__} (model.path), got true: it is {reason}."
+        )
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    for layer in layers:
+        # Only what runs on a pass: recomputation for gradient_checkpointing stays around it.
+        layer.compile(dynamic=True, backend=BACKEND)

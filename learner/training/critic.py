@@ -29,40 +29,6 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
-CRITIC_METRICS = {
-    "learner/critic_loss": "clipped squared error of the critic's values, mean over the step's optimizer updates",
-    "learner/critic_grad_norm": "the critic's global gradient norm before clipping, mean over updates",
-    "learner/critic_clip_fraction": "share of tokens whose gradient the clip of values took away",
-    "learner/critic_explained_variance": "share of the returns' variance that the values at the start of the step "
-    "predict; 0: no more than their mean would, below 0: less",
-    "learner/critic_value_mean": "mean value at the start of the step, in units of the reward",
-}
-"""Key -> description. Steps with a critic report these beside `step_metrics.METRICS`."""
-
-
-class CriticMetrics:
-    """Sums over the tokens that the critic learns from, over microbatches, updates and ranks.
-
-    Life: `add` on every rank, then `report` on every rank.
-    """
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64)
-
-    def add(self, loss: Tensor, is_clipped: Tensor, is_kept: Tensor) -> None:
-        """Add one microbatch, possibly without tokens."""
-        clipped, kept = (is_clipped & is_kept).sum(), is_kept.sum()
-        self._sums += torch.stack([loss.detach().double(), clipped.double(), kept.double()]).cpu()
-
-    def report(self, ranks: Ranks, *, norms: list[float]) -> dict[str, float]:
-        """`norms`: the gradient norm of each update. Collective."""
-        loss, clipped, kept = ranks.sum(self._sums).tolist()
-        return {
-            "learner/critic_loss": loss / max(1, len(norms)),
-            "learner/critic_grad_norm": sum(norms) / max(1, len(norms)),
-            "learner/critic_clip_fraction": clipped / max(1.0, kept),
-        }
-
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
     """`learner/...` about the values at the start of a step, of the tokens that are in the loss."""
@@ -102,7 +68,6 @@ class ValueModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -112,7 +77,6 @@ class ValueModel(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model, which turns tokens into hidden states."""
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:
@@ -219,17 +183,23 @@ class Critic:
 
         `batch` must be prepared by the objective.
         """
-        metrics, norms = CriticMetrics(), []
+        sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
-            losses = [self._backward(batch.tokens.take(m.indices), m, metrics=metrics) for m in microbatches]
-            total = torch.stack(losses).sum()
-            check_loss(total, what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
+            found = torch.stack([self._backward(batch.tokens.take(m.indices), m) for m in microbatches]).sum(0)
+            sums += found.cpu()
+            check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
             rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
             norms.append(self.engine.step(learning_rate=rate))
             self.num_updates += 1
-        return metrics.report(self._ranks, norms=norms) | describe_values(batch.tokens)
+        loss, clipped, kept = self._ranks.sum(sums).tolist()
+        return describe_values(batch.tokens) | {
+            "learner/critic_loss": loss / max(1, len(norms)),
+            "learner/critic_grad_norm": sum(norms) / max(1, len(norms)),
+            "learner/critic_clip_fraction": clipped / max(1.0, kept),
+        }
 
-    def _backward(self, tokens: Tokens, microbatch: Microbatch, *, metrics: CriticMetrics) -> Tensor:
+    def _backward(self, tokens: Tokens, microbatch: Microbatch) -> Tensor:
+        """float64[3]: the loss, its clipped tokens, all of its tokens."""
         values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
@@ -237,6 +207,5 @@ class Critic:
         # Weights and rejections are the policy's, so that both learn from the same tokens, with one denominator.
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
-        metrics.add(loss, is_clipped, is_kept)
         self.engine.backward(loss)
-        return loss.detach()
+        return torch.stack([number.detach().double() for number in (loss, (is_clipped & is_kept).sum(), is_kept.sum())])

@@ -5,7 +5,7 @@ Recorded experts are those of the policy: a frozen mixture of experts routes on 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,6 @@ from slipstream.learner.engines.engine import ModelEngine, TrainEngine
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.lora import adapter_off
-
-
-class AuxInputs(NamedTuple):
-    """Outputs of the frozen models that a forward pass of the learner takes, or that go beside its outputs."""
-
-    arguments: dict[str, Tensor | DeferredLogits]
-    """Keyword arguments of that forward pass."""
-    outputs: dict[str, Tensor]
-    """Numbers per token beside its own."""
 
 
 class AdapterOff:
@@ -74,17 +65,20 @@ class FrozenModels:
         return batch
 
     @torch.no_grad()
-    def aux_inputs(self, microbatch: Microbatch) -> AuxInputs:
-        """Outputs over the vocabulary, too large for a column of the batch, so computed per microbatch."""
-        aux = AuxInputs({}, {})
+    def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
+        """Keyword arguments for the learner's forward pass, and numbers per token beside its outputs.
+
+        They are of the size of the vocabulary, too large for a column of the batch, so computed per microbatch.
+        """
+        arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self._reference and self._config.kl.estimator == "full":
-            aux.arguments["reference_logits"] = self._reference.forward(microbatch, requested=None)["logits"]
+            arguments["reference_logits"] = self._reference.forward(microbatch, requested=None)["logits"]
         if self._teacher and self._config.distillation and self._config.distillation.takes_candidates:
             likely = self._teacher.forward(microbatch, requested=Requested(top_k=self._config.distillation.top_k))
-            aux.arguments["candidates"] = likely["top_tokens"]
-            aux.outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
-        return aux
+            arguments["candidates"] = likely["top_tokens"]
+            outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
+        return arguments, outputs
 
     @torch.no_grad()
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:

@@ -4,26 +4,23 @@ A mask that a model does not obey changes numbers without an error: windows are 
 sample into the next. So nothing is assumed of a model: it is tried, on prompts of the run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
 
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.collate import Layout, LayoutKind, collate
-from slipstream.learner.batching.microbatch import Microbatch, Sample
+from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED
+from slipstream.learner.training.critic import ValueModel
 from slipstream.learner.training.model import Policy
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import ALONE
 
 MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference of a sample between packed and alone, nats, by the data type in which both are computed.
@@ -34,39 +31,24 @@ Rounding alone makes 1e-6 in float32 and about 0.02 in bfloat16, a leak 0.3 and 
 _SHORTEST_PROBE = 64
 _RESPONSE_TOKENS = 16
 _MIN_ROW_TOKENS = 64
-_PROMPTS_READ = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 
 log = structlog.get_logger(__name__)
 
 
-class Probed(Protocol):
-    """A model that reads microbatches: a policy, or the critic's value model."""
-
-    compute_dtype: torch.dtype
-    group: SequenceGroup
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The transformers model, whose config names attention and windows."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        ...
-
-    def probe(self, microbatch: Microbatch) -> Tensor:
-        """Float32[N, K]: numbers about the trained tokens that show any change of what the model computes."""
-        ...
+Probed = Policy | ValueModel
+"""A model that reads microbatches."""
 
 
 class LayoutChooser:
     """Life: check, once for each model that reads microbatches -> choose. Both are collective."""
 
-    def __init__(self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> None:
-        """Check the policy. Raises ModelError."""
+    def __init__(
+        self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, text: Sequence[int] = ()
+    ) -> None:
+        """Check the policy, on `text`, tokens of the run's prompts, and random ones beyond. Raises ModelError."""
         self._run = run
+        self._text = text
         self._ranks = ranks
         self._device = device
         self._hidden_size = policy.hidden_size
@@ -115,7 +97,11 @@ class LayoutChooser:
     @torch.no_grad()
     def _compare(self, model: Probed, kinds: list[LayoutKind]) -> dict[LayoutKind, tuple[float, str]]:
         """Layout -> largest mean difference of a sample from itself alone, over all ranks, and an error instead."""
-        samples = _probe_samples(self._run, window=_window(model.backbone), vocab_size=model.vocab_size)
+        text = [token for token in self._text if token < model.vocab_size]
+        # Tokens that some layer sees at most; 0 = no layer is limited.
+        config = model.backbone.config.get_text_config()
+        window = max(getattr(config, name, None) or 0 for name in _WINDOWS)
+        samples = _probe_samples(self._run, text, window=window, vocab_size=model.vocab_size)
         total = sum(sample.num_inputs for sample in samples)
         budget = self._run.learner.tokens_per_microbatch
         with _attending_natively(model):
@@ -178,19 +164,15 @@ def _describe(difference: float, error: str) -> str:
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
-def _window(backbone: PreTrainedModel) -> int:
-    """Tokens that some layer sees at most; 0 = no layer is limited."""
-    text = backbone.config.get_text_config()
-    return max(getattr(text, name, None) or 0 for name in _WINDOWS)
-
-
-def _probe_samples(run: RunConfig, *, window: int, vocab_size: int) -> list[Sample]:
+def _probe_samples(run: RunConfig, text: list[int], *, window: int, vocab_size: int) -> list[Sample]:
     """Three groups that share prompts: one longer than the window where the run allows it, a short and a tiny one."""
     longest = min(run.model.max_length, max(_SHORTEST_PROBE, window + 2 * _RESPONSE_TOKENS))
     response = max(1, min(_RESPONSE_TOKENS, longest // 4))
     # Every response of the first group lies beyond the window from its prompt's beginning.
     groups = [(longest - response, 2), (min(24, longest - response), 3), (1, 1)]
-    token_ids = _token_ids(run, vocab_size=vocab_size, count=sum(prompt + size * response for prompt, size in groups))
+    count = sum(prompt + size * response for prompt, size in groups)
+    drawn = np.random.default_rng([run.seed, vocab_size]).integers(0, vocab_size, size=count)
+    token_ids = np.concatenate([np.array(text[:count], dtype=np.int64), drawn[len(text) :]])
     samples: list[Sample] = []
     first = 0
     for group, (prompt, size) in enumerate(groups):
@@ -202,20 +184,3 @@ def _probe_samples(run: RunConfig, *, window: int, vocab_size: int) -> list[Samp
             samples.append(Sample(np.concatenate([start, own]), trained, first, group_id=str(group)))
             first += length
     return samples
-
-
-def _token_ids(run: RunConfig, *, vocab_size: int, count: int) -> np.ndarray:
-    """int64[count]: tokens of the run's first prompts, then random ones where they are few or cannot be read."""
-    drawn = np.random.default_rng([run.seed, vocab_size]).integers(0, vocab_size, size=count)
-    try:
-        batches = pq.ParquetFile(run.data.train_files[0].path).iter_batches(
-            batch_size=_PROMPTS_READ, columns=["prompt"]
-        )
-        prompts = next(batches).column("prompt").to_pylist()
-        tokenizer = AutoTokenizer.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)
-        texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]
-        real = [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False) if i < vocab_size]
-    except (OSError, ValueError, LookupError, TypeError, StopIteration, pa.ArrowException):
-        # Supervised runs have no prompts, and a learner elsewhere may not see the file.
-        real = []
-    return np.concatenate([np.array(real[:count], dtype=np.int64), drawn[len(real) :]])

@@ -111,7 +111,6 @@ class Policy(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
         return self.causal_lm.config.get_text_config().hidden_size
 
     @property

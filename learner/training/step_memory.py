@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.collate import Layout, collate
@@ -49,8 +48,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
-    is_recomputed = isinstance(engine, DeepSpeedEngineConfig) and engine.gradient_checkpointing
-    is_sharded = isinstance(engine, DeepSpeedEngineConfig) and engine.zero_stage == 3
+    is_recomputed, is_sharded = engine.gradient_checkpointing, engine.zero_stage == 3
     allocations = Allocations()
     with FakeTensorMode() as fake:
         _materialize(model)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.metrics.step_tokens import TokenRecorder
 from slipstream.learner.objective.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.objective.objective import Objective
-from slipstream.learner.publishing.staging import SEQUENCE_TOKENS, canary_logprobs, canary_token_ids, prompt_tokens
+from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
@@ -55,17 +54,24 @@ class Trainer:
         frozen_models: FrozenModels,
         layout: Layout,
         critic: Critic | None = None,
+        text: Sequence[int] = (),
     ) -> None:
         """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and the configured teacher.
         `layout` must be exact for all models, see LayoutChooser.
 
-        `critic` is there exactly when `algorithm.advantage` needs one.
+        `critic` is there exactly when `algorithm.advantage` needs one. `text`: tokens for the canary, on all ranks.
         """
         self._run = run
         self._ranks = ranks
         self._frozen_models = frozen_models
         self._layout = layout
-        self._canary_ids: np.ndarray | None = None
+        self._canary_ids = canary_token_ids(
+            seed=run.seed,
+            vocab_size=engine.model.vocab_size,
+            num_sequences=PROBE_SEQUENCES,
+            max_length=run.model.max_length,
+            text=text,
+        )
         self.engine = engine
         """Holds the policy's parameters and optimizer."""
         self.objective = objective
@@ -188,7 +194,7 @@ class Trainer:
 
         It is measured without gradient while the critic learns alone, and where the correction rejects every token.
         """
-        is_moving = self._is_moving(step) and self._has_loss(batch, index)
+        is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
             current = recompute(batch, microbatches, self.engine.forward, names=["logprobs"], ranks=self._ranks)
             batch = batch.with_tokens(current_logprobs=current["logprobs"])
@@ -198,14 +204,14 @@ class Trainer:
         # One graph at a time: its backward pass frees it before the next microbatch is read.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
-                aux = self._frozen_models.aux_inputs(microbatch)
-                outputs = self.engine.forward(microbatch, requested=self.objective.requested, **aux.arguments, **prices)
+                arguments, beside = self._frozen_models.aux_inputs(microbatch)
+                outputs = self.engine.forward(microbatch, requested=self.objective.requested, **arguments, **prices)
                 metrics.count_forward(microbatch.num_tokens)
                 metrics.count_experts(outputs)
                 if metrics.recorder:
                     metrics.recorder.add(microbatch, outputs)
                 tokens = batch.tokens.take(microbatch.indices)
-                loss = self.objective.loss(tokens, outputs | aux.outputs, metrics=metrics)
+                loss = self.objective.loss(tokens, outputs | beside, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)
@@ -262,10 +268,6 @@ class Trainer:
         own = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
         return self.critic.learn(batch, own, step=step)
 
-    def _is_moving(self, step: int) -> bool:
-        """Whether the policy learns in that step; it does not while the critic learns alone."""
-        return self.critic is None or step > self._run.algorithm.critic.warmup_steps
-
     def _has_loss(self, batch: Batch, index: int) -> bool:
         """Whether the correction leaves any token of that optimizer update."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
@@ -289,17 +291,4 @@ class Trainer:
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""
-        if self._canary_ids is None:
-            # Of rank 0, as others may be on machines without the file.
-            own = self._choose_canary().flatten().tolist() if self._ranks.is_first else None
-            self._canary_ids = np.array(self._ranks.broadcast_ints(own)).reshape(PROBE_SEQUENCES, -1)
         return self._canary_ids.tolist(), canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
-
-    def _choose_canary(self) -> np.ndarray:
-        return canary_token_ids(
-            seed=self._run.seed,
-            vocab_size=self.engine.model.vocab_size,
-            num_sequences=PROBE_SEQUENCES,
-            max_length=self._run.model.max_length,
-            text=prompt_tokens(self._run, num_tokens=PROBE_SEQUENCES * SEQUENCE_TOKENS),
-        )

@@ -25,7 +25,6 @@ NEEDED = {
     "algorithm/policy_loss=sppo": ["recipe=sppo"],
     "generators/agent=tools": ["generators.agent.tools=[calculator]"],
     "generators/agent=search": ["generators.agent.index=data/index"],
-    "generators/agent=react": ["generators.agent.tools=[calculator]"],
     "generators/agent=interaction": ["generators.agent.interactions=[my_users:Teacher]"],
     "generators/agent=environment": ["generators.agent.environment=my_module:my_environment"],
     "experiment=environment_1gpu": ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"],

@@ -29,7 +29,11 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
             "max_tokens of greedy in data.heldout",
             "data.max_prompt_tokens (48), got 50",
         ),
-        ("learner.num_ranks=3", "learner.num_ranks", "divide the trajectories of an optimizer update (256 = "),
+        (
+            "mode=sft sft.train_path=a learner.num_ranks=3 learner.sequence_parallel=2",
+            "learner.num_ranks",
+            "be a multiple of learner.sequence_parallel (2), got 3",
+        ),
         ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
         ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
         ("algorithm/advantage=remax", "generators.baseline", "be greedy for"),

@@ -9,7 +9,7 @@ from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.advantages import DrGrpoConfig, WinRateConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, SppoConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.metrics.step_metrics import StepMetrics
@@ -22,7 +22,7 @@ CORRECTIONS = [
     CorrectionConfig(level="none", high=None),
     CorrectionConfig(),
     CorrectionConfig(level="sequence", bound="mask", low=0.5, high=2.0),
-    CorrectionConfig(level="geometric", high=1.1, by_lag=[LagBoundConfig(2, low=0.9, high=1.05)]),
+    CorrectionConfig(level="geometric", high=1.1),
     CorrectionConfig(bound="mask", low=0.7, high=1.4, veto=(0.3, 4.0)),
     CorrectionConfig(level="sequence", normalise=True, reject=[MEAN], denominator="kept"),
     CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),

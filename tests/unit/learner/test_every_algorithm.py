@@ -61,7 +61,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "geometric": {"correction": correction.CorrectionConfig(level="geometric", high=5.0)},
     "seq_mis": {"correction": correction.CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
     "normalised": {"correction": correction.CorrectionConfig(level="sequence", normalise=True)},
-    "by_lag": {"correction": correction.CorrectionConfig(by_lag=[correction.LagBoundConfig(2, high=1.1)])},
     "rejected": {"correction": correction.CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
     "veto": {"correction": correction.CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},

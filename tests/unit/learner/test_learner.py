@@ -21,6 +21,7 @@ from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore
+from tests.metric_docs import ROWS, STEP, SUMMARY, TOKENS, keys_under
 
 RIGHT = Reward(total=1.0, is_correct=True)
 
@@ -28,7 +29,8 @@ RIGHT = Reward(total=1.0, is_correct=True)
 class FakeRanks:
     """Trains nothing, and saves models that name their step."""
 
-    step_tokens = None
+    trainer = SimpleNamespace(step_tokens=None)
+    reason = ""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -49,12 +51,18 @@ class FakeRanks:
         return pointer
 
     @property
-    def saver(self) -> SimpleNamespace:
-        return SimpleNamespace(reason="", storage_reason=self.storage_reason, raise_error=lambda: None)
+    def checkpoints(self) -> "FakeRanks":
+        return self
+
+    @property
+    def saver(self) -> "FakeRanks":
+        return self
+
+    def raise_error(self) -> None: ...
 
     def flush_checkpoint(self) -> None: ...
 
-    def checkpoint_names(self) -> list[str]:
+    def names(self) -> list[str]:
         return []
 
     def canary(self) -> None: ...
@@ -62,7 +70,7 @@ class FakeRanks:
     def keep_alive(self) -> None: ...
     def restore(self, pointer: CheckpointPointer) -> None: ...
 
-    def prune_checkpoints(self, *, pinned: set[str]) -> None:
+    def prune(self, *, pinned: set[str]) -> None:
         """As strictly as it may: all but those that are pinned."""
         for folder in self._folder.checkpoints.iterdir():
             if folder.name not in pinned:
@@ -143,6 +151,20 @@ def test_a_run_that_its_stop_rule_ended_trains_no_step_more_when_it_is_resumed(r
     resumed = msgspec.structs.replace(run, resume=True)
     assert train(resumed, store) == stopped
     assert store.run_state().step == stopped[-1]
+
+
+def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
+    train(run, make_store())
+    folder = RunFolder(run)
+    rows = [msgspec.json.decode(line) for line in folder.metrics.read_bytes().splitlines()]
+    found = {key for row in rows for key in row}
+    assert found <= keys_under(ROWS, STEP, TOKENS)
+    assert keys_under(ROWS) - found == {
+        *("lag/p50", "lag/p95", "lag/histogram"),  # of the ranks
+        *(key for key in keys_under(ROWS) if key.startswith("weights/")),  # of the publisher
+        *("buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction"),
+    }
+    assert set(msgspec.json.decode(folder.summary.read_bytes())) == keys_under(SUMMARY)
 
 
 def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):

@@ -12,7 +12,7 @@ from slipstream.buffer.trajectory import Trajectory, VersionSpan
 from slipstream.learner.algorithms import policy_losses
 from slipstream.learner.algorithms.policy_losses import ppo_clip
 from slipstream.learner.learner import Learner
-from slipstream.learner.rank_group import Command, KeepAlive, RankGroup, Shutdown
+from slipstream.learner.rank_group import Command, Operation, RankGroup
 from slipstream.runtime.time_account import TimeAccount
 from tests.builders import make_run
 from tests.unit.learner.builders import make_alone, make_groups, make_model, make_response, make_trainer
@@ -58,7 +58,7 @@ def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
 
 
 def test_the_worker_loop_waits_for_the_next_command_after_keep_alive():
-    ranks = FakeRanks(KeepAlive(), KeepAlive(), Shutdown())
+    ranks = FakeRanks(Operation("keep_alive"), Operation("keep_alive"), Operation("shutdown"))
     make_rank_group(ranks).worker_loop()
     assert not ranks.left
 
@@ -66,7 +66,7 @@ def test_the_worker_loop_waits_for_the_next_command_after_keep_alive():
 def test_rank_0_keeps_the_others_alive_while_it_waits():
     ranks = FakeRanks()
     make_rank_group(ranks).keep_alive()
-    assert ranks.sent == [[encode(KeepAlive())]]
+    assert ranks.sent == [[encode(Operation("keep_alive"))]]
 
 
 def test_percentiles_of_lag_are_over_tokens():

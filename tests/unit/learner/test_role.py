@@ -1,9 +1,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.load import load
+from slipstream.learner.build import choose_device
+from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.role import wait_for_token
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
 from slipstream.runtime.run_folder import RunFolder
@@ -21,3 +24,16 @@ def test_a_learner_of_a_mistyped_name_waits_with_the_names_that_there_are_and_ma
     with pytest.raises(WaitTimeoutError, match=r"missing: run 'mien' in .*: did you mean 'mine'\?; correct name="):
         wait_for_token(mistyped, deadline=Deadline(0.3, what="a run"))
     assert [folder.name for folder in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(("setting", "num_gpus"), [("cuda", 0), ("cuda", 2), ("auto", 2)])
+def test_a_rank_without_a_gpu_of_its_own_is_told_so(
+    setting: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert choose_device("cpu", local_rank=2) == torch.device("cpu")
+    with pytest.raises(TrainEngineError, match=rf"^learner.device={setting} needs .*, got {num_gpus} .* for 3 or more"):
+        choose_device(setting, local_rank=2)
+    if num_gpus:
+        assert choose_device(setting, local_rank=1) == torch.device("cuda", 1)

@@ -7,14 +7,13 @@ from typing import Any
 import yaml
 
 from slipstream.exporter.families import FAMILIES, family_of
-from slipstream.learner.metrics.log import ROW_KEYS
 from slipstream.learner.metrics.ranges import RANGES
-from slipstream.learner.metrics.step_metrics import METRICS
 from slipstream.scripts.monitoring_files import alerts, dashboard
+from tests.metric_docs import ROWS, STEP, TOKENS, keys_under
 
 NAME = re.compile(r"slipstream_\w+")
 SERVED = {family.full_name for family in FAMILIES.values()} | {
-    family_of(key)[0].full_name for key in (*ROW_KEYS, *METRICS, *RANGES)
+    family_of(key)[0].full_name for key in (*keys_under(ROWS, STEP, TOKENS), *RANGES)
 }
 
 

@@ -11,7 +11,6 @@ token_ratio = checked(importance.token_ratio)
 token_log_ratio = checked(importance.token_log_ratio)
 truncate = checked(importance.truncate)
 mask = checked(importance.mask)
-bound_by_lag = checked(importance.bound_by_lag)
 normalise = checked(importance.normalise)
 effective_sample_size = checked(importance.effective_sample_size)
 interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
@@ -126,26 +125,6 @@ def test_truncated_weights_never_exceed_the_cap_and_are_equal_over_a_sequence():
         assert weights.max() <= 2.0
         if name != "token":
             assert all(weights[sequences == i].unique().numel() == 1 for i in range(9))
-
-
-def test_bounds_may_differ_between_tokens():
-    weights, high = torch.tensor([3.0, 3.0]), torch.tensor([2.0, 4.0])
-    assert truncate(weights, high=high).tolist() == [2, 3]
-    assert truncate(-weights, high=high, low=torch.tensor([-1.0, -2.0])).tolist() == [-1, -2]
-    assert mask(weights, low=0.5, high=high).tolist() == [0, 3]
-
-
-def test_a_bound_is_that_of_the_largest_lag_reached():
-    lags = torch.tensor([0, 1, 2, 3, 4, 99])
-    assert bound_by_lag(lags, bounds={4: 1.5, 0: 5.0, 2: 2.0}).tolist() == [5, 5, 2, 2, 1.5, 1.5]
-    assert bound_by_lag(lags, bounds={0: 3.0}).tolist() == [3.0] * 6
-    assert bound_by_lag(NO_TOKENS[1], bounds={0: 3.0}).shape == (0,)
-
-
-@pytest.mark.parametrize("bounds", [{}, {1: 2.0}])
-def test_bounds_that_leave_a_lag_without_one_are_refused(bounds):
-    with pytest.raises(ValueError, match="must start at lag 0"):
-        bound_by_lag(torch.tensor([0]), bounds=bounds)
 
 
 def test_a_sequence_counts_once_and_an_empty_one_not_at_all():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import rejection
-from slipstream.learner.algorithms.importance import bound_by_lag, token_log_ratio
+from slipstream.learner.algorithms.importance import token_log_ratio
 from tests.unit.learner.inputs import checked, over_ratios
 
 keep_k1, keep_k2, keep_k3 = (over_ratios(keep) for keep in rejection.STATISTICS.values())
@@ -172,9 +172,3 @@ def test_another_sequence_changes_nothing(name):
     log_ratio, sequences = torch.randn(10), torch.arange(10) // 5
     spoiled = torch.cat([log_ratio[:5], torch.full((5,), 19.0)])
     assert ANY[name](log_ratio, sequences, 2)[:5].equal(ANY[name](spoiled, sequences, 2)[:5])
-
-
-def test_bounds_may_depend_on_the_lag():
-    log_ratio, lags = logs(3, 3), torch.tensor([0, 4])
-    high = bound_by_lag(lags, bounds={0: 5.0, 2: 2.0})
-    assert keep_k1(log_ratio, torch.tensor([0, 1]), num_sequences=2, over="mean", high=high).tolist() == [True, False]

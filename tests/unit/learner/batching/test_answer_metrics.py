@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.learner.batching.answer_metrics import describe_answers
+from slipstream.learner.batching.build_batch import describe_answers
 from tests.builders import make_trajectory
 
 

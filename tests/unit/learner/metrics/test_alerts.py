@@ -1,12 +1,14 @@
+import re
+
 import pytest
 from structlog.testing import capture_logs
 
 from slipstream.learner.metrics.alerts import MetricAlerts
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.learner.metrics.ranges import RANGES, Range
-from slipstream.learner.metrics.step_metrics import METRICS, TOKEN_METRICS
 from slipstream.runtime.run_folder import RunFolder
 from tests.memory_store.store import MemoryStore
+from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import make_model, make_run
 
 
@@ -92,7 +94,7 @@ def test_a_metric_missing_from_a_row_keeps_its_state():
 
 @pytest.mark.parametrize("key", RANGES)
 def test_every_range_is_of_a_metric_and_says_what_to_do(key):
-    assert key in METRICS or key.rpartition("/")[2] in TOKEN_METRICS
+    assert re.sub("by_lag/0/", "", key) in keys_under(STEP, TOKENS)
     assert RANGES[key].advice
     assert str(RANGES[key])
 

@@ -6,7 +6,7 @@ import pytest
 from slipstream.configs.advantages import AdvantageConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
 from slipstream.learner.objective.formulas import find
-from slipstream.learner.objective.state import ObjectiveState
+from slipstream.learner.objective.objective import ObjectiveState
 
 RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.objective.importance_correction import correct
 
@@ -9,11 +9,11 @@ SEQUENCES = torch.tensor([0, 0, 1, 1])
 DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()
 
 
-def corrected(drift=DRIFT, lags=(0, 0, 0, 0), learner_log_ratio=None, **settings):
+def corrected(drift=DRIFT, learner_log_ratio=None, **settings):
     inputs, learner = (
         RatioInputs(x, SEQUENCES, 2) for x in (drift, drift if learner_log_ratio is None else learner_log_ratio)
     )
-    return correct(inputs, learner=learner, lags=torch.tensor(lags), config=CorrectionConfig(**settings))
+    return correct(inputs, learner=learner, config=CorrectionConfig(**settings))
 
 
 def test_without_a_level_every_token_counts_once():
@@ -47,30 +47,6 @@ def test_normalised_weights_have_the_mean_one_over_what_they_belong_to():
     assert by_token.weights.tolist() == pytest.approx([1 / 1.0625, 2 / 1.0625, 0.25 / 1.0625, 1 / 1.0625])
     by_sequence = corrected(level="sequence", high=2.0, normalise=True)
     assert by_sequence.weights.tolist() == pytest.approx([2 / 1.125, 2 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
-
-
-def test_the_bound_of_a_sequence_is_that_of_its_oldest_token():
-    stricter = [LagBoundConfig(min_lag=4, high=1.5)]
-    assert corrected(lags=(0, 4, 0, 0), level="token", high=3.0, by_lag=stricter).weights.tolist() == [1, 1.5, 0.25, 1]
-    by_sequence = corrected(lags=(4, 0, 0, 0), level="sequence", high=3.0, by_lag=stricter)
-    assert by_sequence.weights.tolist() == pytest.approx([1.5, 1.5, 0.25, 0.25])
-
-
-def test_both_bounds_may_follow_the_lag_and_what_an_entry_lacks_stays():
-    by_lag = [LagBoundConfig(min_lag=2, low=0.5), LagBoundConfig(min_lag=4, high=1.5)]
-    found = corrected(lags=(0, 4, 2, 4), level="token", high=3.0, by_lag=by_lag)
-    assert found.weights.tolist() == [1, 1.5, 0.5, 1]
-    assert found.is_bounded.tolist() == [False, True, True, False]
-
-
-def test_bounds_of_rejection_follow_the_lag_of_what_is_rejected():
-    by_token = RejectionConfig(over="token", low=0.5, high=2.0, by_lag=[LagBoundConfig(min_lag=3, low=0.2, high=5.0)])
-    assert corrected(lags=(0, 3, 0, 0), reject=[by_token]).is_kept.tolist() == [True, True, False, True]
-    assert corrected(lags=(0, 0, 3, 0), reject=[by_token]).is_kept.tolist() == [True, False, True, True]
-    # The products are 4 and 1/4; a trajectory is as old as its oldest token.
-    whole = RejectionConfig(over="sum", high=2.0, by_lag=[LagBoundConfig(min_lag=3, high=5.0)])
-    assert corrected(lags=(3, 0, 0, 0), reject=[whole]).is_kept.tolist() == [True, True, True, True]
-    assert corrected(lags=(0, 0, 3, 0), reject=[whole]).is_kept.tolist() == [False, False, True, True]
 
 
 def test_weights_are_the_proximal_policys_and_rejections_the_learners():

@@ -19,8 +19,9 @@ from slipstream.configs.policy_losses import (
     ToprConfig,
 )
 from slipstream.learner.batching.batch import Tokens
-from slipstream.learner.metrics.step_metrics import METRICS, StepMetrics
+from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.objective.objective import Objective
+from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone
 
 TRUNCATED, NONE = CorrectionConfig(high=2.0), CorrectionConfig(level="none", high=None)
@@ -247,7 +248,7 @@ def test_diagnostics_by_hand_and_documented():
     config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=TRUNCATED)
     loss_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), metrics=metrics)
     report = metrics.report(make_alone(), num_updates=1)
-    assert documented(report) <= set(METRICS)
+    assert documented(report) <= keys_under(STEP, TOKENS)
     assert report["learner/tokens"] == 2
     assert report["learner/ratio_mean"] == pytest.approx(1.25)
     assert report["learner/ratio_max"] == pytest.approx(1.5)

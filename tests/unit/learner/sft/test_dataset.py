@@ -171,3 +171,11 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     Path(run.sft.train_path).unlink()
     with pytest.raises(ConfigError, match="there is no such file"):
         read_train(run)
+
+
+def test_a_file_that_is_damaged_in_its_middle_is_named(tmp_path):
+    run = sft_run(tmp_path)
+    path = Path(run.sft.train_path)
+    path.write_bytes(path.read_bytes()[:4] + bytes(40) + path.read_bytes()[44:])
+    with pytest.raises(ConfigError, match=r"^\S*train\.parquet must be a .* cannot be read from row 0 on: "):
+        read_train(run)

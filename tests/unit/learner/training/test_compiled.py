@@ -10,7 +10,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.load import load
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training import compiled
+from slipstream.learner.training import attention as compiled
 from slipstream.learner.training.attention import PACKED
 from slipstream.learner.training.model import LONG
 from tests.families import make_family

@@ -3,8 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,7 +19,6 @@ from slipstream.learner.training import model as model_module
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import load_policy
 from tests.families import FAMILIES, make_family
-from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import (
     CPU,
     VOCABULARY,
@@ -123,16 +120,15 @@ def test_bfloat16_is_probed_in_float32(tmp_path):
     assert policy.compute_dtype == torch.bfloat16
 
 
-def test_the_probe_reads_the_prompts_of_the_run(tmp_path):
-    path, data = make_model(tmp_path), tmp_path / "train.parquet"
-    prompts = [[{"role": "user", "content": "12+"}], [{"role": "user", "content": "34="}]]
-    pq.write_table(pa.table({"prompt": prompts}), data)
-    run = make_run(path, data=DataConfig(train=str(data), heldout="b"))
-    expected = make_tokenizer().encode("12+34=", add_special_tokens=False)
-    for count in (3, 40):
-        found = layout_module._token_ids(run, vocab_size=VOCABULARY, count=count)
-        assert len(found) == count
-        assert found[:6].tolist() == expected[:count]
+def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
+    run, text = make_run(make_model(tmp_path)), [5, 3, 4]
+    alone, short, long = (
+        layout_module._probe_samples(run, each, window=0, vocab_size=VOCABULARY) for each in ([], text, text * 1000)
+    )
+    prompt = short[0].token_ids
+    assert prompt[:3].tolist() == text
+    assert prompt[3:].tolist() == alone[0].token_ids[3:].tolist()
+    assert set(np.concatenate([sample.token_ids for sample in long])) == set(text)
 
 
 class OtherRank:

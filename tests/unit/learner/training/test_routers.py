@@ -22,11 +22,13 @@ from slipstream.configs.generators import GeneratorsConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.errors import BatchError
-from slipstream.learner.metrics.step_metrics import EXPERT_METRICS, describe_experts
+from slipstream.learner.metrics.step_metrics import describe_experts
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.routers import EXPERTS
 from tests.families import make_family, make_family_module
+from tests.metric_docs import EXPERTS as EXPERTS_TABLE
+from tests.metric_docs import keys_under
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, weights, zero
 
@@ -147,7 +149,9 @@ def test_microbatches_and_engines_do_not_change_the_step(tmp_path: Path, learner
     (one, measured), (other, again) = found
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-5
     keys = [key for key in measured if "expert" in key or "aux" in key]
-    assert {key.replace("layer/0", "layer/<layer>") for key in keys if "layer/1" not in key} == set(EXPERT_METRICS)
+    assert {key.replace("layer/0", "layer/<layer>") for key in keys if "layer/1" not in key} == keys_under(
+        EXPERTS_TABLE
+    )
     assert {key: again[key] for key in keys} == pytest.approx({key: measured[key] for key in keys}, rel=1e-4)
 
 

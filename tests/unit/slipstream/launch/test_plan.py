@@ -233,7 +233,7 @@ def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
 def test_derived_sizes_follow_from_the_settings() -> None:
     derived = derived_sizes(load(["experiment=gsm8k_8gpu"]))
     assert derived["trajectories per step"] == "1024 = 128 groups x 8"
-    assert derived["trajectories per update and rank"] == "256"
+    assert derived["trajectories per optimizer update"] == "1024"
     assert derived["groups running or waiting"].startswith("< 640 ")
     assert derived["devices of all generators"] == "4"
 
