@@ -229,7 +229,12 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
 
     A broker must not choose what is executed here. Raises ConfigError.
     """
-    run = msgspec.json.decode(config_json, type=RunConfig)
+    try:
+        run = msgspec.json.decode(config_json, type=RunConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"the broker must be of this version of Slipstream, got other settings: update the older side ({error})."
+        ) from None
     harmless = {word for name, path in BUILT_IN.items() if name not in REACHING_OUT for word in (name, path)}
     known = {one.function for o in own for one in o.generators.reward.chosen} | harmless
     for function in (one.function for one in run.generators.reward.chosen if one.function not in known):

@@ -127,7 +127,7 @@ class Auditor:
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
         """Compare prompt and reward with those of one's own; empty if they agree, or the reward cannot be told."""
         first = int(np.argmax(trajectory.model_mask))
-        expected, _ = self._encoder.encode_with_images(prompt)
+        expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
             return f"the tokens of the prompt of {trajectory.id} are not those of the row {prompt.uid}"
         reward = trajectory.reward

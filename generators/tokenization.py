@@ -41,17 +41,14 @@ class PromptEncoder:
         self._max_prompt_tokens = max_prompt_tokens
         self._vision = vision
 
-    def encode(self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError.
-
-        `tools`: JSON schemas of the functions that the model may call, for the template.
-        """
-        return self.encode_with_images(prompt, tools=tools)[0]
-
-    def encode_with_images(
+    def encode(
         self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[PromptImage]]:
-        """The same, and the prompt's images, whose tokens are as many as the model reads."""
+        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError.
+
+        `tools`: JSON schemas of the functions that the model may call, for the template. Returns also the prompt's
+        images, whose tokens are as many as the model reads.
+        """
         if isinstance(prompt.prompt, str):
             token_ids = self._encode_prompt_text(prompt)
         else:

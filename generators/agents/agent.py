@@ -36,7 +36,7 @@ class AgentLoop(Protocol):
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
         """Return the JSON schemas that the chat template shows with this prompt; None without any."""
-        ...
+        return None
 
     async def run(self, episode: Any) -> None:
         """Fill an Episode. An exception costs this answer alone. Raises EngineError."""
@@ -82,15 +82,11 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         """Append the model's turn, exactly as sampled."""
-        offset = len(self.token_ids)
         if completion.experts is not None:
             # Those of earlier turns stay: they are of the passes that sampled them.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
-        for span in completion.version_spans:
-            # A turn that starts under the version of the previous one extends its span: spans mark changes only.
-            if not self.version_spans or self.version_spans[-1].version != span.version:
-                self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
+        self._add_spans(completion.version_spans)
         # A turn is a run of the model's tokens: one that goes on without an observation between is the same.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
@@ -107,10 +103,7 @@ class Transcript:
 
     def append(self, other: "Transcript") -> None:
         """Append the tokens, log-probabilities and spans of another context."""
-        offset = len(self.token_ids)
-        for span in other.version_spans:
-            if not self.version_spans or self.version_spans[-1].version != span.version:
-                self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
+        self._add_spans(other.version_spans)
         self.num_turns += other.num_turns
         if other.experts is not None:
             self._experts.append(other.experts)
@@ -137,6 +130,12 @@ class Transcript:
         experts = np.concatenate(self._experts)
         missing = len(self.token_ids) - len(experts)
         return np.pad(experts, ((0, missing), (0, 0), (0, 0)))
+
+    def _add_spans(self, spans: list[VersionSpan]) -> None:
+        for span in spans:
+            # A turn that starts under the version of the previous one extends its span: spans mark changes only.
+            if not self.version_spans or self.version_spans[-1].version != span.version:
+                self.version_spans.append(VersionSpan(len(self.token_ids) + span.first_token, span.version))
 
     def _extend(self, token_ids: list[int], logprobs: list[float], *, is_model: bool) -> None:
         if len(token_ids) != len(logprobs):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -13,10 +14,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import EnvironmentAgentConfig
 from slipstream.generators import environments
+from slipstream.generators.agents.agent import AgentLoop
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.reward import checked
@@ -34,7 +35,7 @@ class EnvironmentDiedError(Exception):
     """The environment's process ended, or was ended, before it answered."""
 
 
-class EnvironmentLoop:
+class EnvironmentLoop(AgentLoop):
     """Agent loop of an environment; one process serves all answers of a generator. Life: start -> run* -> close."""
 
     def __init__(self, config: EnvironmentAgentConfig, *, setting: str) -> None:
@@ -51,9 +52,6 @@ class EnvironmentLoop:
         self.waiting = ""
         """Reason for which answers wait for the process; empty if they do not."""
 
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the environment names its tools in its requests."""
-
     async def start(self) -> None:
         """Start the process; `run` waits until it is ready. Raises GeneratorError where that is of no use."""
         if self._serving is None or self._serving.done():
@@ -66,7 +64,7 @@ class EnvironmentLoop:
             self._serving = asyncio.create_task(self._serve(self._ready))
 
     async def close(self) -> None:
-        """Kill the process of the environment."""
+        """Kill the process of the environment, with all that it started."""
         if self._serving:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -106,7 +104,7 @@ class EnvironmentLoop:
     # --- the process ---------------------------------------------------------------------------------------------
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         """Start the process, pass its answers on, and end it; all answers that it owes fail with it."""
-        config, problem = self._config, ""
+        config, problem, self._process = self._config, "", None
         name = f"the environment {config.environment}"
         self._num_starts += 1
         try:
@@ -116,6 +114,8 @@ class EnvironmentLoop:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
+                # A group of its own, which is ended as a whole: tool servers, browsers, whatever it has started.
+                process_group=0,
                 # A proxy is for addresses elsewhere.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
             )
@@ -129,12 +129,15 @@ class EnvironmentLoop:
                 finally:
                     watching.cancel()
             problem = f"{name} has ended"
+        except* msgspec.MsgspecError as errors:
+            problem = f"{name} must write lines of JSON to stdout, got others: {errors.exceptions[0]}"
         except* (OSError, GeneratorError) as errors:
             problem = str(errors.exceptions[0])
         finally:
             self.waiting = ""
-            if self._process and self._process.returncode is None:
-                self._process.kill()
+            if self._process:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 await self._process.wait()
             self._fail(problem, ready)
 

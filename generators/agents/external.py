@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward, ShortName
 from slipstream.configs.generators import ExternalAgentConfig
+from slipstream.generators.agents.agent import AgentLoop
 from slipstream.generators.agents.door import Visitor
 from slipstream.generators.agents.episode import Access, Episode
 from slipstream.generators.agents.openai_api import DoorError, bearer_of, decode_json, read_body
@@ -176,15 +176,12 @@ class Desk:
         return offer
 
 
-class ExternalLoop:
+class ExternalLoop(AgentLoop):
     """Agent loop of agents outside of the generator."""
 
     def __init__(self, config: ExternalAgentConfig, *, desk: Desk) -> None:
         self._config = config
         self._desk = desk
-
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the agent names its tools in its requests."""
 
     async def run(self, episode: Episode) -> None:
         await self._desk.lend(episode, silence_timeout_s=self._config.silence_timeout_s)

@@ -49,8 +49,11 @@ class InteractionLoop(ToolLoop):
         try:
             await self.converse(episode, partial(_answer, user, own_id, given))
         finally:
-            async with asyncio.timeout(_END_S):
-                await call_either(partial(user.finalize_interaction, own_id, **given))
+            try:
+                async with asyncio.timeout(_END_S):
+                    await call_either(partial(user.finalize_interaction, own_id, **given))
+            except TimeoutError:
+                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, it did not") from None
         _pay(episode, 0.0)
 
 

@@ -1,9 +1,9 @@
 """Loops: the agent loop of each config, and those that are a few lines."""
 
 import inspect
+import re
 from functools import partial
 
-from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import (
     AgentKind,
@@ -13,6 +13,7 @@ from slipstream.configs.generators import (
     InteractionAgentConfig,
     SearchAgentConfig,
     SingleTurnConfig,
+    ToolConfig,
     ToolsAgentConfig,
 )
 from slipstream.generators.agents.agent import AgentLoop
@@ -20,23 +21,21 @@ from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.external import Desk, ExternalLoop
 from slipstream.generators.agents.interaction_loop import InteractionLoop
-from slipstream.generators.agents.search_loop import SearchLoop
 from slipstream.generators.agents.tool_loop import ToolLoop
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.tools.tool import Tool
 from slipstream.runtime.import_path import load_function
 
 
-class SingleTurn:
+class SingleTurn(AgentLoop):
     """Agent loop of one response."""
-
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the model answers at once."""
 
     async def run(self, episode: Episode) -> None:
         await episode.generate()
 
 
-class CustomLoop:
+class CustomLoop(AgentLoop):
     """Agent loop that is a coroutine function of the user's."""
 
     def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
@@ -46,11 +45,58 @@ class CustomLoop:
             raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
         self._run = partial(function, **config.arguments)
 
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the function renders its prompts itself."""
-
     async def run(self, episode: Episode) -> None:
         await self._run(episode)
+
+
+_STOPS = ("</search>", "</answer>")
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_INFORMATION = "\n\n<information>{}</information>\n\n"
+
+
+class SearchLoop(AgentLoop):
+    """Agent loop that answers `<search>query</search>` with `<information>...</information>`, until `<answer>`.
+
+    Source: Search-R1, arXiv:2503.09516.
+    """
+
+    def __init__(self, config: SearchAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
+        """Open the index; `setting` is the config's key. Raises ConfigError."""
+        self._config = config
+        self._shortened = encoder.shortened
+        search = ToolConfig(
+            function="search",
+            arguments={"index": config.index, "topk": config.topk},
+            timeout_s=config.search_timeout_s,
+            max_concurrency=config.max_concurrency,
+        )
+        self._search = Tool(search, setting=setting).open({})
+
+    async def run(self, episode: Episode) -> None:
+        episode.metrics.update(tool_calls=0, tool_failures=0, invalid_actions=0)
+        for number in range(1, self._config.max_turns + 1):
+            turn = await episode.generate(max_tokens=self._config.max_turn_tokens, stop=_STOPS)
+            found = _ACTION.search(turn.text)
+            if episode.room <= 0 or (found and found.group(1) == "answer"):
+                return
+            if number == self._config.max_turns:
+                episode.stop_reason = "turn_limit"
+            elif found:
+                episode.observe(_INFORMATION.format(await self._information(episode, found.group(2).strip())))
+            elif self._config.invalid_action:
+                episode.metrics["invalid_actions"] += 1
+                episode.observe(self._config.invalid_action)
+            else:
+                return
+
+    async def _information(self, episode: Episode, query: str) -> str:
+        failure = None
+        try:
+            text = await self._search.call({"query": query})
+        except ToolError as error:
+            failure, text = error, f"error: {error}"
+        episode.metrics.update(tool_calls=1, tool_failures=failure is not None)
+        return self._shortened(text.strip(), self._config.max_observation_tokens)
 
 
 def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk: Desk | None = None) -> AgentLoop:

@@ -30,6 +30,28 @@ class DoorError(Exception):
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    """The fields of a message that are read; a template may show further ones."""
+
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+
 class ChatRequest(msgspec.Struct):
     """A request for a chat completion; fields that are not here have no effect."""
 
@@ -73,11 +95,9 @@ def decode_json(body: bytes, kind: Any) -> Any:
     """Decode a request. Raises DoorError."""
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
+        msgspec.convert(getattr(found, "messages", []), list[_Message])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DoorError(400, f"the request must be JSON of the documented form: {error}") from None
-    for message in getattr(found, "messages", ()):
-        if not isinstance(message.get("role"), str):
-            raise DoorError(400, "each of the messages must have a text `role`", param="messages")
     for name in ("max_tokens", "max_completion_tokens"):
         if (most := getattr(found, name, None)) is not None and most < 1:
             raise DoorError(400, f"{name} must be >= 1, got {most}", param=name)

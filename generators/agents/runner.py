@@ -223,7 +223,8 @@ class AgentRunner:
         own = episode.transcript
         episode.contexts = [context for context in episode.contexts if context.num_turns]
         if not episode.contexts:
-            raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {failure}")
+            reason = failure.detail if failure else "it did not let the model write"
+            raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {reason}")
         for context in episode.contexts:
             context.trim()
         reward = failure or episode.reward or await self._score(episode, index, comparison)
@@ -257,7 +258,7 @@ class AgentRunner:
         # Once for all members of a lease, which share one object and ask one after the other.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
-            encoded = self._encoder.encode_with_images(prompt, tools=tools)
+            encoded = self._encoder.encode(prompt, tools=tools)
             self._encoded[prompt.lease.id] = prompt, encoded
             if len(self._encoded) > _CACHED:
                 del self._encoded[next(iter(self._encoded))]
@@ -338,32 +339,31 @@ class AgentRunner:
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> Reward | None:
-    """Run the loop; returns the failed reward of one that did not come to its end, None of one that did."""
+    """Run the loop; returns the failed reward of one that did not come to its end, None of one that did.
+
+    Raises GeneratorError.
+    """
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             await loop.run(episode)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A fault of the engine that reached the loop as an answer to its request, and ended it in its own way.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error
-        return _failure(error, episode, timeout_s=timeout_s)
+        if isinstance(error, GeneratorError):
+            raise
+        if limit.expired():
+            episode.stop_reason = "timeout"
+            return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
+        # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
+        problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+        log.warning("agent_failed", prompt=episode.prompt.uid, error=problem)
+        episode.stop_reason = "tool_failure"
+        return failed_reward("error", f"the agent failed: {problem}")
     if episode.fault:
         raise episode.fault
     return None
-
-
-def _failure(error: Exception, episode: Episode, *, timeout_s: float) -> Reward:
-    """The reward of a loop that failed; raises what is not the loop's own failure."""
-    match error:
-        case TimeoutError():
-            episode.stop_reason = "timeout"
-            return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
-        case GeneratorError():
-            raise error
-    # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
-    log.warning("agent_failed", prompt=episode.prompt.uid, error=f"{type(error).__name__}: {error}")
-    episode.stop_reason = "tool_failure"
-    return failed_reward("error", f"the agent failed: {type(error).__name__}: {error}")
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:

@@ -200,10 +200,10 @@ def text_of(message: Message) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+    kinds = [part["type"] for part in content]
     if any(kind != "text" for kind in kinds):
         raise PromptError(f"messages must be made of text, got parts of the kinds {kinds}")
-    return "".join(part["text"] for part in content)
+    return "".join(part.get("text", "") for part in content)
 
 
 def compared(message: Message) -> tuple[Any, ...]:

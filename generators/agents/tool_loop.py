@@ -43,11 +43,10 @@ class ToolLoop:
         # Also of an answer without a call, so that means are over all answers.
         episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
-        opened = {
-            tool.name: tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
-            for tool in self._chosen(episode.prompt)
-        }
+        opened: dict[str, OpenTool] = {}
         try:
+            for tool in self._chosen(episode.prompt):
+                opened[tool.name] = tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
             await self._converse(episode, opened, answer)
         finally:
             await asyncio.gather(*(tool.close() for tool in opened.values()))

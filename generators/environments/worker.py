@@ -15,10 +15,15 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+_LOOK_EVERY_S = 1.0
 
 
 class FunctionEnvironment:
@@ -46,7 +51,11 @@ class FunctionEnvironment:
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
         found = await self._function(row, SimpleNamespace(**model), **self._arguments)
-        return found if isinstance(found, dict) else {"reward": float(found)}
+        record = found if isinstance(found, dict) else {"reward": found}
+        try:
+            return {**record, "reward": float(record["reward"])}
+        except (KeyError, TypeError, ValueError):
+            raise TypeError(f"it must return a number, or a record with a number `reward`, got {found!r:.80}") from None
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
@@ -92,7 +101,7 @@ class Worker:
 
     async def _play(self, number: int, row: dict[str, Any], model: dict[str, str]) -> None:
         try:
-            self._send({"id": number, **await self._environment.play(row, model)})
+            self._send({**await self._environment.play(row, model), "id": number})
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -101,19 +110,34 @@ class Worker:
             del self._playing[number]
 
 
+def end() -> None:
+    """End this process at once, whatever its threads do; where it leads a group, with all that it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def end_after(parent: int) -> None:
+    """End this process once its parent has: an environment that hangs does not see that stdin has ended."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    end()
+
+
 async def main() -> None:
     """Serve stdin; what the environment prints goes to stderr, where it cannot be taken for an answer."""
+    threading.Thread(target=end_after, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
+        # NaN is no JSON: with it the line, and with the line this process, would be lost.
+        answers.write(json.dumps(message, allow_nan=False) + "\n")
 
     lines = asyncio.StreamReader(limit=64 * 2**20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     await Worker(send).run(lines)
-    # Threads of the environment's, and whatever else it left, do not keep the process.
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -148,6 +148,8 @@ class RewardWorker(asyncio.Protocol):
             reply = decode_reply(body)
             if isinstance(reply, int):
                 self.pid = reply
+            elif isinstance(reply, str):
+                self.error = reply
             elif pending := self._pending.pop(reply.id, None):
                 self._settle(pending[1], reply.rewards)
         self._stop_timer()

@@ -1,9 +1,14 @@
-"""Reward functions that compare texts, exactly or position by position, and one that ranks the answers to a prompt."""
+"""Reward functions of texts: comparisons, ranks, short answers in <answer> tags, and the shape of a response."""
+
+import re
+import string
+from collections.abc import Callable, Sequence
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.generators.rewards.reward import RewardInput, truth_text
+from slipstream.generators.rewards.reward import RewardInput, model_text, truth_text, truth_texts
 
 
+# --- comparisons -----------------------------------------------------------------------------------------------------
 def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> Reward:
     """Reward 1 if the response equals the ground truth and ends with the end token, else 0."""
     answer, truth = sample.response, truth_text(sample, grader="exact_match")
@@ -48,3 +53,91 @@ def rank(samples: list[RewardInput], *, by: str = "") -> list[Reward]:
         Reward(total=share / (len(scores) - 1), is_correct=reward.is_correct)
         for share, reward in zip(shares, own, strict=True)
     ]
+
+
+# --- answers to questions --------------------------------------------------------------------------------------------
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_MAX_TAGS = 10
+
+
+def qa_exact_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
+    """Reward 1 if the last <answer> equals one of the golden answers, `format_score` for another one, else 0.
+
+    Case, punctuation and articles do not count. All turns of the model are read. A quarter of it where there are more
+    than ten answer tags, which try them all. The ground truth is a text, a list of texts, or {"target": either}.
+
+    Source: Search-R1, arXiv:2503.09516; verl, utils/reward_score/search_r1_like_qa_em.py.
+    """
+    return _grade(sample, lambda answer, golden: answer == golden, format_score=format_score)
+
+
+def qa_sub_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
+    """Reward as `qa_exact_match`, for an answer that contains one of the golden answers."""
+    return _grade(sample, lambda answer, golden: golden in answer, format_score=format_score)
+
+
+def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_score: float) -> Reward:
+    texts = truth_texts(sample, grader="question answering")
+    golden = [text for text in map(normalised, texts) if text]
+    if not golden:
+        raise ValueError(f"a golden answer must hold more than articles and punctuation, got {texts!r:.60}")
+    text = model_text(sample)
+    answers = _ANSWER.findall(text)
+    if not answers:
+        return Reward(total=0.0)
+    answer = normalised(answers[-1])
+    if not any(matches(answer, text) for text in golden):
+        return Reward(total=format_score, detail=answer)
+    is_guess = max(text.count("<answer>"), text.count("</answer>")) > _MAX_TAGS
+    return Reward(total=0.25 if is_guess else 1.0, is_correct=not is_guess, detail=answer)
+
+
+def normalised(text: str) -> str:
+    """Return the text in lower case, without punctuation, articles and double blanks: `The  U.S.` -> `us`."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+# --- shape; added to a grader's rewards with weights -----------------------------------------------------------------
+def format_tags(
+    sample: RewardInput, *, tags: Sequence[str] = ("think", "answer"), is_first_open: bool = False
+) -> Reward:
+    """Reward 1 if the response is <think>...</think><answer>...</answer> and nothing else, each tag once, else 0.
+
+    `is_first_open`: the prompt has opened the first tag, so the response starts inside it.
+
+    Source: DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
+    """
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    # The marks alone decide, in their order: a pattern for the whole text could backtrack without end.
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", sample.response)
+    outside = pieces[2::4] if is_first_open else pieces[0::4]
+    is_right = pieces[1::2] == marks[is_first_open:] and not any(text.strip() for text in outside)
+    return Reward(total=float(is_right), is_correct=is_right)
+
+
+def length_penalty(sample: RewardInput, *, max_tokens: int) -> Reward:
+    """Reward -L / max_tokens for a response of L tokens, at least -1: shorter answers are better."""
+    return Reward(total=-min(1.0, len(sample.response_token_ids) / max_tokens))
+
+
+def overlong_penalty(sample: RewardInput, *, max_tokens: int, buffer_tokens: int) -> Reward:
+    """Reward 0 up to max_tokens - buffer_tokens, from there linearly down to -1 at max_tokens.
+
+    reward = clip((max_tokens - buffer_tokens - L) / buffer_tokens, -1, 0)
+
+    Source: DAPO, arXiv:2503.14476, eq. 13. `algorithm.reward` has the same in the learner, which can change it later.
+    """
+    excess = len(sample.response_token_ids) - (max_tokens - buffer_tokens)
+    return Reward(total=-min(1.0, max(0.0, excess / buffer_tokens)))
+
+
+def repetition_penalty(sample: RewardInput, *, ngram: int = 3) -> Reward:
+    """Reward -(1 - different n-grams / n-grams) over the words of the response; 0 where it has fewer words than n.
+
+    Source: Demystifying Long CoT, arXiv:2502.03373, appendix; Open-R1, `get_repetition_penalty_reward`.
+    """
+    words = sample.response.lower().split()
+    ngrams = [tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1)]
+    return Reward(total=len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0)

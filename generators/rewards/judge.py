@@ -52,12 +52,15 @@ class ChatClient:
         *,
         address: str,
         model: str,
-        max_tokens: int,
-        temperature: float,
-        requests_per_minute: float | None,
-        api_key_variable: str,
         system: str = "",
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        requests_per_minute: float | None = None,
+        api_key_variable: str = "OPENAI_API_KEY",
     ) -> None:
+        """`address`: base of the API, such as http://judge:8000/v1. `requests_per_minute`: of each worker; a call's
+        wait counts to its time limit. `api_key_variable`: environment variable of the key, which may be missing.
+        """
         self.address = f"{address.rstrip('/')}/chat/completions"
         self._system = system
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -101,22 +104,14 @@ class Judge:
     def __init__(
         self,
         *,
-        address: str,
-        model: str,
         template: str = _TEMPLATE,
-        system: str = "",
         pattern: str = r"score:\s*([-+]?\d+(?:\.\d+)?)",
         scale: float = 1.0,
         correct_from: float = 1.0,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
-        requests_per_minute: float | None = None,
-        api_key_variable: str = "OPENAI_API_KEY",
+        **client: Any,
     ) -> None:
-        """`address`: base of the API, such as http://judge:8000/v1. `template`: the judge's prompt, with {prompt},
-        {response} and {ground_truth}. `pattern`: regular expression, whatever the case, whose group 1 is the score.
-        `requests_per_minute`: of each worker; a call's wait counts to its time limit. `api_key_variable`: environment
-        variable of the key, which may be missing.
+        """`template`: the judge's prompt, with {prompt}, {response} and {ground_truth}. `pattern`: regular expression,
+        whatever the case, whose group 1 is the score. `client`: arguments of ChatClient.
         """
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE)
@@ -125,15 +120,7 @@ class Judge:
         if self._pattern.groups < 1 or "{response}" not in template:
             raise ConfigError("judge must have a pattern with a group for the score, and a template with {response}.")
         self._template, self._scale, self._correct_from = template, scale, correct_from
-        self._client = ChatClient(
-            address=address,
-            model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            requests_per_minute=requests_per_minute,
-            api_key_variable=api_key_variable,
-            system=system,
-        )
+        self._client = ChatClient(**client)
 
     async def __call__(self, sample: RewardInput) -> Reward:
         texts = {
@@ -161,19 +148,13 @@ class PairwiseJudge:
     def __init__(
         self,
         *,
-        address: str,
-        model: str,
         method: str = "win_rate",
         opponents: int | None = None,
         template: str = _PAIR_TEMPLATE,
-        system: str = "",
-        max_tokens: int = 512,
-        temperature: float = 0.0,
-        requests_per_minute: float | None = None,
-        api_key_variable: str = "OPENAI_API_KEY",
+        **client: Any,
     ) -> None:
         """`opponents`: each answer meets that many of the answers after it; None = all. `template`: with {prompt}, {a},
-        {b}, perhaps {ground_truth}; the judge's last `Verdict: A`, `B` or `tie` counts. The rest is as for `judge`.
+        {b}, perhaps {ground_truth}; the judge's last `Verdict: A`, `B` or `tie` counts. `client`: as for `judge`.
         """
         if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
             raise ConfigError(
@@ -181,15 +162,7 @@ class PairwiseJudge:
                 f"method={method!r}."
             )
         self._method, self._opponents, self._template = method, opponents, template
-        self._client = ChatClient(
-            address=address,
-            model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            requests_per_minute=requests_per_minute,
-            api_key_variable=api_key_variable,
-            system=system,
-        )
+        self._client = ChatClient(**client)
 
     async def __call__(self, samples: list[RewardInput]) -> list[Reward]:
         count = len(samples)

@@ -70,18 +70,18 @@ def truth_text(sample: RewardInput, *, grader: str) -> str:
     raise TypeError(f"a ground truth of {grader} must be a text or a number, got {_describe(truth)}")
 
 
-def truth_texts(sample: RewardInput, *, grader: str, field: str = "target") -> list[str]:
-    """Return the ground truth's alternatives: a text, a list of texts, or a record that holds either in `field`.
+def truth_texts(sample: RewardInput, *, grader: str) -> list[str]:
+    """Return the ground truth's alternatives: a text, a list of texts, or a record that holds either as `target`.
 
     Raises TypeError for any other form.
     """
     truth = sample.ground_truth
-    if isinstance(truth, dict) and field in truth:
-        truth = truth[field]
+    if isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
     texts = [truth] if isinstance(truth, str) else truth
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(
-            f"a ground truth of {grader} must be a text, a list of texts, or a record with either as `{field}`, got "
+            f"a ground truth of {grader} must be a text, a list of texts, or a record with either as `target`, got "
             f"{_describe(sample.ground_truth)}"
         )
     return texts
@@ -140,25 +140,22 @@ def bind(
     function: RewardFunction, arguments: dict[str, Any], *, setting: str, path: str
 ) -> tuple[RewardFunction, Form]:
     """Return the function with its arguments bound, and its form, which its parameters tell. Raises ConfigError."""
-    form = _form(function)
     try:
         if inspect.isclass(function):
-            inspect.signature(function).bind(**arguments)
-        elif form.keywords is None:
+            instance: Any = function(**arguments)
+            return instance, _form(instance)
+        form = _form(function)
+        if form.keywords is None:
             inspect.signature(function).bind(None, **arguments)
         else:
             inspect.signature(function).bind_partial(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
-    if not inspect.isclass(function):
-        return partial(function, **arguments), form
-    try:
-        instance: Any = function(**arguments)
     except ConfigError:
         raise
+    except TypeError as error:
+        raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
     except Exception as error:
         raise ConfigError(f"{setting}.function={path!r}: {type(error).__name__}: {error}.") from error
-    return instance, _form(instance)
+    return partial(function, **arguments), form
 
 
 def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:

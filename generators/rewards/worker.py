@@ -29,6 +29,7 @@ import msgspec
 import psutil
 
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
@@ -58,8 +59,8 @@ class Reply(msgspec.Struct, array_like=True):
 
 decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
 decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply | int).decode
-"""One reply per request; before the first, the id of the process that scores, once that is ready."""
+decode_reply = msgspec.msgpack.Decoder(Reply | int | str).decode
+"""One reply per request; before the first, the id of the process that scores, once that is ready, or why it is not."""
 MEMORY_EXIT = 77
 """Exit code of a worker whose reward function ran out of memory."""
 STUCK_EXIT = 78
@@ -68,7 +69,7 @@ SIGNAL_EXIT = 128
 """Exit code of a worker whose scoring process a signal ended, less the signal's number, as shells report it."""
 
 
-def frame(record: RewardConfig | Request | Reply | int) -> bytes:
+def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
     """Encode a record as one frame."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
@@ -110,9 +111,18 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
             return
         config = decode_config(first)
         _limit_memory(config.max_memory_mib)
-        # What a function holds that ran out of memory would fail the next calls, too.
-        functions = RewardFunctions(config, on_memory_error=_end_without_memory)
-        functions.start()
+        try:
+            # What a function holds that ran out of memory would fail the next calls, too.
+            functions = RewardFunctions(config, on_memory_error=_end_without_memory)
+            functions.start()
+        except MemoryError:
+            _end_without_memory()
+        except Exception as error:
+            is_ours = isinstance(error, ConfigError)
+            pool.sendall(frame(str(error) if is_ours else f"{type(error).__name__}: {error}"))
+            if is_ours:
+                raise SystemExit(1) from None
+            raise
         pid = os.getpid()
         # Ready: the import above may have taken long, and the time limit of samples must not include it.
         pool.sendall(frame(pid))

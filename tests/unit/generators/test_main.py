@@ -70,6 +70,11 @@ def accepted(run: RunConfig, own: list[RunConfig], overrides: list[str]) -> RunC
     return accept_settings(msgspec.json.encode(run).decode(), own, overrides)
 
 
+def test_settings_of_another_version_are_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"must be of this version of Slipstream, .* unknown field `novelty`"):
+        accept_settings('{"novelty": 1}', [make_run()], [])
+
+
 def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that_allows_it() -> None:
     run = received(generators={"reward": {"function": REWARD}})
     with pytest.raises(

@@ -296,7 +296,7 @@ def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path
 def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path) -> None:
     encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=99)
     prompt = [{"role": "user", "content": "1+2+3+4"}]
-    length = len(encoder.encode(make_prompt(prompt)))
+    length = len(encoder.encode(make_prompt(prompt))[0])
     if length > most:
         with pytest.raises(ConfigError, match=f"up to {length} tokens"):
             open_with(tmp_path, [prompt], max_prompt_tokens=most)
@@ -342,7 +342,7 @@ def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content:
     model = ModelConfig(path=str(tmp_path / "model"), chat_template=str(tmp_path / "mine.jinja"))
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     tokenizer = load_tokenizer(model)
-    token_ids = PromptEncoder(tokenizer, max_prompt_tokens=99).encode(make_prompt(messages))
+    token_ids, _ = PromptEncoder(tokenizer, max_prompt_tokens=99).encode(make_prompt(messages))
     assert tokenizer.decode(token_ids) == f"{content}{content}="
     assert count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
 

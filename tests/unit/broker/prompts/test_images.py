@@ -119,13 +119,13 @@ def test_prompts_are_encoded_as_the_model_reads_them(tmp_path: Path, model: Path
     assert decode(encode(prompt), type(prompt)) == prompt
     tokenizer = load_tokenizer(make_run(model={"path": str(model)}).model)
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=10, vision=VisionModel(str(model)))
-    token_ids, (image,) = encoder.encode_with_images(prompt)
+    token_ids, (image,) = encoder.encode(prompt)
     assert token_ids == [3, 14, IMAGE, IMAGE, 16, 13]
     assert (image.first_token, image.num_tokens, image.data) == (2, 2, FIRST)
     tokenizer.chat_template = TEMPLATE
     chat = make_picture_row([{"bytes": FIRST}], prompt=[{"role": "user", "content": "<image>1"}])
     asked = make_prompt(lease, open_run(tmp_path, model, [chat]).row(0))
-    assert encoder.encode(asked) == [14, IMAGE, IMAGE, 16, 3, 13]
+    assert encoder.encode(asked)[0] == [14, IMAGE, IMAGE, 16, 3, 13]
 
 
 def test_a_damaged_image_costs_its_prompt_alone(model: Path) -> None:

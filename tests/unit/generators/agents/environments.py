@@ -1,11 +1,11 @@
 """Environments that run in a process of their own: they import nothing of Slipstream or of the tests."""
 
+import asyncio
 import itertools
 import json
 import os
 import time
 import urllib.request
-from asyncio import to_thread
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ async def post(model: SimpleNamespace, path: str, **body: object) -> dict:
         json.dumps(body).encode(),
         {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"},
     )
-    return json.load(await to_thread(urllib.request.urlopen, request))
+    return json.load(await asyncio.to_thread(urllib.request.urlopen, request))
 
 
 async def ask(model: SimpleNamespace, messages: list[dict]) -> dict:
@@ -59,10 +59,29 @@ async def failing(row: dict, model: SimpleNamespace) -> float:
     raise ValueError("no such page")
 
 
+async def forgetful(row: dict, model: SimpleNamespace) -> None:
+    """Return nothing."""
+    await ask(model, row["prompt"])
+
+
 async def blocking(row: dict, model: SimpleNamespace) -> float:
     """A tool module that never comes back, and holds the whole process up."""
     await ask(model, row["prompt"])
     time.sleep(60)  # noqa: ASYNC251
+    return 1.0
+
+
+async def odd(row: dict, model: SimpleNamespace, *, found: dict) -> dict:
+    """Return whatever it is told, as JSON cannot say."""
+    await ask(model, row["prompt"])
+    return {key: float(value) for key, value in found.items()}
+
+
+async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
+    """Start a program that nobody ends."""
+    await ask(model, row["prompt"])
+    program = await asyncio.create_subprocess_exec("sleep", "60")
+    Path(file).write_text(str(program.pid))
     return 1.0
 
 

@@ -31,6 +31,8 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     [
         ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection"),
         ("endless", "timeout", "timeout", "an answer must be over within 0.1 s"),
+        ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
+        ("leaving", "error", "tool_failure", "the agent failed: SystemExit: 0"),
         ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
     ],
 )

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +15,20 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Sampling, Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
+from slipstream.generators.agents import environment_loop
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
+from tests.runs import until
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -59,6 +64,7 @@ def test_an_environment_plays_and_scores_token_by_token():
     ("name", "detail"),
     [
         ("failing", "the environment .*:failing failed: ValueError: no such page"),
+        ("forgetful", "TypeError: it must return a number, or a record with a number `reward`, got None"),
         ("dying", r"the environment .*:dying \(process \d+\) has ended"),
     ],
 )
@@ -66,6 +72,45 @@ def test_a_failure_costs_one_answer(name: str, detail: str):
     trajectory = play(environment(name), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason) == ("error", "tool_failure")
     assert re.search(detail, trajectory.reward.detail)
+
+
+@pytest.mark.parametrize(("found", "status"), [({"reward": "nan"}, "error"), ({"reward": "1", "id": "7"}, "ok")])
+def test_no_answer_of_an_environment_disturbs_its_process(found: dict[str, str], status: str):
+    trajectory = play(environment("odd", arguments={"found": found}), ["it is 42"])
+    assert trajectory.reward.status == status
+    assert ("odd failed: ValueError: Out of range float values" in trajectory.reward.detail) == (status == "error")
+
+
+def await_end(pid: int) -> None:
+    """Wait for the end of a process that nobody may have reaped."""
+
+    def is_over() -> bool:
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    until(is_over, timeout_s=10, what=f"the end of process {pid}")
+
+
+def test_what_an_environment_started_ends_with_it(tmp_path: Path):
+    play(environment("starting", arguments={"file": str(tmp_path / "pid")}), ["it is 42"])
+    await_end(int((tmp_path / "pid").read_text()))
+
+
+def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
+    (tmp_path / "hanging.py").write_text(
+        "import pathlib, subprocess, time\n"
+        "pathlib.Path('new').write_text(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "pathlib.Path('new').rename('pid')\ntime.sleep(60)\n"
+    )
+    generator = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], process_group=0); time.sleep(60)"
+    command = [sys.executable, "-c", generator, sys.executable, environment_loop._WORKER]
+    # Its stdin stays open: the worker learns of the end from nothing else.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdin
+        process.stdin.write(b'{"environment": "hanging.py:play", "arguments": {}, "max_turns": 1}\n')
+        process.stdin.flush()
+        until(lambda: bool([*tmp_path.glob("pid")]), timeout_s=10, what="a program of the environment's")
+        process.kill()
+        await_end(int((tmp_path / "pid").read_text()))
 
 
 def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason():

@@ -82,8 +82,8 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
     engine, calls = RecordingEngine(), []
     agent = make_agent(engine, RecordingScorer())
-    encode = agent._encoder.encode_with_images
-    agent._encoder.encode_with_images = lambda prompt, **more: calls.append(prompt) or encode(prompt, **more)
+    encode = agent._encoder.encode
+    agent._encoder.encode = lambda prompt, **more: calls.append(prompt) or encode(prompt, **more)
     prompt = make_prompt()
     # Of the same lease id, as after a broker's restart with other data.
     other = msgspec.structs.replace(prompt, prompt="11=")

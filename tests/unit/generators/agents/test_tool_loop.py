@@ -11,6 +11,7 @@ import structlog
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.base import ConfigError
+from slipstream.generators.errors import PromptError
 from slipstream.generators.tools import call_format
 from slipstream.generators.tools.call_format import CallFormat, ToolCall
 from tests.builders import make_prompt
@@ -136,6 +137,15 @@ def test_a_long_result_loses_its_middle():
     agent = {"tools": ["calculator"], "max_result_characters": 10}
     shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
     assert "10000\n[... 31 characters left out ...]\n00000" in shown
+
+
+def test_an_instance_is_closed_if_another_one_cannot_be_made():
+    tools.closed.clear()
+    agent = {"kind": "tools", "tools": [f"{HERE}:Counter", {"function": f"{HERE}:Counter", "name": "other"}]}
+    kwargs = {"tools_kwargs": {"other": {"create_kwargs": {"begin": 10}}}}
+    with pytest.raises(PromptError, match="unexpected keyword argument 'begin'"):
+        play(agent, [], prompt=make_prompt(QUESTION, extra_info=kwargs))
+    assert tools.closed == ["at 0"]
 
 
 def test_an_instance_belongs_to_one_answer_and_is_closed():

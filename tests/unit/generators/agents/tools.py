@@ -87,6 +87,18 @@ async def endless(episode: Episode) -> None:
     await asyncio.sleep(60)
 
 
+async def impatient(episode: Episode) -> None:
+    """Meet a limit of its own."""
+    await episode.generate()
+    raise TimeoutError("the page must load within 5 s")
+
+
+async def leaving(episode: Episode) -> None:
+    """Call sys.exit, as a library made for the command line does."""
+    await episode.generate()
+    raise SystemExit(0)
+
+
 async def unpaid(episode: Episode) -> None:
     await episode.generate()
     episode.turn_rewards += [1.0, 2.0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
 from slipstream.generators.rewards.reward import RewardInput
 
 NOT_A_FUNCTION = 3
@@ -81,6 +82,19 @@ def _litter(file: Path) -> None:
     orphaning = f"import subprocess; print(subprocess.Popen({sleeper}, start_new_session=True, stdout=-3).pid)"
     pids.append(int(subprocess.run([sys.executable, "-c", orphaning], stdout=subprocess.PIPE, check=True).stdout))
     file.write_text(" ".join(map(str, pids)))
+
+
+class Unready:
+    """Raises when it loads what it needs."""
+
+    def __init__(self, *, is_mistake: bool) -> None:
+        self._error: Exception = ConfigError("path must hold a model.") if is_mistake else OSError("no such device")
+
+    def start(self) -> None:
+        raise self._error
+
+    def __call__(self, sample: RewardInput) -> float:
+        return 1.0
 
 
 def with_arguments(sample: RewardInput, *, bonus: float) -> float:

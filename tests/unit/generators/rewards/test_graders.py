@@ -8,11 +8,17 @@ import pytest
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.functions import (
+    format_tags,
+    length_penalty,
+    overlong_penalty,
+    qa_exact_match,
+    qa_sub_match,
+    repetition_penalty,
+)
 from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, normalised
 from slipstream.generators.rewards.procedural import UNRELIABLE
-from slipstream.generators.rewards.question_answering import qa_exact_match, qa_sub_match
 from slipstream.generators.rewards.reward import RewardInput
-from slipstream.generators.rewards.text_shape import format_tags, length_penalty, overlong_penalty, repetition_penalty
 from tests.shape.tree import text
 from tests.unit.generators.rewards.math_table import FORMATS, PAIRS, table, verdicts
 

@@ -193,8 +193,16 @@ def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"pattern": "("}, "regular expression"), ({"pattern": "1"}, "a group"), ({"template": "no"}, "{response}")],
+    [
+        ({"pattern": "("}, "regular expression"),
+        ({"pattern": "1"}, "a group"),
+        ({"template": "no"}, "{response}"),
+        (
+            {"colour": 1},
+            r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'colour'",
+        ),
+    ],
 )
-def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, str], words: str):
+def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         RewardFunctions(RewardConfig("judge", arguments={"address": "http://a", "model": "m", **arguments}))

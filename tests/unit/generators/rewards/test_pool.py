@@ -260,6 +260,22 @@ def test_workers_die_with_their_parent_even_during_a_sample():
     worker.wait(5)
 
 
+@pytest.mark.parametrize(
+    ("is_mistake", "reason"), [(True, "path must hold a model."), (False, "OSError: no such device")]
+)
+def test_a_function_that_cannot_be_loaded_says_why(is_mistake: bool, reason: str):
+    async def session() -> Reward:
+        function = FUNCTION.replace("by_response", "Unready")
+        pool = RewardPool(RewardConfig(function, arguments={"is_mistake": is_mistake}))
+        try:
+            return await asyncio.wait_for(pool.score(sample()), 50)
+        finally:
+            pool.close()
+
+    found = asyncio.run(session())
+    assert (found.status, found.detail) == ("error", f"no reward worker can be started: {reason}")
+
+
 def test_a_worker_whose_pool_died_before_its_start_ends():
     pool = subprocess.Popen([sys.executable, "-c", ""])
     pool.wait()

@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import PromptError
-from slipstream.generators.rewards.question_answering import qa_exact_match
+from slipstream.generators.rewards.functions import qa_exact_match
 from slipstream.generators.tools.search import LocalIndex, Passage, Search, open_index
 from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
