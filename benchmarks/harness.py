@@ -1,15 +1,17 @@
-"""Frame of every benchmark program: command line, fair order of measurements, results as JSON."""
+"""Frame of every benchmark program: command line, fair order of measurements, tables, results as JSON."""
 
 import argparse
 import json
 import os
+import resource
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.table import Table
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -34,12 +36,30 @@ def rotate(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
             yield number, name
 
 
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def peak_mib() -> float:
+    """Return the largest resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and the upper quartile."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+def make_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], *, title: str | None = None) -> Table:
+    """Build a table of rows. `columns`: heading -> format of its cells, such as `{seconds:.2f}`."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(cell.format(**row) for cell in columns.values()))
+    return table
 
 
 def machine() -> dict[str, Any]:

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import select
 import socket
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,9 +28,8 @@ import msgspec
 import numpy as np
 import zmq
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from benchmarks.ingest.paths import ANY_LEASE, make_trajectory
 from benchmarks.ingest.served_run import GROUP_SIZE, SOCKETS, TOKEN, ServedRun
 from slipstream.broker.credentials import derive_keys
@@ -67,6 +65,22 @@ _UPDATE_EVERY_S = 5.0
 _NUM_TENSORS = 300
 _GAUGES: dict[str, Any] = {f"gauge_{number}": float(number) for number in range(24)}
 """As many as a generator reports."""
+_COLUMNS = {
+    "peers": "{peers:,}",
+    "brokers": "{brokers} {sockets}",
+    "burst": "{burst_ms[p50]:,.0f} {burst_ms[max]:,.0f}",
+    "p50": "{lease_ms[p50]:,.1f}",
+    "p99": "{lease_ms[p99]:,.1f}",
+    "brokers'": "{cores[brokers]:.2f}",
+    "store": "{cores[store]:.2f}",
+    "idle": "{idle_cores[brokers]:.2f}",
+    "peers'": "{cores[peers]:.2f}",
+    "us/put": "{broker_us:.0f}",
+    "MiB": "{memory_mib[brokers]:,.0f} + {memory_mib[store]:,.0f}",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "load": "{load:.1f}",
+    "again": "{rejoined}",
+}
 
 console = Console(width=120) if not Console().is_terminal else Console()
 
@@ -298,14 +312,14 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
     return {
         "peers": num_peers,
         "brokers": len(served.addresses),
-        "is_encrypted": not served.is_plain,
-        "idle_cores": idle,
-        "burst_s": _quantiles(burst),
-        "lease_s": _quantiles(waits),
+        "sockets": "plain" if served.is_plain else "",
+        "idle_cores": _brokers_and_store(idle),
+        "burst_ms": _quantiles_ms(burst),
+        "lease_ms": _quantiles_ms(waits),
         "leases": len(waits),
-        "cores": cores | {"peers": peers_cpu_s / wall_s},
-        "memory_mib": memory,
-        "broker_us": 1e6 * _of_brokers(cores) * wall_s / max(1, acked),
+        "cores": _brokers_and_store(cores) | {"peers": peers_cpu_s / wall_s},
+        "memory_mib": _brokers_and_store(memory),
+        "broker_us": 1e6 * _brokers_and_store(cores)["brokers"] * wall_s / max(1, acked),
         "load": os.getloadavg()[0],
         "tokens_per_s": arguments.tokens * acked / wall_s,
         "seconds": wall_s,
@@ -325,8 +339,8 @@ def _cores_since(before: dict[str, float], served: ServedRun, seconds: float) ->
     return {name: (used - before[name]) / seconds for name, used in served.cpu_s().items()}
 
 
-def _of_brokers(figures: dict[str, float]) -> float:
-    return sum(figure for name, figure in figures.items() if name.startswith("broker"))
+def _brokers_and_store(figures: dict[str, float]) -> dict[str, float]:
+    return {"brokers": sum(figures.values()) - figures["store"], "store": figures["store"]}
 
 
 def _gather(pipes: list[Connection]) -> list[Any]:
@@ -338,11 +352,11 @@ def _release(pipes: list[Connection]) -> None:
         pipe.send("go")
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    if len(seconds) < 2:
+def _quantiles_ms(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
         return {"p50": float("nan"), "p99": float("nan"), "max": float("nan")}
-    percentiles = statistics.quantiles(seconds, n=100, method="inclusive")
-    return {"p50": percentiles[49], "p99": percentiles[98], "max": max(seconds)}
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99), "max": 1e3 * max(seconds)}
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -358,34 +372,8 @@ def main(arguments: argparse.Namespace) -> None:
             finally:
                 served.stop()
         write_result(arguments, {"group_size": GROUP_SIZE, "rows": rows})
-    console.print(_table(rows))
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    columns = "peers", "brokers", "burst", "p50", "p99", "brokers'", "store", "idle", "peers'", "us/put"
-    table = Table(*columns, "MiB", "tokens/s", "load", "again")
-    table.title = (
-        "ms to a lease: median and last of all at once (burst), then p50, p99; shares of a core: brokers together"
-    )
-    for row in rows:
-        burst, lease, cores = row["burst_s"], row["lease_s"], row["cores"]
-        table.add_row(
-            f"{row['peers']:,}",
-            f"{row['brokers']}{'' if row['is_encrypted'] else ' plain'}",
-            f"{1e3 * burst['p50']:,.0f} {1e3 * burst['max']:,.0f}",
-            f"{1e3 * lease['p50']:,.1f}",
-            f"{1e3 * lease['p99']:,.1f}",
-            f"{_of_brokers(cores):.2f}",
-            f"{cores['store']:.2f}",
-            f"{_of_brokers(row['idle_cores']):.2f}",
-            f"{cores['peers']:.2f}",
-            f"{row['broker_us']:.0f}",
-            f"{_of_brokers(row['memory_mib']):,.0f} + {row['memory_mib']['store']:,.0f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['load']:.1f}",
-            str(row["rejoined"]),
-        )
-    return table
+    title = "ms to a lease: median and last of all at once (burst), then p50, p99; shares of a core: brokers together"
+    console.print(make_table(rows, _COLUMNS, title=title))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""The broker's router over real sockets, for benchmarks that measure what passes through it."""
+"""The broker's router over real sockets and its peers, for benchmarks that measure what passes through it."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import msgspec
 
 from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.prompts.dataset import read_heldout, read_train
 from slipstream.broker.router import Router
+from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.redis.run_store import open_own_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
+
+JOIN_TIMEOUT_S = 120.0
 
 
 @contextmanager
@@ -54,3 +58,18 @@ def router_thread(run: RunConfig, store: Store) -> Iterator[None]:
         finally:
             stops.set()
             thread.join()
+
+
+def join_run(
+    run: RunConfig, role: Literal["generator", "learner"], peer_id: str, *, board: StatusBoard | None = None
+) -> Session:
+    """Join a run as a role of its own machine does."""
+    return join(
+        role,
+        address=RunFolder(run).broker_address,
+        keys=derive_keys(make_token(run)),
+        max_message_bytes=run.broker.max_message_bytes,
+        peer_id=peer_id,
+        status=board or StatusBoard(),
+        timeout_s=JOIN_TIMEOUT_S,
+    )

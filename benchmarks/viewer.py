@@ -18,13 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 from rich.console import Console
-from rich.table import Table
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
@@ -60,10 +59,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _print(title: str, figures: dict[str, list[float]]) -> None:
-    table = Table(title, "median, s", "largest, s")
-    for name, seconds in figures.items():
-        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}")
-    console.print(table)
+    rows = [{"name": name, "median": statistics.median(each), "max": max(each)} for name, each in figures.items()]
+    console.print(make_table(rows, {title: "{name}", "median, s": "{median:.3f}", "largest, s": "{max:.3f}"}))
 
 
 # --- queries ---------------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
@@ -31,6 +30,16 @@ _START_S = 180.0
 _REWARD_ROWS = 10
 _NAME = "elastic"
 _EXPERIMENT = "experiment=digits_rotary_cpu"
+_COLUMNS = {
+    "generators": "{generators}",
+    "steps": "{steps}",
+    "seconds": "{seconds:.1f}",
+    "learner waits": "{wait_fraction:.0%}",
+    "publishing": "{publish_fraction:.1%}",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "lag": "{lag_mean:.2f}",
+    "reward at its end": "{reward_at_end:.3f}",
+}
 
 console = Console(highlight=False)
 
@@ -131,24 +140,9 @@ def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_tables(result: dict[str, Any]) -> None:
     """Print phases, start-up times and the outcome of the run."""
-    columns = ("generators", "steps", "seconds", "learner waits", "publishing", "tokens/s", "lag", "reward at its end")
-    table = Table(*columns, title="one run")
-    for each in result["phases"]:
-        table.add_row(
-            str(each["generators"]),
-            str(each["steps"]),
-            f"{each['seconds']:.1f}",
-            f"{each['wait_fraction']:.0%}",
-            f"{each['publish_fraction']:.1%}",
-            f"{each['tokens_per_s']:,.0f}",
-            f"{each['lag_mean']:.2f}",
-            f"{each['reward_at_end']:.3f}",
-        )
-    console.print(table)
-    joined = Table("generator", "start to first trajectory, s")
-    for name, seconds in result["joined"].items():
-        joined.add_row(name, f"{seconds:.1f}")
-    console.print(joined)
+    console.print(make_table(result["phases"], _COLUMNS, title="one run"))
+    joined = [{"name": name, "seconds": seconds} for name, seconds in result["joined"].items()]
+    console.print(make_table(joined, {"generator": "{name}", "start to first trajectory, s": "{seconds:.1f}"}))
     summary = result["summary"]
     console.print(
         f"every step once: {result['no_step_lost']}; held-out accuracy {summary['accuracy_sampled']:.3f} sampled, "

@@ -8,25 +8,28 @@ group is claimed would leave the loss.
 
 import argparse
 import itertools
-import tempfile
 from contextlib import ExitStack
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.generators.slow_generator import FleetRun
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.trajectory import stale_mask
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.configs.load import load
-from slipstream.launch.preflight import prepare
 from slipstream.runtime.logs import configure_logs
 
 _GROUPS_PER_STEP = 4
 _GROUP_SIZE = 4
 _MAX_TOKENS = 400
 _CONCURRENCY = 512
+_COLUMNS = {
+    "learner's step, s": "{step_s:g}",
+    "pacing_lag": "{pacing_lag:g}",
+    "stale tokens": "{stale_fraction:.2%}",
+    "of answers x as long": "{stale_length_ratio:.1f}",
+    "s/step": "{seconds_per_step:.2f}",
+    "trained tokens/s": "{trained_tokens_per_s:,.0f}",
+}
 _WARM_UP = 0.25
 """Share of the steps that are not counted: the first ones hold short answers alone."""
 
@@ -40,45 +43,22 @@ def main(arguments: argparse.Namespace) -> None:
     for step_s, pacing_lag in itertools.product((0.0, arguments.step_s), arguments.pacing_lags):
         rows.append(_measure(arguments, step_s=step_s, pacing_lag=pacing_lag))
         console.print(f"step {step_s:g} s, pacing_lag {pacing_lag:g}: {rows[-1]['stale_fraction']:.2%} stale")
-    table = Table(
-        "learner's step, s", "pacing_lag", "stale tokens", "of answers x as long", "s/step", "trained tokens/s"
-    )
-    for row in rows:
-        table.add_row(
-            f"{row['step_s']:g}",
-            f"{row['pacing_lag']:g}",
-            f"{row['stale_fraction']:.2%}",
-            f"{row['stale_length_ratio']:.1f}",
-            f"{row['seconds_per_step']:.2f}",
-            f"{row['trained_tokens_per_s']:,.0f}",
-        )
-    console.print(table)
+    console.print(make_table(rows, _COLUMNS))
     write_result(arguments, {"rows": rows})
 
 
 def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float) -> dict[str, float]:
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="long-"))
-        run = load(
-            [
-                "generators/engine=scripted",
-                "model.path=models/digits-gpt2",
-                f"generators.group_size={_GROUP_SIZE}",
-                f"generators.max_concurrency={_CONCURRENCY}",
-                f"generators.sampling.max_tokens={_MAX_TOKENS}",
-                f"model.max_length={_MAX_TOKENS + 16}",
-                f"learner.groups_per_step={_GROUPS_PER_STEP}",
-                f"buffer.staleness.max_lag={arguments.max_lag}",
-                f"buffer.staleness.pacing_lag={pacing_lag}",
-                "learner.max_steps=1000000",
-                f"broker.address=ipc://{folder}/broker.sock",
-                *arguments.overrides,
-            ]
-        )
-        # The scripted engine needs a vocabulary, and no model that has learnt anything.
-        untrained = [step for step in run.prepare if not step.module.endswith("warm_up")]
-        prepare(msgspec.structs.replace(run, prepare=untrained))
-        fleet = FleetRun(run, stack)
+        settings = [
+            f"generators.group_size={_GROUP_SIZE}",
+            f"generators.max_concurrency={_CONCURRENCY}",
+            f"generators.sampling.max_tokens={_MAX_TOKENS}",
+            f"model.max_length={_MAX_TOKENS + 16}",
+            f"learner.groups_per_step={_GROUPS_PER_STEP}",
+            f"buffer.staleness.max_lag={arguments.max_lag}",
+            f"buffer.staleness.pacing_lag={pacing_lag}",
+        ]
+        fleet = FleetRun([*settings, *arguments.overrides], stack)
         fleet.add_generator(
             "generator-0",
             ScriptedEngineConfig(

@@ -13,18 +13,16 @@ import threading
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import make_parser, write_result
-from benchmarks.router import open_store, router_thread
-from slipstream.broker.credentials import derive_keys, make_token
+from benchmarks.harness import make_parser, make_table, medians, write_result
+from benchmarks.router import join_run, open_store, router_thread
 from slipstream.broker.messages import Member, Update, UpdateApplied
 from slipstream.broker.transport.inbox import call_threadsafe
-from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.transport.session import Session, StatusBoard
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
@@ -39,7 +37,6 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from slipstream.launch.preflight import prepare
 from slipstream.runtime.logs import configure_logs
-from slipstream.runtime.run_folder import RunFolder
 
 _GROUPS_PER_STEP = 8
 _GROUP_SIZE = 2
@@ -51,19 +48,33 @@ _TIMEOUT_S = 120.0
 _SETTINGS = [(0, 8), (0, 32), (1, 32), (4, 8)]
 """(max_lag, concurrency of each generator); a batch has 16 trajectories."""
 
+_COLUMNS = {
+    "max_lag": "{max_lag}",
+    "concurrency": "{concurrency}",
+    "alone, s/batch (publishing)": "{alone[batch_s]:.3f} ({alone[publishing_s]:.3f})",
+    "both": "{both[batch_s]:.3f} ({both[publishing_s]:.3f})",
+    "ratio": "{ratio:.3f}",
+    "share of the slow one": "{both[by_slow]:.1%}",
+}
+
 console = Console(highlight=False)
 
 
 class FleetRun:
     """A run over a broker in this process. Life: add_generator* -> train -> end with the stack."""
 
-    def __init__(self, run: RunConfig, stack: ExitStack) -> None:
-        self._run = run
+    def __init__(self, settings: list[str], stack: ExitStack) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
+        common = ["generators/engine=scripted", "model.path=models/digits-gpt2", "learner.max_steps=1000000"]
+        self._run = run = load([*common, f"broker.address=ipc://{folder}/broker.sock", *settings])
+        # The scripted engine needs a vocabulary, and no model that has learnt anything.
+        untrained = [step for step in run.prepare if not step.module.endswith("warm_up")]
+        prepare(msgspec.structs.replace(run, prepare=untrained))
         self._stack = stack
         self._store = stack.enter_context(open_store(run))
         self._members: list[Member] = []
         stack.enter_context(router_thread(run, self._store))
-        self._learner = self._join("learner", "learner", StatusBoard())
+        self._learner = self._join("learner", "learner")
         self.committed_at: list[float] = []
         """Monotonic time of each step."""
         self.batches: list[list[Trajectory]] = []
@@ -99,17 +110,8 @@ class FleetRun:
             self._publish(step)
             self.publishing_s.append(time.monotonic() - used_at)
 
-    def _join(self, role: Any, name: str, board: StatusBoard) -> Session:
-        broker = self._run.broker
-        session = join(
-            role,
-            address=RunFolder(self._run).broker_address,
-            keys=derive_keys(make_token(self._run)),
-            max_message_bytes=broker.max_message_bytes,
-            peer_id=name,
-            status=board,
-            timeout_s=_TIMEOUT_S,
-        )
+    def _join(self, role: Literal["generator", "learner"], name: str, board: StatusBoard | None = None) -> Session:
+        session = join_run(self._run, role, name, board=board)
         self._stack.callback(session.thread.stop)
         return session
 
@@ -200,17 +202,16 @@ def main(arguments: argparse.Namespace) -> None:
         rows.append(_row(measured, max_lag=max_lag, concurrency=concurrency))
         write_result(arguments, {"rows": rows})
         console.print(f"max_lag {max_lag}, concurrency {concurrency}: ratio {rows[-1]['ratio']:.3f}")
-    _print_table(rows, slowdown=arguments.times)
+    title = f"a generator {arguments.times:g} times slower, {_GROUPS_PER_STEP} groups a batch"
+    console.print(make_table(rows, _COLUMNS, title=title))
 
 
 def _settings(arguments: argparse.Namespace, *, max_lag: int, concurrency: int) -> list[str]:
     return [
-        "generators/engine=scripted",
         f"generators.group_size={_GROUP_SIZE}",
         f"generators.max_concurrency={concurrency}",
         f"learner.groups_per_step={_GROUPS_PER_STEP}",
         f"buffer.staleness.max_lag={max_lag}",
-        "learner.max_steps=1000000",
         *arguments.overrides,
     ]
 
@@ -218,10 +219,7 @@ def _settings(arguments: argparse.Namespace, *, max_lag: int, concurrency: int) 
 def _measure(speeds: dict[str, float], settings: list[str], *, warm_up_s: float, seconds: float) -> dict[str, float]:
     """Measure one fleet once: seconds per batch, and the slow generator's share of the trajectories."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slow-"))
-        run = load([*settings, f"broker.address=ipc://{folder}/broker.sock"])
-        prepare(run)
-        fleet = FleetRun(run, stack)
+        fleet = FleetRun(settings, stack)
         for name, seconds_per_token in speeds.items():
             fleet.add_generator(
                 name, ScriptedEngineConfig(tokens_per_response=_TOKENS, seconds_per_token=seconds_per_token)
@@ -240,32 +238,11 @@ def _measure(speeds: dict[str, float], settings: list[str], *, warm_up_s: float,
     }
 
 
-def _row(measured: dict[str, list[dict[str, float]]], *, max_lag: int, concurrency: int) -> dict[str, float]:
-    alone, both = ([each["batch_s"] for each in measured[name]] for name in ("alone", "both"))
-    return {
-        "max_lag": max_lag,
-        "concurrency": concurrency,
-        "alone_s": statistics.median(alone),
-        "both_s": statistics.median(both),
-        "ratio": statistics.median(b / a for a, b in zip(alone, both, strict=True)),
-        "alone_publishing_s": statistics.median(each["publishing_s"] for each in measured["alone"]),
-        "both_publishing_s": statistics.median(each["publishing_s"] for each in measured["both"]),
-        "by_slow": statistics.median(each["by_slow"] for each in measured["both"]),
-    }
-
-
-def _print_table(rows: list[dict[str, float]], *, slowdown: float) -> None:
-    title = f"a generator {slowdown:g} times slower, {_GROUPS_PER_STEP} groups a batch"
-    table = Table(
-        "max_lag", "concurrency", "alone, s/batch", "both, s/batch", "ratio", "share of the slow one", title=title
-    )
-    table.caption = "s/batch: in brackets the part of publishing"
-    for row in rows:
-        times = (f"{row[f'{name}_s']:.3f} ({row[f'{name}_publishing_s']:.3f})" for name in ("alone", "both"))
-        table.add_row(
-            f"{row['max_lag']}", f"{row['concurrency']}", *times, f"{row['ratio']:.3f}", f"{row['by_slow']:.1%}"
-        )
-    console.print(table)
+def _row(measured: dict[str, list[dict[str, float]]], *, max_lag: int, concurrency: int) -> dict[str, Any]:
+    pairs = zip(measured["alone"], measured["both"], strict=True)
+    ratio = statistics.median(both["batch_s"] / alone["batch_s"] for alone, both in pairs)
+    row = {"max_lag": max_lag, "concurrency": concurrency, "ratio": ratio}
+    return row | {name: medians(rounds) for name, rounds in measured.items()}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Bare ways from generator to learner, beside which Slipstream is measured: Redis, a Ray queue, TransferQueue."""
 
+import os
 import time
 from typing import Any
 
@@ -84,6 +85,8 @@ class TransferQueuePath:
     """The same arrays through TransferQueue (arXiv:2507.01663) with SimpleStorage, its default, in memory."""
 
     def __init__(self, *, num_tokens: int) -> None:
+        # Read at the import.
+        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
         import transfer_queue
 
         self._queue = transfer_queue

@@ -9,8 +9,6 @@ Each measurement has a process of its own, whose peak resident memory above that
 
 import argparse
 import json
-import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -18,36 +16,29 @@ from collections import defaultdict
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import linear
 
-from benchmarks.harness import make_parser, rotate, write_result
+from benchmarks.harness import make_parser, make_table, medians, peak_mib, rotate, write_result
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested, measure_tokens
 
 KINDS = ("plain", "sliced", "deferred")
-_MIB = 2**20
 
 console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure every kind at every size, in turn, and print medians."""
-    table = Table("tokens", "vocabulary", "head", "s", "MiB", "gradient's difference")
     rows = []
     for num_tokens, vocabulary in ((n, v) for v in arguments.vocabulary for n in arguments.tokens):
         found: dict[str, list[dict[str, float]]] = defaultdict(list)
         for _, kind in rotate(KINDS, rounds=arguments.rounds):
             found[kind].append(_run_alone(kind, num_tokens, vocabulary, arguments.width))
-        medians = {
-            kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            for kind, runs in found.items()
-        }
-        for kind, median in medians.items():
-            difference = abs(median["gradient"] / medians["plain"]["gradient"] - 1)
-            figures = f"{median['seconds']:.2f}", f"{median['mib']:,.0f}", f"{difference:.0e}"
-            table.add_row(f"{num_tokens}", f"{vocabulary}", kind, *figures)
-        rows.append({"tokens": num_tokens, "vocabulary": vocabulary} | medians)
-    console.print(table)
+        own = {kind: medians(runs) for kind, runs in found.items()}
+        for kind, figures in own.items():
+            row = {"tokens": num_tokens, "vocabulary": vocabulary, "head": kind}
+            rows.append(row | figures | {"difference": abs(figures["gradient"] / own["plain"]["gradient"] - 1)})
+    columns = {"tokens": "{tokens}", "vocabulary": "{vocabulary}", "head": "{head}", "s": "{seconds:.2f}"}
+    console.print(make_table(rows, columns | {"MiB": "{mib:,.0f}", "gradient's difference": "{difference:.0e}"}))
     write_result(arguments, {"rows": rows})
 
 
@@ -65,18 +56,14 @@ def _measure(kind: str, num_tokens: int, vocabulary: int, width: int) -> dict[st
     # Another small matrix product first: threads and kernels are set up before the clock starts.
     linear(states[:8], weight).sum().backward()
     weight.grad = states.grad = None
-    before, started = _peak_mib(), time.perf_counter()
+    before, started = peak_mib(), time.perf_counter()
     logits = DeferredLogits(states, weight) if kind == "deferred" else linear(states, weight)
     whole = num_tokens * vocabulary if kind == "plain" else None
     measured = measure_tokens(logits, targets, temperatures, requested=Requested(entropy=True), chunk_elements=whole)
     measured["logprobs"].mean().backward()
     seconds = time.perf_counter() - started
     assert weight.grad is not None
-    return {"seconds": seconds, "mib": _peak_mib() - before, "gradient": float(weight.grad.norm())}
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
+    return {"seconds": seconds, "mib": peak_mib() - before, "gradient": float(weight.grad.norm())}
 
 
 if __name__ == "__main__":

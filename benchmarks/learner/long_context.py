@@ -10,8 +10,6 @@ processes of its own, whose peak resident memory above that at their start is co
 
 import argparse
 import json
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,10 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.harness import make_parser, rotate, write_result
+from benchmarks.harness import make_parser, make_table, medians, peak_mib, rotate, write_result
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.training.attention import PACKED
@@ -34,7 +31,6 @@ from slipstream.learner.training.model import OutputHead, Policy
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 DENSE, RUNS = "dense", "runs"
-_MIB = 2**20
 _VOCABULARY = 1024
 _TIMEOUT_S = 1200.0
 
@@ -43,24 +39,20 @@ console = Console(highlight=False)
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure every kind at every length, in turn, and print medians."""
-    table = Table("tokens", "attention", "s", "of dense", "MiB per rank", "gradient's difference")
     kinds = [DENSE, *(_name(ranks) for ranks in arguments.ranks)]
     rows = []
     for num_tokens in arguments.tokens:
         found: dict[str, list[dict[str, float]]] = defaultdict(list)
         for _, kind in rotate(kinds, rounds=arguments.rounds):
             found[kind].append(_run(kind, num_tokens, arguments.width))
-        medians = {
-            kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            for kind, runs in found.items()
-        }
-        for kind, median in medians.items():
-            difference = abs(median["gradient"] / medians[DENSE]["gradient"] - 1)
-            share = median["seconds"] / medians[DENSE]["seconds"]
-            figures = f"{median['seconds']:.2f}", f"{share:.2f}", f"{median['mib']:,.0f}", f"{difference:.0e}"
-            table.add_row(f"{num_tokens}", kind, *figures)
-        rows.append({"tokens": num_tokens} | medians)
-    console.print(table)
+        own = {kind: medians(runs) for kind, runs in found.items()}
+        for kind, figures in own.items():
+            ratios = {name: figures[name] / own[DENSE][name] for name in ("seconds", "gradient")}
+            row = {"tokens": num_tokens, "attention": kind, "share": ratios["seconds"]}
+            rows.append(row | figures | {"difference": abs(ratios["gradient"] - 1)})
+    columns = {"tokens": "{tokens}", "attention": "{attention}", "s": "{seconds:.2f}", "of dense": "{share:.2f}"}
+    columns |= {"MiB per rank": "{mib:,.0f}", "gradient's difference": "{difference:.0e}"}
+    console.print(make_table(rows, columns))
     write_result(arguments, {"rows": rows})
 
 
@@ -95,13 +87,13 @@ def _measure(kind: str, num_tokens: int, width: int, ranks: int, rendezvous: str
     # Another, short pass first: threads and kernels are set up before the clock starts.
     policy(_make_microbatch(64, num_slices=ranks))["logprobs"].sum().backward()
     policy.zero_grad()
-    before, started = _peak_mib(), time.perf_counter()
+    before, started = peak_mib(), time.perf_counter()
     policy(microbatch)["logprobs"].mean().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     if ranks > 1:
         dist.all_reduce(gradient)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "mib": _peak_mib() - before, "gradient": float(gradient.norm())}
+    return {"seconds": seconds, "mib": peak_mib() - before, "gradient": float(gradient.norm())}
 
 
 def _make_policy(width: int, *, is_dense: bool, longest: int, group: SequenceGroup) -> Policy:
@@ -135,10 +127,6 @@ def _make_microbatch(num_tokens: int, *, num_slices: int) -> Microbatch:
         samples.append(Sample(token_ids, trained, number * response, group_id=str(number // 4)))
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 2 * num_tokens, 2 * num_tokens, num_slices))
     return microbatch
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -66,7 +65,6 @@ console = Console(highlight=False)
 
 def main(arguments: argparse.Namespace) -> None:
     """Print the estimate beside the measured peak of each rank, setting by setting."""
-    table = Table("setting", "rank", "estimate, MiB", "measured, MiB", "ratio")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -77,11 +75,10 @@ def main(arguments: argparse.Namespace) -> None:
             run = load(overrides)
             estimates = _estimate(run)
             for rank, measured in enumerate(_measure(run, overrides, Path(folder))):
-                estimate = estimates[rank]
-                rows.append({"setting": name, "rank": rank, "estimate_mib": estimate, "measured_mib": measured})
-                figures = f"{estimate:,.0f}", f"{measured:,.0f}", f"{estimate / measured:.2f}"
-                table.add_row(name, str(rank), *figures)
-    console.print(table)
+                row = {"setting": name, "rank": rank, "estimate_mib": estimates[rank], "measured_mib": measured}
+                rows.append(row | {"ratio": estimates[rank] / measured})
+    columns = {"setting": "{setting}", "rank": "{rank}", "estimate, MiB": "{estimate_mib:,.0f}"}
+    console.print(make_table(rows, columns | {"measured, MiB": "{measured_mib:,.0f}", "ratio": "{ratio:.2f}"}))
     write_result(arguments, {"rows": rows})
 
 

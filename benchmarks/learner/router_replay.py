@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -43,12 +42,10 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure every data type, and print a line for each lag and routing."""
     os.environ.update(engine_environment(ENGINE))
     torch.set_num_threads(1)
-    table = Table("dtype", "lag", "routing", "other experts", "mean |d|", "max |d|", "k3")
     rows = [row for dtype in arguments.dtypes for row in _measure(dtype, arguments)]
-    for row in rows:
-        figures = [f"{row[name]:.2g}" for name in ("other_experts", "mean", "max", "k3")]
-        table.add_row(str(row["dtype"]), str(row["lag"]), str(row["routing"]), *figures)
-    console.print(table)
+    columns = {"dtype": "{dtype}", "lag": "{lag}", "routing": "{routing}", "other experts": "{other_experts:.2g}"}
+    columns |= {"mean |d|": "{mean:.2g}", "max |d|": "{max:.2g}", "k3": "{k3:.2g}"}
+    console.print(make_table(rows, columns))
     write_result(arguments, {"rows": rows})
 
 

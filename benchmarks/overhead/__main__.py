@@ -1,9 +1,8 @@
-"""Overhead of the machinery: rates of generator and learner, each bare, wrapped and whole, then of both together."""
+"""Overhead of the machinery: rates of generator and learner, each bare, wrapped and whole."""
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,18 +25,8 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.runtime.run_folder import RunFolder
 
 _START_S = 300.0
-_RUN_TIMEOUT_S = 400.0
 _UNPACED = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
 """For the generator alone: pacing admits without limit, and a plain torch engine publishes its weights."""
-_KEYS = (
-    "generators/tokens_per_s",
-    "learner/tokens_per_s",
-    "learner/wait_s",
-    "learner/train_s",
-    "learner/publish_s",
-    "weights/pause_s",
-)
-
 
 console = Console()
 
@@ -68,36 +57,7 @@ def _learner(arguments: argparse.Namespace, *, environment: Mapping[str, str], f
     return _side("benchmarks.overhead.learner_side", arguments.overrides, arguments, environment)
 
 
-def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Run both sides for --steps steps; returns medians of the run's own metrics over the last half."""
-    settings = [
-        "name=together",
-        f"runs_dir={folder}",
-        f"broker.address=ipc://{folder}/broker.sock",
-        f"learner.max_steps={arguments.steps}",
-        "learner.stop=null",
-        "evaluation.every_steps=0",
-        "evaluation.final_prompts=32",
-    ]
-    command = [sys.executable, "-m", "slipstream", "run", *arguments.overrides, *settings]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False)
-    if done.returncode:
-        logs = "\n".join(log.read_text()[-2000:] for log in sorted((folder / "together" / "logs").glob("*.log")))
-        raise RuntimeError(f"the run must end well, got exit code {done.returncode}:\n{done.stdout}\n{logs}")
-    rows = [json.loads(line) for line in (folder / "together" / "metrics.jsonl").read_text().splitlines()]
-    # The first half is warm-up: compilation, filling of the buffer, the first lag.
-    steady = rows[len(rows) // 2 :]
-    tokens = sum(row["learner/tokens"] for row in steady[1:])
-    # A step after which nothing was published has no figures of a weight update.
-    measured = {key: [row[key] for row in steady if key in row] for key in _KEYS}
-    return {key: statistics.median(values) for key, values in measured.items() if values} | {
-        "steps": len(rows),
-        "measured_steps": len(steady),
-        "tokens_per_s": tokens / (steady[-1]["time_s"] - steady[0]["time_s"]),
-    }
-
-
-_PARTS = {"generators": _generators, "learner": _learner, "together": _together}
+_PARTS = {"generators": _generators, "learner": _learner}
 
 
 def _environment(run: RunConfig) -> dict[str, str]:
@@ -134,8 +94,6 @@ def _print_tables(result: dict[str, Any]) -> None:
         console.print(_rates_table([result[side]["rates"] for side in sides]))
     if "learner" in result:
         console.print(_steps_table(result["learner"]))
-    if "together" in result:
-        console.print(_together_table(result))
 
 
 def _rates_table(sides: list[dict[str, Any]]) -> Table:
@@ -159,23 +117,10 @@ def _steps_table(learner: dict[str, Any]) -> Table:
     return table
 
 
-def _together_table(result: dict[str, Any]) -> Table:
-    together = result["together"]
-    whole = {"generators": "generator role", "learner": "learner step"}
-    alone = {s: result[s]["rates"][name]["tokens_per_s"] for s, name in whole.items() if s in result}
-    table = Table("together", "median", "to the side alone", title=f"Both, last {together['measured_steps']} steps")
-    for key, value in together.items():
-        side, _, name = key.partition("/")
-        share = f"{value / alone[side]:.3f}" if name == "tokens_per_s" and side in alone else ""
-        table.add_row(key, f"{value:,.4g}", share)
-    return table
-
-
 if __name__ == "__main__":
     parser = make_parser("benchmarks.overhead", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant (8)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of the run with both sides (40)")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)")
     parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
     main(parser.parse_args())

@@ -20,10 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
-from slipstream.broker.credentials import derive_keys, make_token
+from benchmarks.router import join_run
 from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.transport.inbox import call_threadsafe
-from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.transport.session import Session, StatusBoard
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.engines import VllmEngineConfig
@@ -32,7 +32,6 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
-from slipstream.runtime.run_folder import RunFolder
 
 _TIMEOUT_S = 120.0
 _SETTLE_S = 0.5
@@ -188,15 +187,7 @@ async def _rate(total: Callable[[], float], *, seconds: float) -> float:
 # --- the role --------------------------------------------------------------------------------------------------------
 def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     board = StatusBoard()
-    session = join(
-        "generator",
-        address=RunFolder(run).broker_address,
-        keys=derive_keys(make_token(run)),
-        max_message_bytes=run.broker.max_message_bytes,
-        peer_id="generator-0",
-        status=board,
-        timeout_s=_TIMEOUT_S,
-    )
+    session = join_run(run, "generator", "generator-0", board=board)
     generator = assemble(
         run,
         member=session.member,

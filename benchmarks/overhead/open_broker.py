@@ -12,18 +12,14 @@ from multiprocessing.synchronize import Event
 import msgspec
 import torch
 
-from benchmarks.router import open_router, open_store
-from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.transport.session import StatusBoard, join
+from benchmarks.router import JOIN_TIMEOUT_S, join_run, open_router, open_store
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks
-from slipstream.runtime.run_folder import RunFolder
 
-_JOIN_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -62,16 +58,8 @@ def _route(run: RunConfig, admits: Event, stops: Event) -> None:
 def _publish(run: RunConfig, stops: Event) -> None:
     """Publish version 0 to the generator once it has joined."""
     device = torch.device("cpu")
-    session = join(
-        "learner",
-        address=RunFolder(run).broker_address,
-        keys=derive_keys(make_token(run)),
-        max_message_bytes=run.broker.max_message_bytes,
-        peer_id="learner",
-        status=StatusBoard(),
-        timeout_s=_JOIN_TIMEOUT_S,
-    )
-    ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_JOIN_TIMEOUT_S)
+    session = join_run(run, "learner", "learner")
+    ranks = join_ranks(rank=0, size=1, device=device, timeout_s=JOIN_TIMEOUT_S)
     trainer = build_trainer(run, ranks=ranks, device=device)
     publisher = Publisher(
         client=session.client,

@@ -1,6 +1,5 @@
 """Tasks of the comparison, as settings of a run and as what the peer's side reads."""
 
-import argparse
 import string
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,11 +173,3 @@ def save_long_tail_model(folder: Path) -> None:
         model = Qwen2ForCausalLM(config)
     tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS)
     save_model(folder, model=model, tokenizer=tokenizer)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m benchmarks.peers.tasks", description=save_long_tail_model.__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    save_long_tail_model(parser.parse_args().out)

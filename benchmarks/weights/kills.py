@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
-from benchmarks.router import open_store, router_thread
+from benchmarks.router import join_run, open_store, router_thread
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
@@ -169,19 +168,10 @@ def _kill(processes: GeneratorProcesses, victim: int, learner: PublishingLearner
 
 
 def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore, mib: int) -> PublishingLearner:
-    keys = derive_keys(make_token(run))
-    session = join(
-        "learner",
-        address=RunFolder(run).broker_address,
-        keys=keys,
-        max_message_bytes=run.broker.max_message_bytes,
-        peer_id="learner",
-        status=StatusBoard(),
-        timeout_s=_START_S,
-    )
+    session = join_run(run, "learner", "learner")
     stack.callback(session.thread.stop)
     sender = CollectiveSender(device="cpu")
-    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, keys=keys))
+    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, keys=derive_keys(make_token(run))))
     publisher = Publisher(
         client=session.client, inbox=session.inbox, sender=sender, snapshots=snapshots, config=run.weights
     )

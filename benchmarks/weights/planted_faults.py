@@ -18,11 +18,10 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from benchmarks.weights.engine_and_learner import (
     MEMBER,
     EngineAndLearner,
@@ -327,13 +326,10 @@ def main(arguments: argparse.Namespace) -> None:
                 write_result(arguments, {"faults": msgspec.to_builtins(outcomes)})
         finally:
             scene.close()
-    table = Table("fault", "caught by", "load", "afterwards", "healed", "s", title="Planted faults, real vLLM")
-    for name, outcome in outcomes.items():
-        when = "after" if outcome.is_loaded else "before"
-        afterwards = "previous version, verified" if outcome.is_verified else "requests released, nothing verified"
-        healed = "yes" if outcome.is_healed else "NO"
-        table.add_row(name, outcome.caught_by, when, afterwards, healed, f"{outcome.seconds:.3f}")
-    console.print(table)
+    rows = [{"fault": name} | msgspec.to_builtins(outcome) for name, outcome in outcomes.items()]
+    columns = {"fault": "{fault}", "caught by": "{caught_by}", "after the load": "{is_loaded}"}
+    columns |= {"previous version still verified": "{is_verified}", "healed": "{is_healed}", "s": "{seconds:.3f}"}
+    console.print(make_table(rows, columns, title="Planted faults, real vLLM"))
 
 
 if __name__ == "__main__":

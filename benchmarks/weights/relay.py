@@ -10,15 +10,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import make_parser, rotate, write_result
+from benchmarks.harness import make_parser, make_table, medians, rotate, write_result
 from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import Member, Members, MemberState, SnapshotSource, Update
 from slipstream.broker.weights import buckets as flat
@@ -52,30 +50,20 @@ class Uplink:
             time.sleep(max(0.0, self._free_at - time.monotonic()))
 
 
-class LimitedStore(SnapshotStore):
-    """The learner's versions behind an uplink."""
+W = TypeVar("W", SnapshotStore, HostWeights)
 
-    def __init__(self, folder: Path, uplink: Uplink) -> None:
-        super().__init__(folder)
-        self._uplink = uplink
 
-    def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        content = super().read_part(version, name, offset=offset, num_bytes=num_bytes)
-        self._uplink.send(len(content))
+def limited(versions: W, uplink: Uplink) -> W:
+    """Put versions, the learner's or a generator's, behind an uplink."""
+    read = versions.read_part
+
+    def read_part(version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
+        content = read(version, name, offset=offset, num_bytes=num_bytes)
+        uplink.send(len(content))
         return content
 
-
-class LimitedWeights(HostWeights):
-    """A generator's version behind an uplink."""
-
-    def __init__(self, uplink: Uplink) -> None:
-        super().__init__()
-        self._uplink = uplink
-
-    def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        content = super().read_part(version, name, offset=offset, num_bytes=num_bytes)
-        self._uplink.send(len(content))
-        return content
+    versions.read_part = read_part  # type: ignore[method-assign]
+    return versions
 
 
 class Scene:
@@ -84,13 +72,13 @@ class Scene:
     def __init__(self, folder: Path, arguments: argparse.Namespace, *, fan_out: int) -> None:
         self._mib, self._fan_out = arguments.mib, fan_out
         self._bucket_bytes = arguments.bucket_mib * _MIB
-        self._store = LimitedStore(folder / "weights", Uplink(arguments.uplink_mib_s))
+        self._store = limited(SnapshotStore(folder / "weights"), Uplink(arguments.uplink_mib_s))
         self.server = StreamServer(self._store, keys=keys, address=f"ipc://{folder}/learner.sock")
         self.fetchers = [
             Fetcher(
                 keys,
                 lend_at=f"ipc://{folder}/{number}.sock",
-                host_weights=LimitedWeights(Uplink(arguments.uplink_mib_s)),
+                host_weights=limited(HostWeights(), Uplink(arguments.uplink_mib_s)),
             )
             for number in range(arguments.generators)
         ]
@@ -169,22 +157,15 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _print_table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
     limit = f"{arguments.uplink_mib_s:g} MiB/s" if arguments.uplink_mib_s else "unlimited"
-    table = Table(
-        "", "out of the learner, MiB", "first, s", "last, s", "lenders that failed",
-        title=f"{arguments.generators} generators, {arguments.mib} MiB, uplinks {limit}; medians of {arguments.rounds}",
-    )  # fmt: skip
-    for form in ("whole", "delta"):
-        for name, rounds in rows.items():
-            figures = [each[form] for each in rounds]
-            middle = {key: median(each[key] for each in figures) for key in ("learner_mib", "first_s", "last_s")}
-            table.add_row(
-                f"{form}, {name}",
-                f"{middle['learner_mib']:.1f}",
-                f"{middle['first_s']:.2f}",
-                f"{middle['last_s']:.2f}",
-                f"{sum(each['errors'] for each in figures)}",
-            )
-    console.print(table)
+    title = f"{arguments.generators} generators, {arguments.mib} MiB, uplinks {limit}; medians of {arguments.rounds}"
+    shown = [
+        {"name": f"{form}, {name}"} | medians([each[form] for each in rounds])
+        for form in ("whole", "delta")
+        for name, rounds in rows.items()
+    ]
+    columns = {"": "{name}", "out of the learner, MiB": "{learner_mib:.1f}", "first, s": "{first_s:.2f}"}
+    columns |= {"last, s": "{last_s:.2f}", "lenders that failed": "{errors:g}"}
+    console.print(make_table(shown, columns, title=title))
 
 
 if __name__ == "__main__":

@@ -43,22 +43,16 @@ BENCHMARKS = [
         ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
         marks=REAL,
     ),
-    (
-        "generators.slow_tools",
-        ["--seconds=1", "--calls=64", "--slow-tool-s=0.05", "--tool-s", "--token-s=0.001"],
-    ),
     pytest.param("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"], marks=REAL),
     pytest.param("learner.packing", ["--rounds=1", "--groups=1"], marks=REAL),
     pytest.param("viewer", ["--rows=2000", "--rounds=1"], marks=REAL),
     ("learner.logprob_head", ["--rounds=1", "--tokens=64", "--vocabulary=64", "--width=8"]),
-    ("generators.search", ["--passages=300", "--queries=50"]),
     pytest.param(
         "generators.elastic",
         ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"],
         marks=REAL,
     ),
     pytest.param("gpu", ["--device=cpu", "--tiny", "--seconds=1"], marks=REAL),
-    pytest.param("overhead", ["--parts=together", "--steps=6", "--", *RUN], marks=REAL),
     pytest.param("overhead", ["--parts=learner", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
     pytest.param("overhead", ["--parts=generators", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
     pytest.param(
