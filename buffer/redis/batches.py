@@ -172,10 +172,14 @@ class RedisBatches(RedisConnection):
         return self._run("roll_back", to_step, to_version, self._max_attempts)
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        key, entries = self._key("ledger"), list[bytes | None]()
         with self._mapped_errors():
-            encoded = self._client.hvals(self._key("ledger"))
-        entries = [decode(entry, StepEntry) for entry in encoded]
-        return sorted((entry for entry in entries if entry.step >= first_step), key=lambda entry: entry.step)
+            # The names first: a long run has hundreds of megabytes of entries, and most callers want the newest.
+            steps = sorted(step for name in self._client.hkeys(key) if (step := int(name)) >= first_step)
+            for start in range(0, len(steps), _FETCHED_AT_ONCE):
+                entries += self._client.hmget(key, steps[start : start + _FETCHED_AT_ONCE])
+        # A roll back may have removed some in between.
+        return [decode(entry, StepEntry) for entry in entries if entry is not None]
 
 
 def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:

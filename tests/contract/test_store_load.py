@@ -1,4 +1,4 @@
-"""Groups of an earlier run in a store of Redis: what a replay claims."""
+"""Groups of an earlier run in a store of Redis: what a replay claims, and what is read of its ledger."""
 
 from collections.abc import Iterator
 
@@ -54,3 +54,14 @@ def test_groups_that_several_steps_take_stay_until_the_last(store: RedisStore):
 def test_prompts_between_the_groups_are_never_leased(store: RedisStore):
     store.load(GROUPS, samples={})
     assert [each.ordinal for each in lease(store, 1)] == [10]
+
+
+def test_of_a_long_ledger_only_the_steps_that_are_asked_for_are_read(store: RedisStore):
+    store.load(GROUPS, samples={})
+    for step in (1, 2, 3):
+        commit(store, claim(store, step, 1))
+    ledger, key = store.ledger(), store._key("ledger")
+    first = store._client.hget(key, 1)
+    store._client.hset(key, 1, b"not read")
+    assert store.ledger(first_step=2) == ledger[1:]
+    store._client.hset(key, 1, first)
