@@ -37,7 +37,8 @@ _LEASES_KEPT = 4096
 _IMPROBABLE = math.log(1e-6)
 """Log-probability below which no answer is sampled twice by chance."""
 
-_DRAW = random.SystemRandom().random
+_RANDOM = random.SystemRandom()
+"""The operating system's: a guest must not foresee which answers are checked."""
 
 log = structlog.get_logger(__name__)
 
@@ -79,9 +80,8 @@ class GuestDesk:
         depart: Callable[[Peer, str], None],
         clock: Clock,
         vocab_size: int | None = None,
-        draw: Callable[[], float] = _DRAW,
     ) -> None:
-        """`depart(peer, reason)`: a peer has left. `draw`: uniform in [0, 1), which a guest must not foresee."""
+        """`depart(peer, reason)`: a peer has left."""
         self._run = run
         self._config = run.cluster.guests
         self._store = store
@@ -90,7 +90,6 @@ class GuestDesk:
         self._depart = depart
         self._clock = clock
         self._vocab_size = vocab_size
-        self._draw = draw
         self._guests: dict[str, _Guest] = {}
         self._arriving: dict[str, _Check] = {}
         """Answers that the store does not have yet, by id."""
@@ -110,7 +109,7 @@ class GuestDesk:
         """Choose at random whose answers are checked: all of a group, so that copies within it are seen."""
         leases = self._of(peer.guest).leases
         for prompt in prompts:
-            leases[prompt.lease.id] = (prompt, self._draw() < self._config.audit_share)
+            leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_share)
         while len(leases) > _LEASES_KEPT:
             leases.popitem(last=False)
 

@@ -1,6 +1,5 @@
 """Monitor: polls the state of a run from its store alone."""
 
-import time
 from typing import Any
 
 from slipstream.buffer.accounting import StoreCounts
@@ -8,7 +7,6 @@ from slipstream.buffer.records import METRICS_KEPT, RunState
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.clock import Clock
 
 _RECENT_STEPS = 20
 
@@ -54,10 +52,9 @@ class RunSnapshot(Record):
 class Monitor:
     """Takes snapshots of a run, and keeps the newest metrics rows."""
 
-    def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
         self._run = run
-        self._clock = clock
         self._rows: list[dict[str, Any]] = []
         self._last = 0
 

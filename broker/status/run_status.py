@@ -1,6 +1,5 @@
 """RunStatus: the complete status of a run, read from its store; `slipstream status` shows it."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from slipstream.buffer.records import CheckpointPointer, Event
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.clock import Clock
 
 _NUM_EVENTS = 8
 _NO_MEMORY = StoreMemory()
@@ -92,10 +90,10 @@ class RunStatus(Record):
 class StatusReader:
     """Reads the status of one run repeatedly."""
 
-    def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
         self._run = run
-        self._monitor = Monitor(store, run, clock=clock)
+        self._monitor = Monitor(store, run)
 
     def read(self) -> RunStatus:
         """Read the current status, without changing the store. Raises StoreUnavailableError."""

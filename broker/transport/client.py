@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import structlog
 
 from slipstream.broker.errors import ChannelClosedError, ClientDiedError, RefusedByBrokerError
@@ -236,16 +237,7 @@ class BrokerClient:
             self._channel.send([encode(self.order)])
 
     def _pong(self, *, sent_at: float) -> Pong:
-        status = self._status()
-        return Pong(
-            sent_at=sent_at,
-            state=status.state,  # type: ignore[arg-type]
-            version=status.version,
-            reason=status.reason,
-            gauges=status.gauges,
-            lease_ids=status.lease_ids,
-            lends_at=status.lends_at,
-        )
+        return Pong(sent_at=sent_at, **msgspec.structs.asdict(self._status()))
 
 
 def _decode(frames: Frames) -> Message:

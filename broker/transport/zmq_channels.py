@@ -103,15 +103,15 @@ class _OwnClients:
         return key in self._expected
 
 
-def check_free(address: str, *, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None) -> None:
-    """Raise ChannelClosedError unless a server can be bound at the address, which `setting` names."""
-    check_reach(address, setting=setting, network=network)
-    check_unused(address, setting=setting)
+def check_free(address: str, *, network: IPv4Network | None = None) -> None:
+    """Raise ChannelClosedError unless a broker can be bound at the address."""
+    check_reach(address, setting=BROKER_ADDRESS, network=network)
+    check_unused(address, setting=BROKER_ADDRESS)
     with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
         try:
             probe.bind(address)
         except zmq.ZMQError as error:
-            raise bind_error(address, error, setting=setting) from error
+            raise bind_error(address, error, setting=BROKER_ADDRESS) from error
         remove_path(address)
 
 
@@ -234,12 +234,11 @@ class ZmqClientChannel:
     `receive` polls the pair and moves the queue into the zmq socket. The credit granted by the broker bounds the queue.
     """
 
-    def __init__(self, address: str, *, keys: Keys, max_message_bytes: int, context: zmq.Context | None = None) -> None:
-        """Connect in the background; the broker need not be running. A given context is shared and not terminated."""
+    def __init__(self, address: str, *, keys: Keys, max_message_bytes: int) -> None:
+        """Connect in the background; the broker need not be running."""
         self._address = address
         self._options: Options = _client_options(keys) | {zmq.MAXMSGSIZE: max_message_bytes}
-        self._context = context or zmq.Context()
-        self._owns_context = context is None
+        self._context = zmq.Context()
         # Outside the socket, because only its own thread may use that.
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
@@ -292,8 +291,7 @@ class ZmqClientChannel:
         self._socket.close(linger=_milliseconds(max(deadline - time.monotonic(), 0)))
         self._wakeup_sender.close()
         self._wakeup_receiver.close()
-        if self._owns_context:
-            self._context.term()
+        self._context.term()
 
     def _connect(self) -> zmq.Socket:
         # Random per connection: a ROUTER that still holds the old connection refuses a new one of the same identity.

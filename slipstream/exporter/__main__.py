@@ -79,7 +79,7 @@ class Reader:
         self._store = store
         self._run = run
         self._clock = clock
-        self._monitor = Monitor(store, run, clock=clock)
+        self._monitor = Monitor(store, run)
         self._accepted = -1
         self._arrived_at = clock()
 
