@@ -111,7 +111,9 @@ def read_config(folder: Path) -> RunConfig:
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} must be a run's configuration of this version of Slipstream, got {error}.") from None
+        problem = " ".join(str(error).split())
+        must = f"{path} must be a run's configuration of this version of Slipstream"
+        raise ConfigError(f"{must}, got {problem}: restore it, or use the version that began the run.") from None
 
 
 def _check_bounds(run: RunConfig) -> None:

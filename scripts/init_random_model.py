@@ -7,7 +7,6 @@ are 32 wide, the narrowest that vLLM's CPU build knows, and embeddings are not t
 8 x 8 pixels.
 """
 
-import argparse
 import json
 import logging
 import shutil
@@ -31,7 +30,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import language_model_class
 from slipstream.runtime.model_files import IMAGE_FILES
@@ -192,12 +191,7 @@ _ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(
-        "python -m slipstream.scripts.init_random_model",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("slipstream.scripts.init_random_model", __doc__)
     parser.add_argument("--architecture", choices=sorted(_ARCHITECTURES), default="qwen2", help="model family (qwen2)")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks (4)")
     parser.add_argument("--width", type=int, default=128, help="of the residual stream (128)")

@@ -5,7 +5,6 @@
 Training and held-out prompts never overlap; the same seed gives the same files.
 """
 
-import argparse
 import io
 import random
 from pathlib import Path
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 HELDOUT = "heldout.parquet"
 """Written last: its presence implies that both files are complete."""
@@ -134,12 +133,7 @@ def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(
-        "python -m slipstream.scripts.make_digits_data",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("slipstream.scripts.make_digits_data", __doc__)
     parser.add_argument(
         "--task", choices=["reverse", "addition", "picture"], default="reverse", help="what to learn (reverse)"
     )

@@ -10,7 +10,6 @@ files. Tasks of reasoning-gym are generated on the spot (`pip install 'slipstrea
 environment come from its own process, whose Python `--python` names.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.scripts.make_digits_data import make_row, write_file
 
 Values = dict[str, Any]
@@ -298,12 +297,7 @@ def _report(out: Path, rows: dict[str, list[Values]]) -> None:
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(
-        "python -m slipstream.scripts.make_prompts",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("slipstream.scripts.make_prompts", __doc__)
     parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, {_GYM}TASK or {_ENVIRONMENT}ID")
     parser.add_argument("--list", action="store_true", help="show the sources and the beginnings of their files' names")
     parser.add_argument("--source", type=Path, help="folder with the files; by default they come from the hub")

@@ -6,23 +6,17 @@ The corpus is a file of JSON lines or a Parquet file. A row has `contents`, of w
 `text` and, perhaps, `title`.
 """
 
-import argparse
 import time
 from pathlib import Path
 
 from slipstream.generators.tools.search import write_index
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the index."""
-    parser = argparse.ArgumentParser(
-        "python -m slipstream.scripts.make_search_index",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("slipstream.scripts.make_search_index", __doc__)
     parser.add_argument("corpus", type=Path, help="file with the passages")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; replaced if it exists")
     parser.add_argument(

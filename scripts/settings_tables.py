@@ -100,13 +100,17 @@ def _allowed(setting: Setting) -> str:
 def _describe(expected: Type) -> str:
     match expected:
         case UnionType(types=types):
-            return " or ".join(dict.fromkeys(_describe(option) for option in sorted(types, key=_is_null)))
+            return " or ".join(
+                dict.fromkeys(
+                    _describe(option) for option in sorted(types, key=lambda option: isinstance(option, NoneType))
+                )
+            )
         case LiteralType(values=values):
             return ", ".join(f"`{value}`" for value in values)
         case IntType() | FloatType():
             return _describe_number(expected)
         case ListType(item_type=item):
-            return f"list of {_describe(item)}s"
+            return f"list of {_describe(item).replace(' or ', 's or ')}s"
         case TupleType(item_types=items):
             return f"list of {len(items)}: {_describe(items[0])}"
         case StrType(pattern=pattern):
@@ -120,10 +124,6 @@ def _describe(expected: Type) -> str:
         case StructType():
             return "record"
     return "any value"
-
-
-def _is_null(expected: Type) -> bool:
-    return isinstance(expected, NoneType)
 
 
 def _describe_number(expected: IntType | FloatType) -> str:

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from slipstream.broker.prompts.rows import make_row
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.runtime.images import Grid, VisionModel, takes_images
 from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
@@ -273,12 +273,7 @@ def warm_up(
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(
-        "python -m slipstream.scripts.warm_up",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("slipstream.scripts.warm_up", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and heldout.parquet")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
@@ -293,11 +288,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two evaluations (5)")
     parser.add_argument("--max-batches", type=int, default=1000, help="limit of steps (1000)")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="limit of the time, seconds (120)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
     parser.add_argument("--seed", type=int, default=0, help="of batches and samples (0)")
     options = parser.parse_args(arguments)
     disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     _run(options)
 
 

@@ -2,20 +2,27 @@
 
 import argparse
 import ast
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from slipstream.configs.advantages import AdvantageConfig
+from slipstream.configs.base import Formula
+from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
 from slipstream.learner.metrics.ranges import RANGES
-from slipstream.scripts.algorithm_tables import list_advantages, list_masks, list_policy_losses
+from slipstream.learner.objective.formulas import find
 from slipstream.scripts.monitoring_files import alerts, dashboard
 from slipstream.scripts.settings_tables import list_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("slipstream", "configs", "buffer", "broker", "generators", "learner", "scripts", "benchmarks")
+
+_ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
+_SOURCE = re.compile(r"^Source: (.*?)(?=\n\n|\nDiffers:|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -67,12 +74,33 @@ def list_warnings() -> str:
     return "\n".join(["| metric and healthy range | outside of it | what to try |", "|---|---|---|", *table])
 
 
+def _formula_table(records: Sequence[type[Formula]]) -> str:
+    """Table of functions to choose from; + marks advantages whose baseline lies outside the group."""
+    rows = [_row(record) for record in records if record.formula]
+    return "\n".join(["| option | meaning | function | source |", "|---|---|---|---|", *rows])
+
+
+def _row(record: type[Formula]) -> str:
+    meaning = " ".join((inspect.getdoc(record) or "").split())
+    names = [name for name in (record.formula, getattr(record, "selector", "")) if name]
+    functions = ", ".join(f"`{name}`" for name in names)
+    mark = " +" if getattr(record, "has_own_baseline", False) else ""
+    return f"| `{record.__struct_config__.tag}`{mark} | {meaning} | {functions} | {_source(record.formula)} |"
+
+
+def _source(name: str) -> str:
+    """The `Source:` of a function's docstring, arXiv numbers as links."""
+    found = _SOURCE.search(inspect.getdoc(find(name)) or "")
+    text = " ".join(found[1].split()).rstrip(".") if found else ""
+    return _ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", text).replace("|", r"\|")
+
+
 BLOCKS = [
     Block("docs/modules.md", "modules", list_modules),
     Block("docs/settings.md", "settings", list_settings),
-    Block("docs/algorithms.md", "advantages", list_advantages),
-    Block("docs/algorithms.md", "policy losses", list_policy_losses),
-    Block("docs/algorithms.md", "masks", list_masks),
+    Block("docs/algorithms.md", "advantages", lambda: _formula_table(get_args(AdvantageConfig))),
+    Block("docs/algorithms.md", "policy losses", lambda: _formula_table(get_args(PolicyLossConfig))),
+    Block("docs/algorithms.md", "masks", lambda: _formula_table(get_args(MaskConfig))),
     Block("docs/explain.md", "warnings", list_warnings),
 ]
 FILES: dict[str, Callable[[], str]] = {"docs/monitoring/grafana.json": dashboard, "docs/monitoring/alerts.yaml": alerts}

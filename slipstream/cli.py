@@ -20,11 +20,11 @@ from slipstream.diagnose.command import diagnose
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.migration.command import import_config
-from slipstream.runtime.command_line import SETTINGS, fail_cleanly, run_app, with_command
+from slipstream.runtime.command_line import WITH_OVERRIDES, Overrides, fail_cleanly, make_app, run_app, with_command
 from slipstream.viewer.command import data, view
 
-app = typer.Typer(
-    help="""Asynchronous actor-learner reinforcement learning for language models.
+app = make_app(
+    """Asynchronous actor-learner reinforcement learning for language models.
 
     \b
     slipstream run                                   train the default experiment on this machine
@@ -32,19 +32,10 @@ app = typer.Typer(
     slipstream COMMAND --help                        usage and most used settings of a command
 
     All settings: docs/settings.md; `slipstream config` prints them with their values.
-    """,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    """
 )
 
-# What looks like an unknown option is passed on as an override, where `--learner.max_steps=5` gets advice that fits.
-_WITH_OVERRIDES = {"ignore_unknown_options": True}
-_FORWARDED = {**_WITH_OVERRIDES, "allow_extra_args": True, "help_option_names": []}
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
-]
+_FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 RunWords = Annotated[
     list[str] | None,
     typer.Argument(
@@ -67,7 +58,7 @@ def _options(
 ) -> None: ...
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     """Train: start the roles, watch them, report and plot the result.
 
@@ -83,7 +74,7 @@ def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     run_experiment(overrides or [], program=ctx.find_root().info_name or "slipstream")
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def sft(overrides: Overrides = None) -> None:
     """Train on demonstrations, with the learner alone.
 
@@ -98,7 +89,7 @@ def sft(overrides: Overrides = None) -> None:
     start_sft(with_sft_preset(overrides or []))
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def prepare(overrides: Overrides = None) -> None:
     """Make the data and models that a run lacks, as `run` does."""
     from slipstream.configs.load import load
@@ -108,18 +99,26 @@ def prepare(overrides: Overrides = None) -> None:
         print("prepare: everything is there")
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def config(
     overrides: Overrides = None,
     sources: Annotated[bool, typer.Option("--sources", help="Name the file or override that sets each value.")] = False,
 ) -> None:
     """Print the resolved configuration of a run."""
-    from slipstream.scripts.print_config import print_config
+    from slipstream.configs.load import leaves, load, provenance, to_plain, to_yaml
 
-    print_config(overrides or [], sources=sources)
+    resolved = load(overrides or [])
+    if not sources:
+        print(to_yaml(resolved), end="")
+        return
+    origins = provenance(overrides or [], resolved)
+    rows = {f"{key} = {value}": origins[key] for key, value in leaves(to_plain(resolved))}
+    width = min(60, max(map(len, rows)))
+    for name, origin in rows.items():
+        print(f"{name:<{width}}  {origin}")
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def plan(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; by default those here.")] = None,
@@ -251,7 +250,7 @@ Words = Annotated[
 ]
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def evaluate(
     words: Words,
     out: Annotated[
@@ -277,7 +276,7 @@ def evaluate(
     show_evaluations(words, out=out, is_json=json, is_whole=whole)
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def generate(
     words: Words,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the answers; repeated, it makes the rest.")],
@@ -354,7 +353,7 @@ def convert(
     print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
 
 
-app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)(diagnose)
+app.command(**WITH_OVERRIDES)(diagnose)
 
 
 @app.command(context_settings=_FORWARDED)

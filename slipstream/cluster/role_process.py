@@ -141,7 +141,7 @@ class RoleProcess:
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         """Return the last lines of its log."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self._read_log()[-num_lines:])
 
     def _last_words(self) -> str:
         """Last line of its log that is its own."""
@@ -150,12 +150,18 @@ class RoleProcess:
 
     def _describe_death(self, code: int) -> str:
         """Quote the error that the process printed before it ended, else the end of its log."""
-        if code > 0 and (error := find_error(self._lines_since_start())):
+        if code > 0 and (error := self._find_error()):
             return f"{self.name}: {error} (the log is {self._log})"
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
 
-    def _lines_since_start(self) -> list[str]:
-        return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
+    def _find_error(self) -> str:
+        return find_error(self._read_log(since=self._log_starts_at))
+
+    def _read_log(self, *, since: int = 0) -> list[str]:
+        # Somebody may have removed it.
+        with contextlib.suppress(OSError):
+            return self._log.read_bytes()[since:].decode(errors="replace").splitlines()
+        return []
 
     def _trim_log(self) -> None:
         # A full disk, or a log that somebody removed, must not end the run.
@@ -174,7 +180,7 @@ class RoleProcess:
 
     def _may_restart(self, code: int) -> bool:
         # Numbers aside: a process id or an amount of memory does not make it another error.
-        error = re.sub(r"\d+", "0", find_error(self._lines_since_start())) if self._is_of_the_start(code) else ""
+        error = re.sub(r"\d+", "0", self._find_error()) if self._is_of_the_start(code) else ""
         before, self._start_error = self._start_error, error
         if error and error == before:
             return False

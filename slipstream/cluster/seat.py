@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -193,3 +194,19 @@ class LocalSeat:
         os.close(self._status)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_CLOSE_TIMEOUT_S)
+
+
+def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
+    """Run `python -m ARGUMENTS` until it ends, and no longer than this process lives; it prints where this one does.
+
+    Returns its exit code, or minus the signal that ended it; None when `timeout_s` was too short. Raises OSError.
+    """
+    seat, ends_at = LocalSeat(None), time.monotonic() + timeout_s
+    seat.start(arguments, variables={})
+    try:
+        while (code := seat.poll()) is None and time.monotonic() < ends_at:
+            time.sleep(_POLL_EVERY_S)
+    finally:
+        seat.terminate()
+        seat.stop(ends_at=time.monotonic() + GRACE_S)
+    return code

@@ -29,7 +29,8 @@ def _load_torch() -> Finding:
     import torch
 
     assert float((torch.ones(64, 64) @ torch.ones(64, 64)).sum()) == 64**3
-    return Finding("torch", "ok", f"loads and computes with {torch.get_num_threads()} threads")
+    number = torch.get_num_threads()
+    return Finding("torch", "ok", f"loads and computes with {number} thread{'s' if number > 1 else ''}")
 
 
 def _load_kernels() -> Finding:

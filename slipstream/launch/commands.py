@@ -42,26 +42,30 @@ class NoAnswerError(Exception):
 
 
 @contextmanager
-def _store_of(folder: Path) -> Iterator[RedisStore]:
-    """Open the store of a live run, and exit with NO_ANSWER when it does not answer; it is not started."""
+def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, RedisStore]]:
+    """Open the store of the run that `words` name, as for `find_run`: its folder, and the store, which is not started.
+
+    Raises ConfigError; exits with NO_ANSWER for an error of the store and a role that does not answer.
+    """
+    folder = find_run(words, command=command)
     try:
         with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
-            yield store
+            yield folder, store
     except NoAnswerError as error:
         exit_with_error(error, code=NO_ANSWER)
     except ReplayBufferError as error:
-        summary = folder / "summary.json"
-        ended = f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
-        exit_with_error(ended if summary.is_file() else error, code=NO_ANSWER)
+        ended = (
+            f"run {folder.name!r} has ended and its store does not answer: its results are in {folder}/summary.json."
+        )
+        exit_with_error(ended if (folder / "summary.json").is_file() else error, code=NO_ANSWER)
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
-def show_status(run: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
-    """Show a run on one screen; `run` as for `find_run`. Raises ConfigError; exits with NO_ANSWER without a store."""
+def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
+    """Show a run on one screen. Raises and exits as `_opened`, as do all commands below."""
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
-    folder = find_run(run, command="status")
-    with _store_of(folder) as store:
+    with _opened(words, command="status") as (folder, store):
         reader = StatusReader(store, read_config(folder))
         status = reader.read()
         if is_json:
@@ -98,16 +102,12 @@ def _draw(reader: StatusReader) -> RenderableType:
 
 # --- scale -----------------------------------------------------------------------------------------------------------
 def scale(words: Sequence[str]) -> None:
-    """Have the launcher of a run keep another number of generators: generators=N, then words as for `find_run`.
-
-    Raises ConfigError; exits with NO_ANSWER when no launcher or store answers.
-    """
+    """Have the launcher of a run keep another number of generators: generators=N, and the words of the run."""
     settings = [word for word in words if word.startswith(_SETTING)]
     number = settings[0].removeprefix(_SETTING) if len(settings) == 1 else ""
     if not number.isdecimal():
         raise ConfigError(f"scale needs generators=N once, N >= 0, got {' '.join(settings) or 'none'}.")
-    folder = find_run([word for word in words if not word.startswith(_SETTING)], command="scale")
-    with _store_of(folder) as store:
+    with _opened([word for word in words if not word.startswith(_SETTING)], command="scale") as (folder, store):
         previous = request_generators(store, int(number), run=folder.name)
     print(f"{folder.name}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
@@ -146,14 +146,12 @@ def _launcher(store: Store) -> dict[str, Any]:
 
 
 # --- drain -----------------------------------------------------------------------------------------------------------
-def drain(generator_id: str, run: Sequence[str]) -> None:
-    """Have a generator leave, and wait until it has; `run` as for `find_run`.
+def drain(generator_id: str, words: Sequence[str]) -> None:
+    """Have a generator leave, and wait until it has.
 
     The store passes the request to the broker and the broker to the generator, on whatever machine it runs.
-    Raises ConfigError; exits with NO_ANSWER when it does not leave in time.
     """
-    folder = find_run(run, command="drain")
-    with _store_of(folder) as store:
+    with _opened(words, command="drain") as (folder, store):
         request_drain(store, generator_id, run=folder.name)
         print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
         _wait_until_gone(store, generator_id)
@@ -176,10 +174,9 @@ def _wait_until_gone(store: Store, generator_id: str) -> None:
     ends_at = time.monotonic() + _DRAIN_TIMEOUT_S
     while _is_connected(gauges := store.roles().get(generator_id, {})):
         if time.monotonic() >= ends_at:
-            exit_with_error(
+            raise NoAnswerError(
                 f"{generator_id} must leave within {_DRAIN_TIMEOUT_S:g} s, it is still {gauges.get('state')} "
-                f"({gauges.get('reason') or 'no reason given'}): are it and the broker alive?",
-                code=NO_ANSWER,
+                f"({gauges.get('reason') or 'no reason given'}): are it and the broker alive?"
             )
         time.sleep(_POLL_EVERY_S)
 
@@ -190,12 +187,8 @@ def _is_connected(gauges: dict[str, Any]) -> bool:
 
 # --- pause -----------------------------------------------------------------------------------------------------------
 def pause(words: Sequence[str], *, is_off: bool) -> None:
-    """Pause the learner of a run before its next step, or let it go on; `words` as for `find_run`.
-
-    Raises ConfigError; exits with NO_ANSWER when no store answers.
-    """
-    folder = find_run(words, command="pause")
-    with _store_of(folder) as store:
+    """Pause the learner of a run before its next step, or let it go on."""
+    with _opened(words, command="pause") as (folder, store):
         request_pause(store, is_off=is_off, run=folder.name)
     then = "goes on" if is_off else f"pauses before its next step; `slipstream pause --off {folder.name}` lets it go on"
     print(f"{folder.name} {then}")
@@ -213,22 +206,18 @@ def request_pause(store: Store, *, is_off: bool, run: str) -> None:
 
 # --- profile ---------------------------------------------------------------------------------------------------------
 def profile(words: Sequence[str], *, num_steps: int) -> None:
-    """Ask the learner of a run to record its next steps; `words` as for `find_run`.
-
-    Raises ConfigError for a run that trains no such steps; exits with NO_ANSWER when no store answers.
-    """
-    folder = find_run(words, command="profile")
-    run = read_config(folder)
+    """Ask the learner of a run to record its next steps. Raises ConfigError if it makes no such steps."""
+    run = read_config(find_run(words, command="profile"))
     if run.mode != "async":
         raise ConfigError(
             f"profile needs a run in processes of its own, got mode={run.mode}: begin one with profile.steps=[1, 3]."
         )
-    with _store_of(folder) as store:
+    with _opened(words, command="profile") as (folder, store):
         state, learner = store.run_state(), store.roles().get("learner", {})
         if state.phase not in ("starting", "training"):
             raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")
         if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
-            exit_with_error(f"run {folder.name!r} must have a live learner, got none", code=NO_ANSWER)
+            raise NoAnswerError(f"run {folder.name!r} must have a live learner, got none")
         if recorded := learner.get(PROFILE_REQUEST):
             raise ConfigError(f"run {folder.name!r} must record no other steps, it does record {recorded}.")
         # The step that is being made ends before the request is read.

@@ -255,14 +255,22 @@ class Launcher:
                 role.start()
             yield
         finally:
-            ends_at = time.monotonic() + _STOP_TIMEOUT_S
-            # The brokers end last: the others take leave of them.
-            for role in reversed(self._roles[len(self._brokers) :]):
-                role.terminate()
-            for role in reversed(self._roles):
-                role.terminate()
-                is_uploading = role in self._brokers and self._run.storage_uri
-                role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
+            try:
+                self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
+            except KeyboardInterrupt:
+                # A user who insists: the roles of the next run in this folder must meet none of these.
+                for role in self._roles:
+                    role.stop(ends_at=0.0)
+                raise
+
+    def _end_roles(self, *, ends_at: float) -> None:
+        # The brokers end last: the others take leave of them.
+        for role in reversed(self._roles[len(self._brokers) :]):
+            role.terminate()
+        for role in reversed(self._roles):
+            role.terminate()
+            is_uploading = role in self._brokers and self._run.storage_uri
+            role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
 
     def _start_pool(self) -> list[Event]:
         self._is_pool_started = True

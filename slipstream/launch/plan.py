@@ -31,6 +31,7 @@ from slipstream.runtime.command_line import exit_with_error
 from slipstream.runtime.console import add_row, make_console, make_table
 from slipstream.runtime.lora import adapter_parameters, meta_model
 from slipstream.runtime.model_files import check_model_path
+from slipstream.runtime.process import group_limits
 
 GIB = 2**30
 HOST = "host"
@@ -101,7 +102,8 @@ class Machine(msgspec.Struct, frozen=True):
             if not found:
                 raise ConfigError(f"plan --gpus {count} must come with --gpu-gib: there is no GPU here to ask.")
             size = min(torch.cuda.get_device_properties(i).total_memory for i in range(found)) / GIB
-        return Machine(host_gib or psutil.virtual_memory().total / GIB, count, size or 0.0)
+        total = min([psutil.virtual_memory().total, *(each.limit for each in group_limits("memory"))])
+        return Machine(host_gib or total / GIB, count, size or 0.0)
 
     def capacity(self, place: str) -> float:
         """Memory of the machine or GPU, GiB."""

@@ -1,7 +1,6 @@
 """Preflight: makes what a run needs and lacks, and checks its surroundings before its folder and roles exist."""
 
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.cluster.observers import check_observers
+from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
@@ -135,15 +135,12 @@ def prepare(run: RunConfig) -> int:
     if not (steps := missing_steps(run)):
         return 0
     # One process for all steps: they share the import of torch, which the launcher does without.
-    command = [sys.executable, "-m", __name__, json.encode(steps).decode()]
     limit_s = preparation_limit_s(run)
-    try:
-        code = subprocess.run(command, check=False, timeout=limit_s).returncode
+    code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
+    missing = missing_steps(run)
+    if missing or code != 0:
         outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
-    except subprocess.TimeoutExpired:
-        code, outcome = 1, f"did not within {limit_s:.0f} s"
-    missing = [step for step in steps if not Path(step.creates).exists()]
-    if missing or code:
+        outcome += f" within {limit_s:.0f} s" if code is None else ""
         # The process ends at the first step that fails, which may have made a part of its product.
         failed = [*missing, steps[-1]][0]
         shown = f"python -m {failed.module} {' '.join(failed.args)}"

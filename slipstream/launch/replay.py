@@ -13,7 +13,6 @@ another algorithm shows its effect on the same data.
 import asyncio
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import FinishedGroup, image_names
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import Reward, Trajectory
-from slipstream.cluster.seat import LocalSeat
+from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.configs.load import load
@@ -53,11 +52,6 @@ from slipstream.runtime.run_folder import RunFolder
 log = structlog.get_logger(__name__)
 
 
-_POLL_EVERY_S = 0.1
-_STOP_TIMEOUT_S = 6.0
-"""Time for the ranks to end before they are killed."""
-
-
 def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
     """Train from beginning to end, in this process or, with several ranks, in processes of their own.
 
@@ -65,22 +59,8 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
     """
     if run.learner.num_ranks == 1:
         _run_rank_0(run, folder, rendezvous=None)
-    else:
-        _run_ranks(run, overrides)
-
-
-def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
-    raise_on_stop_signal()
-    ranks = LocalSeat(None)
-    ranks.start(["slipstream.launch.replay", *overrides], variables={})
-    try:
-        # Needs no deadline: every collective of the ranks has one.
-        while (code := ranks.poll()) is None:
-            time.sleep(_POLL_EVERY_S)
-    finally:
-        ranks.terminate()
-        ranks.stop(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
-    if code:
+    # Needs no deadline: every collective of the ranks has one.
+    elif code := run_kept(["slipstream.launch.replay", *overrides]):
         raise RankGroupError(
             f"all {run.learner.num_ranks} learner ranks must succeed, got exit code {code}: their messages are above."
         )

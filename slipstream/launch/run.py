@@ -46,26 +46,30 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     if not is_to_prepare:
         make_inputs(run)
     with _open_places(run) as places:
-        folder.claim()
-        folder.write_origins(provenance(overrides, run))
-        # The launcher works without torch, which takes seconds to import.
-        if run.mode == "serial":
-            from slipstream.launch.serial import run_serial
-
-            with observed(run, logs=folder.logs):
-                run_serial(run, folder)
-        elif run.mode == "replay":
-            from slipstream.launch.replay import run_replay
-
-            with observed(run, logs=folder.logs):
-                run_replay(run, folder, overrides=overrides)
-        else:
-            launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)
-            try:
+        try:
+            folder.claim()
+            folder.write_origins(provenance(overrides, run))
+            if run.mode == "async":
+                launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)
                 launcher.launch(prepare=(lambda: make_inputs(run)) if is_to_prepare else None)
-            finally:
-                folder.unlock()
-    _report(run, folder, overrides=overrides, program=program)
+            else:
+                with observed(run, logs=folder.logs):
+                    _run_here(run, folder, overrides=overrides)
+        finally:
+            folder.unlock()
+    report(run, folder, overrides=overrides, program=program)
+
+
+def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
+    # The launcher works without torch, which takes seconds to import.
+    if run.mode == "serial":
+        from slipstream.launch.serial import run_serial
+
+        run_serial(run, folder)
+    else:
+        from slipstream.launch.replay import run_replay
+
+        run_replay(run, folder, overrides=overrides)
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, lis
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-_REPORTED = {
+REPORTED = {
     "seconds to the goal": "seconds_to_goal",
     "seconds of training": "train_seconds",
     "steps": "steps",
@@ -129,18 +133,23 @@ _REPORTED = {
 }
 
 
-def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
+def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
+    """Print the result of a run that has ended, from its summary, and draw its curve."""
     # Matplotlib takes a second to import, which the start does without.
     from slipstream.launch.plot import plot_run
 
     summary = json.loads(folder.summary.read_text())
-    curve = plot_run(folder.path) if summary["steps"] else "-"
+    try:
+        curve: object = plot_run(folder.path) if summary["steps"] else "-"
+    except OSError as error:
+        # The run has ended well all the same.
+        curve = f"not drawn: {error}"
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None)
     sets = run.data.heldout_sets
     accuracies = {f"accuracy before, {each.name}": each.before_key for each in sets}
     accuracies |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
-    for label, key in (accuracies | _REPORTED).items():
+    for label, key in (accuracies | REPORTED).items():
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)

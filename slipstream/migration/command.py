@@ -41,7 +41,18 @@ def import_config(
 
 def import_settings(trainer: str, file: Path) -> Imported:
     """Translate a file; settings that do not fit each other here are a note. Raises ConfigError."""
-    imported = _IMPORTERS[trainer](read_settings(file))
+    given = read_settings(file)
+    try:
+        imported = _IMPORTERS[trainer](given)
+    except ConfigError:
+        raise
+    # Text where they have a number: a variable of the environment, which may hold a secret, is not filled in.
+    except (TypeError, ValueError) as error:
+        unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
+        raise ConfigError(
+            f"FILE must hold the values of its settings, got {file} with {', '.join(unset) or error}: write numbers in "
+            "place of variables that it does not set."
+        ) from None
     try:
         load(imported.overrides)
     except ConfigError as error:

@@ -11,6 +11,8 @@ import yaml
 from slipstream.configs.base import ConfigError
 
 _LARGEST_BYTES = 1 << 20
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Number without a point or a sign of its exponent: text to PyYAML, a number to Hydra and argparse."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
@@ -27,7 +29,9 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"FILE must be YAML, JSON or a shell script, got {path}: {_first_line(error)}") from None
     if not found:
         raise ConfigError(f"FILE must hold settings, got none in {path}.")
-    return found
+    return {
+        key: float(each) if isinstance(each, str) and _NUMBER.fullmatch(each) else each for key, each in found.items()
+    }
 
 
 def _from_document(path: Path, text: str) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, Trajec
 from slipstream.buffer.catalog.catalog import Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.catalog.detail import TrajectoryDetail
 from slipstream.configs.base import ConfigError
+from slipstream.configs.load import leaves, load, to_plain
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.notebook.functions import Function
-from slipstream.notebook.processes import train
-from slipstream.notebook.settings import replay_overrides
-from slipstream.runtime.run_folder import find_run
+from slipstream.configs.schema import groups
+from slipstream.migration.translation import format_value
+from slipstream.notebook.processes import Function, train
+from slipstream.runtime.run_folder import find_run, read_rows
 
 
 class Run:
@@ -55,9 +56,7 @@ class Run:
 
     def metrics(self) -> pa.Table:
         """Return the metrics, a row per step so far; `.to_pandas()` where pandas is installed."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        rows = [json.loads(line) for line in lines]
+        rows = read_rows(self.folder / "metrics.jsonl")
         # A metric may come later than the first step, or be of a kind that Arrow has no column for.
         names = dict.fromkeys(name for row in rows for name in row)
         plain = {name: [row.get(name) for row in rows] for name in names}
@@ -122,3 +121,52 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
 
 def _is_plain(values: list[Any]) -> bool:
     return all(value is None or isinstance(value, int | float | str) for value in values)
+
+
+# --- its settings as overrides, from which a replay can be made -------------------------------------------------------
+_OF_A_REPLAY = (
+    "name",
+    "runs_dir",
+    "resume",
+    "mode",
+    "replay",
+    "generators.engine",
+    "weights.transport",
+    "buffer.store",
+)
+"""Keys, or records, that a replay has of its own."""
+REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
+
+
+def replay_overrides(config: RunConfig) -> list[str]:
+    """Return the overrides that replay a run with its own settings, on one rank, without its generators."""
+    base = to_plain(load(["experiment=digits_replay"]))
+    own = _differences(to_plain(config), base, "")
+    kept = [text for text in own if not _is_of_a_replay(text.partition("=")[0].replace("/", "."))]
+    return ["experiment=digits_replay", *kept, *REPLAY]
+
+
+def _is_of_a_replay(key: str) -> bool:
+    return any(key == own or key.startswith(f"{own}.") for own in _OF_A_REPLAY)
+
+
+def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
+    """List `key=value` of all that differs; variants first, because their fields depend on them."""
+    found: list[str] = []
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        known = base.get(key) if isinstance(base, dict) else None
+        group = path.replace(".", "/")
+        if value == known:
+            continue
+        if isinstance(value, dict) and group in groups() and "kind" in value:
+            fields = {name: each for name, each in value.items() if name != "kind"}
+            found.append(f"{group}={value['kind']}")
+            found += [f"{path}.{name}={format_value(each)}" for name, each in fields.items()]
+        elif isinstance(value, dict) and isinstance(known, dict):
+            found += _differences(value, known, f"{path}.")
+        elif isinstance(value, dict) and value:
+            found += [f"{path}.{name}={format_value(each)}" for name, each in leaves(value)]
+        else:
+            found.append(f"{path}={format_value(value)}")
+    return found

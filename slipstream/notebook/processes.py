@@ -1,15 +1,23 @@
-"""Runs as child processes: a notebook shares neither memory, nor signals, nor random state with them."""
+"""Runs as child processes: a notebook shares neither memory, nor signals, nor random state with them.
 
+Their roles are processes of their own, too, and import functions of the notebook from files."""
+
+import hashlib
+import inspect
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.migration.translation import format_value
-from slipstream.notebook.functions import Function, path_of
+from slipstream.runtime.run_folder import RunFolder
 
+Function = str | Callable[..., Any]
+"""`module:function`, `FILE.py:function`, or the function itself."""
 _SETTINGS = {
     "reward": ("generators.reward.function={path}",),
     "rescore": ("replay.rescore={path}",),
@@ -34,9 +42,7 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
             path = path_of(function, folder=runs_dir / "functions")
             chosen += [setting.format(path=format_value(path)) for setting in _SETTINGS[kind]]
     chosen += [f"name={name}", f"runs_dir={runs_dir}"]
-    load(chosen)
-    if (runs_dir / name).exists() and "resume=true" not in chosen:
-        raise ConfigError(f"name must be unused in {runs_dir}/, got {name!r}, which exists: choose another.")
+    RunFolder(load(chosen)).check_name()
     child = subprocess.Popen(
         [sys.executable, "-m", "slipstream", "run", *chosen],
         stdout=subprocess.PIPE,
@@ -62,3 +68,32 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
     if code:
         raise RuntimeError(f"run {name!r} must end well, got exit code {code}: {last}")
     return runs_dir / name
+
+
+def path_of(function: Function, *, folder: Path) -> str:
+    """Return the path by which a role finds a function.
+
+    A function of the notebook or script itself is written into `folder`, from its source alone: it must import what it
+    needs in its body. Raises ConfigError for one without a source or a name.
+    """
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", "")
+    if not name.isidentifier():
+        raise ConfigError(
+            f"a function must be defined by `def` at the top level of a cell or module, got {function!r}."
+        )
+    if function.__module__ != "__main__":
+        return f"{function.__module__}:{name}"
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise ConfigError(
+            f"the source of {name} must be known to hand it to the roles, but Python has none: put it into a file, and "
+            f"name it as FILE.py:{name}."
+        ) from None
+    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+    path = folder / f"{name}_{digest}.py"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'"""{name}, as a notebook defined it."""\n\n{source}', encoding="utf-8")
+    return f"{path.resolve()}:{name}"

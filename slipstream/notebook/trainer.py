@@ -5,8 +5,7 @@ from typing import Any
 
 from slipstream.migration.translation import format_value
 from slipstream.notebook.finished_run import Run
-from slipstream.notebook.functions import Function
-from slipstream.notebook.processes import train
+from slipstream.notebook.processes import Function, train
 
 
 def run(

@@ -13,26 +13,15 @@ from slipstream.configs.base import ConfigError
 from slipstream.recipes.kubernetes import ANY_INTERFACE, SECRET_KEY, Kind, Manifest, dump, manifest, secret, secret_name
 from slipstream.recipes.recipe import Recipe, read_recipe
 from slipstream.recipes.slurm import sbatch_script
-from slipstream.runtime.command_line import NO_ANSWER, SETTINGS, exit_with_error
+from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, exit_with_error, make_app
 
 _SUBMIT_TIMEOUT_S = 120.0
 
-app = typer.Typer(
-    help="Start a run by Slurm or on Kubernetes; docs/cluster.md describes both.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-_WITH_OVERRIDES = {"ignore_unknown_options": True}
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
-]
+app = make_app("Start a run by Slurm or on Kubernetes; docs/cluster.md describes both.")
 Print = Annotated[bool, typer.Option("--print", help="Print what would be submitted, and submit nothing.")]
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def slurm(
     overrides: Overrides = None,
     print_only: Print = False,
@@ -56,7 +45,7 @@ def slurm(
     _call(["sbatch"], script, where="where Slurm's commands are")
 
 
-@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+@app.command(**WITH_OVERRIDES)
 def kubernetes(
     image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image, made of the Dockerfile.")],
     overrides: Overrides = None,

@@ -1,17 +1,20 @@
 """Conventions of every command line: exit codes, errors as one sentence, `--help`."""
 
+import argparse
+import errno
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.clock import WaitTimeoutError
+from slipstream.runtime.disk import is_disk_full
 
 NO_ANSWER = 1
 """Exit code of a command whose store, broker or launcher did not answer in time."""
@@ -43,7 +46,15 @@ Most used settings:
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
-"""End of the help of every command that takes settings."""
+WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
+"""Options of every command that takes settings. What looks like an unknown option is passed on as an override, where
+`--learner.max_steps=5` gets advice that fits."""
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
+]
+
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors of a path that this user may not use, or cannot."""
 
 # Typer brings click along as a private package, and exports this subclass of click's UsageError alone.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -68,7 +79,7 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
+    """Turn ConfigError, WaitTimeoutError, `errors`, Ctrl-C, a refused path and a full disk into message and exit code.
 
     Any other exception is a bug and passes.
 
@@ -85,12 +96,42 @@ def fail_cleanly(
         exit_with_error(error, code=TRY_AGAIN)
     except (ConfigError, WaitTimeoutError, *errors) as error:
         exit_with_error(error, code=BAD_INPUT)
+    except OSError as error:
+        if is_disk_full(error):
+            what = error.filename or "a file"
+            exit_with_error(
+                f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN
+            )
+        if error.filename is None or error.errno not in _REFUSED:
+            raise
+        exit_with_error(
+            f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
+            "permissions or its disk.",
+            code=BAD_INPUT,
+        )
     except KeyboardInterrupt:
         # The interpreter's teardown takes a while with torch: another signal would print a traceback into it.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+
+
+def make_app(text: str) -> typer.Typer:
+    """Return a typer program without commands; `text` is its help."""
+    return typer.Typer(
+        help=text,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program of a few options; `text` is its help, line by line."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
 
 def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
@@ -104,6 +145,9 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         message = " ".join(error.format_message().split()).rstrip(".")
         path = error.ctx.command_path if error.ctx else program
         exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
+    if code == INTERRUPTED:
+        # Typer's answer to Ctrl-C, which is to be handled like that of any other program.
+        raise KeyboardInterrupt
     if code:
         raise SystemExit(code)
 

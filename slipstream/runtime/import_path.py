@@ -42,7 +42,8 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
             f"{setting}.function must name a module that can be imported, got {path!r}: "
             f"there is no module {error.name!r}."
         ) from error
-    except Exception as error:
+    # A script without `if __name__ == "__main__"` may end the process.
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{setting}.function={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
         ) from error

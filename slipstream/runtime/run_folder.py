@@ -198,7 +198,7 @@ class RunFolder:
             make_private(folder)
 
     def open(self) -> None:
-        """Create missing folders, and write the configuration and the library versions. Raises ConfigError."""
+        """Create missing folders, and write the configuration and the library versions. Raises ConfigError, OSError."""
         try:
             self.make()
             for folder in (self.logs, self.store, self.checkpoints):
@@ -206,10 +206,8 @@ class RunFolder:
             _replace(self.path / _CONFIG, msgspec.yaml.encode(self._run))
             _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode() + b"\n")
         except OSError as error:
-            if not is_disk_full(error):
+            if not (self.has_run and is_disk_full(error)):
                 raise
-            if not self.has_run:
-                raise ConfigError(f"the disk of {self.path} must have room, got {error}: make some.") from error
             # A role that restarts on a full disk: the launcher has written these files when the run began.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
@@ -277,19 +275,23 @@ def _replace(path: Path, content: bytes) -> None:
     try:
         draft.write_bytes(content)
         draft.replace(path)
-    except OSError:
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
         raise
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, in order, but for what a crash left damaged. Raises ConfigError when there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{path} must exist: name the folder of a run that has made a step.")
-    rows = [row for line in path.read_bytes().splitlines(keepends=True) if (row := parse_row(line)) is not None]
-    if not rows:
-        raise ConfigError(f"{path} must hold at least one whole step, but holds none.")
+    if not (rows := read_rows(path)):
+        raise ConfigError(f"{path} must hold a whole step, but holds none: name the folder of a run that has made one.")
     return rows
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows as `read_metrics` does; none without a file."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [row for line in lines if (row := parse_row(line)) is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

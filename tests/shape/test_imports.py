@@ -22,7 +22,6 @@ WITHOUT_TORCH = [
     "slipstream.broker.router",
     "slipstream.launch.preflight",
     "slipstream.launch.commands",
-    "slipstream.scripts.print_config",
     "slipstream.launch.plot",
     "slipstream.launch.run",
     "slipstream.cli",

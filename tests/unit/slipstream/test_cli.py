@@ -7,9 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slipstream import cli
+from slipstream.configs.load import load, to_plain
 from slipstream.configs.schema import groups, settings
+from slipstream.runtime.command_line import SETTINGS
 from tests.runs import ROOT
 
 COMMANDS = [
@@ -91,8 +94,8 @@ def known_settings() -> set[str]:
 
 
 def test_the_settings_named_in_the_help_exist() -> None:
-    assert named_settings(cli.SETTINGS) <= known_settings()
-    assert set(groups()["experiment"]) <= set(re.findall(r"\w+", cli.SETTINGS))
+    assert named_settings(SETTINGS) <= known_settings()
+    assert set(groups()["experiment"]) <= set(re.findall(r"\w+", SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,13 @@ def test_a_mistake_gets_one_sentence_of_advice(
 
 def test_overrides_without_a_command_mean_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "learner.max_steps" in call(capsys, "learner.max_step=3")[2]
-    assert "max_steps: 3\n" in call(capsys, "config", "learner.max_steps=3")[1]
+    assert yaml.safe_load(call(capsys, "config", "learner.max_steps=3")[1]) == to_plain(load(["learner.max_steps=3"]))
+
+
+def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split() for line in call(capsys, "config", "learner.max_steps=3", "--sources")[1].splitlines()]
+    assert ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] in lines
+    assert ["broker.lease_s", "=", "30.0", "default"] in lines
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["status", "runs_dir=nowhere"]])

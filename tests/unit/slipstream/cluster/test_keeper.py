@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from slipstream.cluster import keeper, seat
-from slipstream.cluster.seat import LocalSeat
+from slipstream.cluster.seat import LocalSeat, run_kept
 
 PATIENCE_S = 20.0
 ROOT = Path(__file__).parents[4]
@@ -164,6 +164,24 @@ def test_a_seat_is_used_again_and_leaves_no_descriptor(scene: Scene, seated: Loc
     assert len(list(descriptors.iterdir())) == before
     seated.stop(ends_at=0.0)
     assert len(list(descriptors.iterdir())) == before - 2
+
+
+RUNNER = "from slipstream.cluster.seat import run_kept; raise SystemExit(run_kept(['kept', 'obedient']))"
+
+
+def test_a_program_that_is_run_to_its_end_lives_no_longer_than_who_runs_it(scene: Scene):
+    with (
+        scene.log.open("wb") as log,
+        subprocess.Popen([sys.executable, "-c", RUNNER], stdout=log, stderr=log) as runner,
+    ):
+        scene.until_up()
+        runner.kill()
+    scene.until(lambda: not scene.processes())
+    assert "keeper: its starter is gone" in scene.printed()
+    (scene.folder / "three.py").write_text("raise SystemExit(3)")
+    assert run_kept(["three"]) == 3
+    assert run_kept(["kept", "obedient"], timeout_s=0.2) is None
+    assert not scene.processes()
 
 
 def test_a_keeper_ends_with_the_code_of_its_role_and_names_a_program_that_it_cannot_run():

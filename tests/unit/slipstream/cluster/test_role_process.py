@@ -156,6 +156,14 @@ def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder:
     role.stop(ends_at=0.0)
 
 
+def test_a_role_whose_log_was_removed_is_restarted_all_the_same(folder: Path):
+    role = RoleProcess("role", ["ends_with", "1"], logs=folder)
+    role.start()
+    until(lambda: not role.is_running)
+    (folder / "role.log").unlink()
+    assert role.poll() == ["role died (exit code 1); last line of its log: ; restarting in 1 s"]
+
+
 def test_an_error_is_found_in_a_log_that_was_cut(folder: Path):
     (folder / "chatty.py").write_text(CHATTY)
     (folder / "role.log").write_text("error: of a start before\n" * 400)

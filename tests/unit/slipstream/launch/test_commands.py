@@ -38,6 +38,17 @@ def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "there must be a run in" in error
 
 
+@pytest.mark.parametrize("content", [b"name: [\n  - {\nseed: 1", b"\xff\xfe\x00", b"", b"nosuch: 1", b"seed: x"])
+def test_a_broken_configuration_is_one_sentence(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_bytes(content)
+    code, error = failure(capsys, f"runs_dir={tmp_path}", "mine")
+    assert code == 2
+    (line,) = error.splitlines()
+    assert line.startswith(f"error: {tmp_path}/mine/config.yaml must be a run's configuration of this version")
+    assert line.endswith("restore it, or use the version that began the run.")
+
+
 def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
     folder = RunFolder(load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"]))
     folder.open()
@@ -75,3 +86,19 @@ def test_scale_needs_one_number(words: list[str]):
 def test_scaling_a_run_that_does_not_exist_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"{tmp_path}/mine must be a run folder"):
         scale(["generators=2", f"runs_dir={tmp_path}", "name=mine"])
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"]]
+)
+def test_every_command_says_that_a_run_has_ended(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("slipstream.launch.commands.COMMAND_TIMEOUT_S", 0.05)
+    folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
+    folder.open()
+    folder.write_summary({})
+    with pytest.raises(SystemExit) as caught:
+        main([*words, f"runs_dir={tmp_path}"])
+    assert caught.value.code == 1
+    assert "run 'mine' has ended and its store does not answer: its results are in" in capsys.readouterr().err

@@ -75,6 +75,36 @@ class FarPlaces:
         return LocalSeat(log)
 
 
+class StubbornRole:
+    """A role during whose end the user asks for it once more."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name = name
+        self._events = events
+
+    def start(self) -> None:
+        self._events.append(f"start {self.name}")
+
+    def terminate(self) -> None:
+        self._events.append(f"terminate {self.name}")
+
+    def stop(self, *, ends_at: float) -> None:
+        self._events.append(f"{'stop' if ends_at else 'kill'} {self.name}")
+        if ends_at:
+            raise KeyboardInterrupt
+
+
+def test_a_user_who_insists_ends_all_roles_before_the_launcher_ends(tmp_path: Path) -> None:
+    events: list[str] = []
+    run = load(["name=run", f"runs_dir={tmp_path}"])
+    launcher = Launcher(run, RunFolder(run), overrides=[], console=Console(file=io.StringIO()), places=FarPlaces())
+    launcher._brokers = [StubbornRole("broker", events)]  # type: ignore[list-item]
+    launcher._learner = StubbornRole("learner", events)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), launcher._processes(None):
+        pass
+    assert events[2:] == ["terminate learner", "terminate learner", "stop learner", "kill broker", "kill learner"]
+
+
 def test_each_broker_is_told_its_number_and_the_only_one_none(tmp_path: Path) -> None:
     for shards, numbers in ((1, [[]]), (2, [["--shard", "0"], ["--shard", "1"]])):
         own = ["name=run", f"runs_dir={tmp_path}", f"broker.shards={shards}"]

@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2F
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import derived_sizes, load
 from slipstream.configs.run import RunConfig
+from slipstream.launch import plan as plan_module
 from slipstream.launch.plan import GIB, HOST, Machine, Plan, kv_bytes, make_plan, shared_cache_gib, show_plan
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.step_memory import Allocations, largest_microbatch, step_bytes
 from slipstream.runtime.lora import meta_model
+from slipstream.runtime.process import GroupLimit
 
 LAYERS, WIDTH, INNER, VOCABULARY = 4, 256, 512, 4096
 NUM_PARAMETERS = VOCABULARY * WIDTH + LAYERS * (2 * WIDTH**2 + 2 * WIDTH * 64 + 3 * WIDTH * INNER + 2 * WIDTH) + WIDTH
@@ -222,6 +224,13 @@ def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path
     )
     assert "learner: context and libraries 0.8" in message
     assert "raise the number of GPUs, or " in message
+
+
+def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [GroupLimit(Path("inner"), 2 * GIB, 0), GroupLimit(Path("outer"), 3 * GIB, 0)]
+    monkeypatch.setattr(plan_module, "group_limits", lambda controller: {"memory": limits}[controller])
+    assert Machine.here(host_gib=None, gpus=0, gpu_gib=None).host_gib == 2.0
+    assert Machine.here(host_gib=4.0, gpus=0, gpu_gib=None).host_gib == 4.0
 
 
 def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:

@@ -7,8 +7,18 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.run import start_sft, suggestions, verdict, with_free_name, with_sft_preset
+from slipstream.launch.run import (
+    REPORTED,
+    report,
+    run_experiment,
+    start_sft,
+    suggestions,
+    verdict,
+    with_free_name,
+    with_sft_preset,
+)
 from slipstream.runtime.run_folder import RunFolder
+from tests.fakes import no_file_above
 
 
 def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
@@ -80,3 +90,31 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     serial = ["experiment=digits_serial"]
     commands = list(suggestions(load(serial), RunFolder(run), overrides=serial, program="slipstream"))
     assert not [line for line in commands if "generators.count" in line]
+
+
+def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"])
+    folder = RunFolder(run)
+    folder.make()
+    numbers = {"accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", *REPORTED.values()}
+    summary = dict.fromkeys(numbers, 1.0) | {"times": {}, "best": None, "evaluation": {}, "steps": 1}
+    folder.write_summary(summary)
+    folder.append_metrics({"step": 1, "time_s": 1.0})
+    with no_file_above(1000):
+        report(run, folder, overrides=[], program="slipstream")
+    printed = capsys.readouterr().out
+    assert "curve        not drawn: [Errno 27] File too large" in printed
+    assert "final model" in printed
+
+
+def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path / ('long' * 30)}"]
+    for name in ("make_inputs", "_run_here", "report"):
+        monkeypatch.setattr(f"slipstream.launch.run.{name}", lambda *_arguments, **_options: None)
+    run_experiment(overrides, program="slipstream")
+    folder = RunFolder(load(overrides))
+    assert folder.has_run
+    assert folder.sockets.parent == Path("/tmp")
+    assert not folder.sockets.exists()

@@ -123,13 +123,13 @@ def test_rewards_and_lag_of_verls_asynchronous_trainer(tmp_path: Path) -> None:
 TRL = """\
 model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
 dataset_name: trl-lib/math
-learning_rate: 2.0e-6
+learning_rate: 2e-6
 per_device_train_batch_size: 8
 gradient_accumulation_steps: 4
 steps_per_generation: 8
 max_completion_length: 1024
 max_steps: 400
-beta: 0.04
+beta: 4e-2
 loss_type: dr_grpo
 scale_rewards: none
 top_entropy_quantile: 0.2
@@ -168,6 +168,12 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         ("verl", "", "it must be a record of settings"),
         ("verl", "a: [", "FILE must be YAML, JSON or a shell script"),
         ("trl", "num_generations: 3", "num_generations must divide"),
+        (
+            "verl",
+            "trainer.nnodes: $NNODES\nactor_rollout_ref.rollout.n: 4",
+            "f.yaml with trainer.nnodes=$NNODES: write",
+        ),
+        ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
     ],
 )
 def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, trainer: str, text: str, reason: str) -> None:

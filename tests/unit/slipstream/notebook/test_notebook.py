@@ -12,9 +12,8 @@ import pytest
 import slipstream
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_plain
-from slipstream.notebook.finished_run import Run, load_run
-from slipstream.notebook.functions import path_of
-from slipstream.notebook.settings import replay_overrides
+from slipstream.notebook.finished_run import Run, load_run, replay_overrides
+from slipstream.notebook.processes import path_of
 from slipstream.notebook.trainer import Trainer, run
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
@@ -71,7 +70,9 @@ def folder(tmp_path: Path) -> Path:
     config = make_run(name="mine", model={"path": str(tmp_path / "model")}, runs_dir=str(tmp_path / "runs"))
     (archive.parent / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     rows = [{"step": 1, "version": 1, "bins": {"0": 1}}, {"step": 2, "version": 2, "late": 0.5}]
-    (archive.parent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
+    (archive.parent / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + "\0\0\n" + '{"step": 3'
+    )
     return archive.parent
 
 
@@ -125,13 +126,17 @@ def test_settings_are_checked_before_a_process_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="learner"):
         trainer.train("learner.nosuch=1", name="a")
     (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="name must be unused"):
         trainer.train(name="b", seed=1)
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").touch()
+    own = ("experiment=digits_serial", "prepare=[]", "data.train=nosuch.parquet", "resume=auto")
     with pytest.raises(RuntimeError, match=r"run 'a' must end well, got exit code 2: error: .*nosuch.parquet"):
-        run("experiment=digits_serial", "prepare=[]", "data.train=nosuch.parquet", name="a", runs_dir=tmp_path)
+        run(*own, name="a", runs_dir=tmp_path)
     assert "nosuch.parquet" in capfd.readouterr().out, "what the run says is shown"
 
 

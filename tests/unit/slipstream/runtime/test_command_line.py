@@ -1,9 +1,11 @@
 """Exit codes and messages of programs."""
 
+import errno
+
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_app, run_app
 
 
 class FaultError(Exception):
@@ -38,9 +40,44 @@ def test_an_interrupt_is_exit_code_130() -> None:
     assert caught.value.code == 130
 
 
-def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(KeyError):
-        end_with(KeyError("x"))
+def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    app = make_app("help")
+
+    @app.command()
+    @app.command("others")
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught, fail_cleanly():
+        run_app(app, ["wait"], program="program")
+    assert (caught.value.code, capsys.readouterr().err.strip()) == (130, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "runs/x"), 2, "runs/x must be a path that this user may read"),
+        (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 2, "got Not a directory"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 75, "runs/x must have room on its disk, got No"),
+        (OSError("ArrowIOError: No space left on device"), 75, "a file must have room on its disk, got ArrowIOError"),
+    ],
+)
+def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(
+    error: OSError, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        end_with(error)
+    assert caught.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x"), PermissionError(13, "no")]
+)
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        end_with(error)
 
 
 def test_it_decorates_a_function_that_can_be_called_twice() -> None:
