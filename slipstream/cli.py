@@ -15,7 +15,6 @@ from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
-from slipstream.dashboard.command import watch
 from slipstream.diagnose.command import diagnose
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
@@ -152,7 +151,31 @@ def status(
     show_status(run or [], is_json=json, is_watching=watch)
 
 
-app.command()(watch)
+@app.command()
+def watch(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN", help="Names or folders of runs, by default all; runs_dir=FOLDER says where runs are."
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="By default 8420, or a free one.")] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name of this machine; repeatable.")
+    ] = None,
+) -> None:
+    """Show runs in a web browser, live and finished.
+
+    \b
+    slipstream watch                          all runs in runs/
+    slipstream watch mine --port 9000         one of them
+
+    Prints the address to open. Reads stores and run folders alone: it works whichever role is dead.
+    """
+    from slipstream.dashboard.server import watch as serve
+
+    serve(runs or [], host=host, port=port, names=allow_host or [])
 
 
 @app.command()

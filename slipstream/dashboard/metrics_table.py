@@ -1,6 +1,7 @@
 """MetricsTable: the columns of a run's metrics.jsonl, followed while the run appends to it."""
 
 import math
+import os
 from array import array
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,17 @@ class MetricsTable:
     def poll(self) -> list[Row]:
         """Read what was appended; return the new rows, those of a replaced file included."""
         try:
-            found = self.path.stat()
-        except FileNotFoundError:
+            file = self.path.open("rb")
+        # Not there yet, or a file system that does not answer at present.
+        except OSError:
             return []
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self.generation += bool(self._inode)
-            self._reset(inode=found.st_ino)
         rows: list[Row] = []
-        with self.path.open("rb") as file:
+        with file:
+            # Of the file that is read: it may be replaced meanwhile.
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self.generation += bool(self._inode)
+                self._reset(inode=found.st_ino)
             file.seek(self._offset)
             while piece := file.read(_PIECE_BYTES):
                 self._offset += len(piece)

@@ -16,8 +16,7 @@ import structlog
 from prometheus_client.core import Metric
 
 from slipstream.broker.credentials import find_token
-from slipstream.broker.status.monitor import Monitor
-from slipstream.broker.status.run_status import make_status
+from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, store_url
 from slipstream.buffer.store import Store
@@ -26,7 +25,6 @@ from slipstream.configs.run import RunConfig, read_config
 from slipstream.exporter.families import Context, metrics_of, unreachable
 from slipstream.exporter.server import MetricsServer
 from slipstream.exporter.spans import send_trace
-from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import on_stop_signal
@@ -75,36 +73,22 @@ def main(arguments: list[str]) -> None:
 class Reader:
     """Reads the state of a run as metrics."""
 
-    def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
         self._run = run
-        self._clock = clock
-        self._monitor = Monitor(store, run)
+        self._reader = StatusReader(store, run)
         self._accepted = -1
-        self._arrived_at = clock()
+        self._arrived_at = time.monotonic()
 
     def read(self) -> list[Metric]:
         """Return the metrics of now; without an answer of the store, that alone."""
         try:
-            return self._read()
+            status, roles = self._reader.read(), self._store.roles()
         except ReplayBufferError:
             return unreachable(self._run.name)
-
-    def _read(self) -> list[Metric]:
-        snapshot = self._monitor.poll()
-        status = make_status(
-            snapshot,
-            run=self._run,
-            now=self._store.now(),
-            ready_versions=self._store.ready_versions(),
-            events=[],
-            memory=self._store.memory(),
-        )
-        if snapshot.counts.accepted != self._accepted:
-            self._accepted, self._arrived_at = snapshot.counts.accepted, self._clock()
-        arrival_age_s = self._clock() - self._arrived_at
-        context = Context(self._run, snapshot.roles, arrival_age_s)
-        return metrics_of(status, context)
+        if status.counts.accepted != self._accepted:
+            self._accepted, self._arrived_at = status.counts.accepted, time.monotonic()
+        return metrics_of(status, Context(self._run, roles, time.monotonic() - self._arrived_at))
 
 
 class Outbox:

@@ -61,7 +61,7 @@ class Feed:
         """Rows that the source did not have any more."""
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Pass on what is new; with `is_last` also the curve, however new the one before. Raises as RowSource."""
+        """Pass on what is new; with `is_last` also the curve, however new the one before. Raises as StoreRows."""
         news = self._source.read(self._cursor)
         self.num_lost += news.num_lost
         self._cursor = news.cursor

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.buffer.archive.trajectory_filter import Decode
 from slipstream.buffer.catalog.token_decoder import find_decoder
@@ -32,22 +32,6 @@ class News(Record):
     """Rows in between that the source does not have any more."""
 
 
-class RowSource(Protocol):
-    """Rows of one run, and answers that its steps trained on."""
-
-    def read(self, cursor: int) -> News:
-        """Return the rows behind a position. Raises StoreUnavailableError."""
-        ...
-
-    def samples(self, step: int, *, limit: int) -> list[list[Cell]]:
-        """Return answers of a step as rows of SAMPLE_COLUMNS; none where they are gone. Raises as `read`."""
-        ...
-
-    def report(self, role: str, gauges: dict[str, Any]) -> None:
-        """Publish the gauges of a role. Raises as `read`."""
-        ...
-
-
 class FileRows:
     """Rows of a `metrics.jsonl`; a position is one in bytes. It has no answers, and nobody to report to."""
 
@@ -73,7 +57,7 @@ class FileRows:
 
 
 class StoreRows:
-    """Rows of a store; a position is a number of rows."""
+    """Rows of a store; a position is a number of rows. All methods raise StoreUnavailableError."""
 
     def __init__(self, store: Store, *, model: str) -> None:
         """`model` may not exist yet."""
@@ -81,11 +65,13 @@ class StoreRows:
         self._model = model
 
     def read(self, cursor: int) -> News:
+        """Return the rows behind a position."""
         found = self._store.metrics(after=cursor)
         # A store that was emptied counts from the beginning.
         return News(found.rows, found.last, max(0, found.last - cursor - len(found.rows)))
 
     def samples(self, step: int, *, limit: int) -> list[list[Cell]]:
+        """Return answers of a step as rows of SAMPLE_COLUMNS; none where they are gone."""
         entry = next((each for each in self._store.ledger(first_step=step) if each.step == step), None)
         if entry is None:
             return []
@@ -101,6 +87,9 @@ class StoreRows:
 
     def report(self, role: str, gauges: dict[str, Any]) -> None:
         self._store.report_role(role, gauges)
+
+
+RowSource = FileRows | StoreRows
 
 
 def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version: int) -> list[Cell]:

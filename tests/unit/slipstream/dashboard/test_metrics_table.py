@@ -64,6 +64,15 @@ def test_a_replaced_file_is_read_anew(tmp_path):
     assert (len(table), table.generation) == (1, 1)
 
 
+def test_a_file_system_that_does_not_answer_is_asked_again(tmp_path, monkeypatch):
+    table = MetricsTable(tmp_path / "metrics.jsonl")
+    write(table.path, {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        assert table.poll() == []
+    assert table.poll() == [{"step": 1}]
+
+
 def test_what_is_nested_is_kept_of_the_newest_row(tmp_path):
     table = MetricsTable(tmp_path / "metrics.jsonl")
     write(table.path, {"step": 1, "lag/histogram": {"0": 3}}, {"step": 2, "lag/histogram": {"1": 4}, "other": [1]})
