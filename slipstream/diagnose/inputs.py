@@ -72,7 +72,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
         fix = "make room on the disk of the server, and see its log"
         disk = Finding("store persistence", "fail", "the last write to its disk failed", fix=fix)
     elif is_durable and not has_log:
-        fix = "set appendonly yes and appendfsync everysec at the server"
+        fix = "set appendonly yes, appendfsync always and aof-load-truncated no at the server"
         disk = Finding("store persistence", "warn", "no append-only file: a restart loses the newest data", fix=fix)
     return [server, memory, disk]
 
