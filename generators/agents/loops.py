@@ -1,7 +1,6 @@
 """Loops: the agent loop of each config, and those that are a few lines."""
 
 import inspect
-import re
 from functools import partial
 
 from slipstream.configs.base import ConfigError
@@ -50,7 +49,6 @@ class CustomLoop(AgentLoop):
 
 
 _STOPS = ("</search>", "</answer>")
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _INFORMATION = "\n\n<information>{}</information>\n\n"
 
 
@@ -76,13 +74,13 @@ class SearchLoop(AgentLoop):
         episode.metrics.update(tool_calls=0, tool_failures=0, invalid_actions=0)
         for number in range(1, self._config.max_turns + 1):
             turn = await episode.generate(max_tokens=self._config.max_turn_tokens, stop=_STOPS)
-            found = _ACTION.search(turn.text)
-            if episode.room <= 0 or (found and found.group(1) == "answer"):
+            action, query = read_action(turn.text)
+            if episode.room <= 0 or action == "answer":
                 return
             if number == self._config.max_turns:
                 episode.stop_reason = "turn_limit"
-            elif found:
-                episode.observe(_INFORMATION.format(await self._information(episode, found.group(2).strip())))
+            elif action:
+                episode.observe(_INFORMATION.format(await self._information(episode, query)))
             elif self._config.invalid_action:
                 episode.metrics["invalid_actions"] += 1
                 episode.observe(self._config.invalid_action)
@@ -97,6 +95,17 @@ class SearchLoop(AgentLoop):
             failure, text = error, f"error: {error}"
         episode.metrics.update(tool_calls=1, tool_failures=failure is not None)
         return self._shortened(text.strip(), self._config.max_observation_tokens)
+
+
+def read_action(text: str) -> tuple[str, str]:
+    """Return the name of the tag that ends a turn, and the text within it; both empty without a whole one."""
+    for name in ("search", "answer"):
+        # In time linear in the text, which may be thousands of opening tags.
+        before, end, _ = text.partition(f"</{name}>")
+        _, start, body = before.partition(f"<{name}>")
+        if start and end:
+            return name, body.strip()
+    return "", ""
 
 
 def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk: Desk | None = None) -> AgentLoop:

@@ -32,13 +32,15 @@ class CallFormat(NamedTuple):
     """Whether results follow as plain text rather than as messages of the chat template."""
 
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_REACT = re.compile(r"Action:[ \t]*(\S+)[ \t]*\nAction Input:[ \t]*(.+?)[ \t]*(?:\nObservation:|$)", re.DOTALL)
+# Linear in the length of any text: a model may write blanks or beginnings of calls until it is stopped, and the parser
+# runs where all answers of a generator do.
+_REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObservation:|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times: Hermes, Qwen 2.5 and 3."""
-    return [_from_json(found) for found in _HERMES.findall(text)]
+    parts = (part.partition("</tool_call>") for part in text.split("<tool_call>")[1:])
+    return [_from_json(body) for body, end, _ in parts if end]
 
 
 def parse_json(text: str) -> list[ToolCall]:
@@ -58,7 +60,7 @@ def parse_react(text: str) -> list[ToolCall]:
     found = list(_REACT.finditer(text))
     if not found:
         return []
-    name, argument = found[-1].groups()
+    name, argument = found[-1].group(1), found[-1].group(2).strip(" \t")
     return [ToolCall(name, _arguments(argument) if argument[:1] == "{" else {ONLY: argument})]
 
 

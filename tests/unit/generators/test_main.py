@@ -101,7 +101,10 @@ def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> No
         ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
         ({"kind": "tools", "tools": ["python"]}, "python"),
         ({"kind": "interaction", "interactions": [{"function": "my:User", "name": "a"}]}, "my:User"),
-        ({"kind": "react", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]}, 'mcp {"url":"a"}'),
+        (
+            {"kind": "tools", "format": "react", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]},
+            'mcp {"url":"a"}',
+        ),
         ({"kind": "tools", "tools": [{"function": "http", "arguments": {"url": "a"}}]}, 'http {"url":"a"}'),
         ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
     ],

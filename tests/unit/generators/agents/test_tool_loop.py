@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import structlog
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.base import ConfigError
+from slipstream.generators.agents.loops import read_action
 from slipstream.generators.errors import PromptError
 from slipstream.generators.tools import call_format
 from slipstream.generators.tools.call_format import CallFormat, ToolCall
@@ -191,11 +194,25 @@ def test_a_call_that_was_cut_off_is_not_answered():
     assert (trajectory.num_turns, trajectory.stop_reason, int(trajectory.model_mask.sum())) == (1, "length", 20)
 
 
+@pytest.mark.parametrize(
+    ("parse", "text", "calls"),
+    [
+        (call_format.parse_hermes, "<tool_call>" + "\n" * 100_000, []),
+        (call_format.parse_hermes, "<tool_call>" * 50_000, []),
+        (call_format.parse_react, "Action:" * 50_000, []),
+        (call_format.parse_react, "Action: a\nAction Input: 1" + " " * 100_000 + "\n", [ToolCall("a", {"": "1"})]),
+        (read_action, "<search>" * 50_000, ("", "")),
+    ],
+)
+def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], text: str, calls: Any):
+    assert parse(text) == calls
+
+
 def test_react_needs_no_template():
     texts = ["I calculate.\nAction: calculator\nAction Input: 12 + 30\nObservation:", "Answer: 42"]
     seen = []
     trajectory = play(
-        {"kind": "react", "tools": ["calculator"]},
+        {"kind": "tools", "format": "react", "tools": ["calculator"]},
         texts,
         prompt=make_prompt("what is 12 + 30?\n"),
         inspect=lambda engine, _: seen.append(engine),
