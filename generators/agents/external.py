@@ -92,6 +92,8 @@ class Desk:
                 if not problem or episode.turns:
                     return
                 log.warning("lease_offered_again", prompt=episode.prompt.uid, reason=problem)
+                # That of the next agent, who may leave it to the run's function.
+                episode.reward = None
                 access.renew()
         finally:
             self._offered.pop(access, None)

@@ -353,14 +353,14 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
             raise episode.fault from error
         if isinstance(error, GeneratorError):
             raise
-        if limit.expired():
-            episode.stop_reason = "timeout"
-            return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
         # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
-        problem = f"{type(error).__name__}: {error}".removesuffix(": ")
-        log.warning("agent_failed", prompt=episode.prompt.uid, error=problem)
-        episode.stop_reason = "tool_failure"
-        return failed_reward("error", f"the agent failed: {problem}")
+        problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
+        status, episode.stop_reason = "error", "tool_failure"
+        if limit.expired():
+            problem = f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)"
+            status, episode.stop_reason = "timeout", "timeout"
+        log.warning("agent_failed", prompt=episode.prompt.uid, reason=problem)
+        return failed_reward(status, problem)
     if episode.fault:
         raise episode.fault
     return None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import structlog
 
 from slipstream.buffer.codec import encode, unpack
 from slipstream.configs.base import ConfigError
@@ -37,8 +38,12 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     ],
 )
 def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, detail: str):
-    trajectory = play(custom(name, timeout_s=0.1), ["it is 42"])
+    with structlog.testing.capture_logs() as logged:
+        trajectory = play(custom(name, timeout_s=0.1), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason) == (status, stop_reason)
+    assert [entry["reason"] for entry in logged if entry["event"] == "agent_failed"] == (
+        [] if name == "unpaid" else [trajectory.reward.detail]
+    )
     assert trajectory.reward.detail.startswith(detail)
     unpack(encode(trajectory))
 

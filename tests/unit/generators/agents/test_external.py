@@ -114,10 +114,11 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
         late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
         assert late.status_code == 401
         await outside.ask(second)
-        await outside.post("/v1/reward", second["api_key"], reward=1.0)
+        await outside.post("/v1/reward", second["api_key"])
 
-    trajectory, _ = play(agent, silence_timeout_s=0.4)
-    assert (trajectory.reward.total, trajectory.num_turns) == (1.0, 1)
+    trajectory, scorer = play(agent, silence_timeout_s=0.4)
+    assert (trajectory.reward.total, trajectory.reward.status, trajectory.num_turns) == (1.0, "ok", 1)
+    assert len(scorer.samples) == 1
 
 
 @pytest.mark.parametrize(
