@@ -106,7 +106,7 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Sharded over ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3: also parameters."""
     offload_optimizer: bool = False
-    """Keep optimizer state in host memory."""
+    """Keep optimizer state in host memory, from ZeRO stage 1 on."""
     offload_parameters: bool = False
     """Keep this rank's shards of the parameters in host memory, with ZeRO stage 3."""
     gradient_checkpointing: bool = False
@@ -122,13 +122,11 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
             got="false",
             why="only what is recomputed from them leaves nothing else to keep",
         )
-        require(
-            self.zero_stage == 3 or not self.offload_parameters,
-            "learner.engine.zero_stage",
-            "be 3 with offload_parameters",
-            got=str(self.zero_stage),
-            why="only ZeRO-3 shards parameters",
-        )
+        key, stage = "learner.engine.zero_stage", self.zero_stage
+        why = "only ZeRO-3 shards parameters"
+        require(stage == 3 or not self.offload_parameters, key, "be 3 with offload_parameters", got=stage, why=why)
+        why = "without ZeRO DeepSpeed leaves the optimizer where the model is"
+        require(stage > 0 or not self.offload_optimizer, key, "be >= 1 with offload_optimizer", got=stage, why=why)
 
 
 class TorchEngineConfig(Config, tag="torch", tag_field="kind"):

@@ -1,6 +1,7 @@
 """From presets and a command line to one RunConfig, and back to text."""
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,7 +288,7 @@ def convert(data: object, record: type[C]) -> C:
     Raises ConfigError with one sentence for each unknown key, missing key and unknown choice, else for the first wrong
     value.
     """
-    if errors := list(_errors(type_info(record), data, "")):
+    if errors := [*_errors(type_info(record), data, ""), *_infinite(data, "")]:
         raise ConfigError("\n".join(errors))
     try:
         return msgspec.convert(data, record)
@@ -314,6 +315,15 @@ def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
             yield from _errors(expected.item_type, item, f"{path}[{index}]")
     elif isinstance(expected, LiteralType) and value not in expected.values:
         yield f"{path} must be one of {', '.join(map(str, expected.values))}, got {value!r}."
+
+
+def _infinite(value: object, path: str) -> Iterator[str]:
+    """Errors of numbers that would be null in JSON, in which generators and the learner get the settings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{path} must be a finite number, got {value}."
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _infinite(item, f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip("."))
 
 
 def _variant_errors(expected: UnionType, value: dict[str, Any], path: str) -> Iterator[str]:

@@ -112,6 +112,15 @@ class Checkpoints:
             return self._storage.names()
         return [folder.name for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)]
 
+    def newest_model(self) -> str:
+        """Place of the newest checkpoint's model, in words; empty without a checkpoint."""
+        if not (names := self.names()):
+            return ""
+        folder = self._folder / names[-1]
+        if self._storage and not folder.is_dir():
+            return f"a copy of {self._storage.child(names[-1]).uri}/model"
+        return f"{folder}/model"
+
     def prune(self, *, pinned: Set[str]) -> None:
         """Delete all but the newest `keep`, and none that is `pinned`, here and in the object store.
 

@@ -158,10 +158,10 @@ class Learner:
     def _check_new(self) -> None:
         """A store that never saw a version must not stand beside files of a run. Raises RunConflictError."""
         folder = self._metrics_log.folder
-        if names := self._rank_group.checkpoints.names():
+        if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
-                f"the store must know the checkpoint of run {self._run.name!r}, got an empty store beside {names[-1]}: "
-                f"its state was lost; start another run with model.path={folder.checkpoints / names[-1] / 'model'}."
+                f"the store must know the checkpoints of run {self._run.name!r}, got an empty store beside them: its "
+                f"state was lost; start another run with model.path set to {model}."
             )
         if self._run.mode != "replay" and any(folder.archive.glob("shard-*")):
             raise RunConflictError(

@@ -92,16 +92,13 @@ class RankGroup:
         # The other ranks get the payloads from here, as bytes: one rank's connection to the store is enough, and all
         # ranks decode the same.
         sizes = [len(group) for group in payloads]
-        images = self._fetch(payloads, fetch_images)
+        held = self.trainer.images
+        missing = held.missing(image_names(chain(*payloads))) if held else []
+        images = fetch_images(missing) if missing else {}
         command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed, list(images))
         flat = (payload for group in payloads for payload in group)
         self._ranks.broadcast_bytes([encode(command), *flat, *images.values()])
         return self._train(command, payloads, list(images.values()))
-
-    def _fetch(self, payloads: list[list[bytes]], fetch_images: FetchImages) -> Mapping[str, bytes]:
-        held = self.trainer.images
-        missing = held.missing(image_names(chain(*payloads))) if held else []
-        return fetch_images(missing) if missing else {}
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Unsharded weights by the policy's `checkpoint_names`; consume them before the next command, which other

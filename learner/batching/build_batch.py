@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -327,12 +328,12 @@ def _describe(answers: Sequence[Trajectory]) -> dict[str, float]:
     found = {
         "trajectories": float(len(answers)),
         "failed_fraction": 1 - len(rewards) / len(answers),
-        "length_mean": _mean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
-        "turns_mean": _mean(answer.num_turns for answer in answers),
+        "length_mean": fmean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
+        "turns_mean": fmean(answer.num_turns for answer in answers),
     }
     if rewards:
-        found["reward_mean"] = _mean(reward.total for reward in rewards)
-        found["correct_fraction"] = _mean(reward.is_correct for reward in rewards)
+        found["reward_mean"] = fmean(reward.total for reward in rewards)
+        found["correct_fraction"] = fmean(reward.is_correct for reward in rewards)
     stops = Counter(answer.stop_reason for answer in answers)
     found |= {f"stop_{reason}": count / len(answers) for reason, count in stops.items()}
     found |= {f"part_{name}": value for name, value in _means([reward.parts for reward in rewards]).items()}
@@ -342,10 +343,4 @@ def _describe(answers: Sequence[Trajectory]) -> dict[str, float]:
 
 def _means(records: Sequence[dict[str, float]]) -> dict[str, float]:
     names = sorted({name for record in records for name in record})
-    return {name: _mean(record[name] for record in records if name in record) for name in names}
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = [*values]
-    # Numbers of numpy, which no record takes, become plain ones.
-    return float(sum(known) / len(known))
+    return {name: fmean(record[name] for record in records if name in record) for name in names}

@@ -138,7 +138,9 @@ class Publisher:
         # Each attempt evicts the members that failed, so the next one runs with the others.
         for _ in range(_MAX_ATTEMPTS):
             self.poll(timeout_s=0)
-            if self._try_broadcast(self._broadcast_members()):
+            members = self._broadcast_members()
+            is_open = members == self._epoch_members or (bool(members) and self._open_epoch(members))
+            if not members or (is_open and self._broadcast(members)):
                 break
         if self._fetches:
             self._fetches.request(self._require_staged())
@@ -172,14 +174,6 @@ class Publisher:
         return self._staged
 
     # --- one attempt ---------------------------------------------------------------------------------------------
-    def _try_broadcast(self, members: list[Member]) -> bool:
-        """Return whether all of `members` hold the version now."""
-        if not members:
-            return True
-        if members != self._epoch_members and not self._open_epoch(members):
-            return False
-        return self._broadcast(members)
-
     def _open_epoch(self, members: list[Member]) -> bool:
         # A process group cannot lose or gain a rank, and its members may disagree about a broadcast that failed. So
         # every change of members gets a group and a number of its own; answers of older epochs are ignored.
@@ -216,6 +210,7 @@ class Publisher:
         return True
 
     def _broadcast(self, members: list[Member]) -> bool:
+        """Return whether all of `members` hold the version now."""
         staged = self._require_staged()
         started_at, timeout_s = self._clock(), self._transfer_timeout_s
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)

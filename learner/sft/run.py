@@ -176,20 +176,16 @@ class SftRun:
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
-        measured = self._sft.measure(self._heldout) if self._is_heldout_due else {}
+        every, is_last = self._run.sft.heldout_every_steps, step == self._num_steps
+        is_due = bool(self._heldout) and (is_last or (every > 0 and step % every == 0))
+        measured = self._sft.measure(self._heldout) if is_due else {}
         self._add_row(metrics | times | measured)
         if measured and self._run.learner.checkpoint.best:
             self._checkpoint()
             self._judge(measured)
         # The last step's checkpoint is written by `_finish`.
-        elif step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
+        elif step % self._run.learner.checkpoint.every_steps == 0 and not is_last:
             self._checkpoint()
-
-    @property
-    def _is_heldout_due(self) -> bool:
-        every = self._run.sft.heldout_every_steps
-        is_last = self._step == self._num_steps
-        return bool(self._heldout) and (is_last or (every > 0 and self._step % every == 0))
 
     def _add_row(self, metrics: dict[str, float]) -> None:
         if self._log:

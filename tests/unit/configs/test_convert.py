@@ -16,6 +16,16 @@ from slipstream.configs.run import RunConfig
         ("learner.groups_per_step=0", "learner.groups_per_step must be an integer >= 1, got 0."),
         ("learner.groups_per_step=many", "learner.groups_per_step must be an integer, got 'many'."),
         ("learner.groups_per_step=1.5", "learner.groups_per_step must be an integer, got 1.5."),
+        ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
+        (
+            "+generators.reward.arguments.bounds=[0,{high: nan}]",
+            "generators.reward.arguments.bounds[1].high must be a finite number, got nan.",
+        ),
+        (
+            "learner.engine.offload_optimizer=true",
+            "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO DeepSpeed leaves the "
+            "optimizer where the model is.",
+        ),
         ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
         ("learner.optimizer=3", "learner.optimizer must be a record, got 3."),
         ("learner.stop=3", "learner.stop must be a list or null, got 3."),

@@ -142,6 +142,8 @@ def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
 
     resumed, moved = make_checkpoints(run, tmp_path / "there")
     assert moved.names() == names[-1:]
+    assert moved.newest_model() == f"a copy of file://{remote}/{names[-1]}/model"
+    assert checkpoints.newest_model() == f"{tmp_path}/here/checkpoints/{names[-1]}/model"
     assert moved.restore(names[-1]).step == 2
     assert all(tensor.equal(saved[key]) for key, tensor in copies(resumed).items())
     # A file that was damaged here is fetched again.

@@ -62,8 +62,8 @@ class FakeRanks:
 
     def flush_checkpoint(self) -> None: ...
 
-    def names(self) -> list[str]:
-        return []
+    def newest_model(self) -> str:
+        return ""
 
     def canary(self) -> None: ...
     def weights(self) -> None: ...
