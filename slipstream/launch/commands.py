@@ -16,18 +16,19 @@ from slipstream.broker.peers import DRAIN_REQUEST
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
-from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.learner import PAUSE_REQUEST, PROFILE_REQUEST
 from slipstream.configs.run import read_config
 from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
 from slipstream.runtime.console import make_console
 from slipstream.runtime.process import on_stop_signal
-from slipstream.runtime.run_folder import find_run
+from slipstream.runtime.run_folder import find_run, is_held
 
 _DRAIN_TIMEOUT_S = 60.0
 """Time for a generator to return its leases, send its outbox and leave."""
@@ -53,11 +54,22 @@ def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Redis
             yield folder, store
     except NoAnswerError as error:
         exit_with_error(error, code=NO_ANSWER)
+    except StoreUnavailableError as error:
+        exit_with_error(_describe_end(folder) or error, code=NO_ANSWER)
     except ReplayBufferError as error:
-        ended = (
-            f"run {folder.name!r} has ended and its store does not answer: its results are in {folder}/summary.json."
-        )
-        exit_with_error(ended if (folder / "summary.json").is_file() else error, code=NO_ANSWER)
+        exit_with_error(error, code=NO_ANSWER)
+
+
+def _describe_end(folder: Path) -> str:
+    """Tell why the store of a run does not answer; empty for a run in progress."""
+    if (summary := folder / "summary.json").is_file():
+        return f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
+    if is_held(folder) or not isinstance(read_config(folder).buffer.store, EmbeddedRedisConfig):
+        return ""
+    return (
+        f"no store answered, as run {folder.name!r} is not in progress here: `slipstream run name={folder.name} "
+        "resume=true`, with its settings, goes on with it."
+    )
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
@@ -71,7 +83,7 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
         if is_json:
             print(as_json(status))
         elif is_watching:
-            _watch(reader, status, console=Console(highlight=False))
+            _watch(reader, status, console=make_console())
         else:
             make_console().print(draw_status(status))
 

@@ -140,8 +140,9 @@ def answer(
         return
     os.environ.update(vllm_environment(run))
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+    named, counted = TextColumn("{task.description}", markup=False), MofNCompleteColumn()
+    columns = (named, *Progress.get_default_columns()[1:3], counted, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(title, total=len(jobs))
 
         def record(job: Job, trajectory: Trajectory) -> None:

@@ -52,6 +52,8 @@ from slipstream.runtime.run_folder import RunFolder
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
 """Longest wait for one answer of the store: no role is polled meanwhile."""
+_REMIND_EVERY_S = 20.0
+"""Time between two lines on a broker that has not opened the run: it may read large files, or wait for a full disk."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 
@@ -82,6 +84,7 @@ class Launcher:
         self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
         self._set_roles(overrides)
         self._step: int | None = None
+        self._remind_at = 0.0
         self._address = ""
         self._is_pool_started = False
         self._living_generators: set[str] = set()
@@ -296,6 +299,7 @@ class Launcher:
     def _watch(self, store: RedisStore, report: LauncherReport) -> None:
         monitor = Monitor(store, self._run)
         scaling = Scaling(self._pool, report, run=self._run, check_room=self._check_room)
+        self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
             # After the store, so that a role that dies with it is reported after the outage.
@@ -356,3 +360,7 @@ class Launcher:
             # Until the broker has opened the run, the store does not know it; afterwards it was emptied.
             if self._step is not None:
                 raise
+            if time.monotonic() > self._remind_at:
+                self._remind_at = time.monotonic() + _REMIND_EVERY_S
+                log = self._folder.logs / f"{self._brokers[0].name}.log"
+                self._view.print_line(f"waiting for the broker to open the run: {self._brokers[0].place}, log {log}")

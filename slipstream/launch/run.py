@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.broker.status.step_times import describe_times
@@ -22,9 +21,10 @@ from slipstream.configs.load import load, provenance
 from slipstream.configs.run import RunConfig
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
+from slipstream.runtime.console import make_console
 from slipstream.runtime.run_folder import RunFolder
 
-console = Console()
+console = make_console()
 
 
 def run_experiment(overrides: list[str], *, program: str) -> None:
@@ -144,7 +144,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
     except OSError as error:
         # The run has ended well all the same.
         curve = f"not drawn: {error}"
-    console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
+    console.print(f"{run.name}: {verdict(run, summary)}", style="bold", soft_wrap=True)
     table = Table(show_header=False, box=None)
     sets = run.data.heldout_sets
     accuracies = {f"accuracy before, {each.name}": each.before_key for each in sets}
@@ -153,10 +153,10 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
-    console.print(*describe_times(summary["times"]), sep="\n", highlight=False, soft_wrap=True)
+    console.print(*describe_times(summary["times"]), sep="\n", soft_wrap=True)
     if best := summary["best"]:
         where = f"step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
-        console.print(f"best model   {folder.best_model} ({where})", highlight=False, soft_wrap=True)
+        console.print(f"best model   {folder.best_model} ({where})", soft_wrap=True)
     next_commands = suggestions(run, folder, overrides=overrides, program=program)
     width = max(map(len, next_commands))
     console.print(
@@ -167,7 +167,6 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
         "Next:",
         *(f"  {command:<{width}}   # {comment}" for command, comment in next_commands.items()),
         sep="\n",
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -11,9 +11,9 @@ _PIPED_WIDTH = 180
 
 
 def make_console() -> Console:
-    """Return a console for standard output."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    """Return a console for standard output. Nothing is markup: brackets stand in settings, paths and errors."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:

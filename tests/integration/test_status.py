@@ -107,7 +107,7 @@ def test_a_dead_store_is_one_sentence(config, server):
     done = status(config, "--watch")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: no store answered at unix://")
+    assert line.startswith("error: no store answered, as run 'mine' is not in progress here")
     assert not list((Path(config.runs_dir) / "mine" / "store").glob("redis.sock")), "it starts no server"
 
 

@@ -97,8 +97,15 @@ def test_every_command_says_that_a_run_has_ended(
     monkeypatch.setattr("slipstream.launch.commands.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()
+
+    def answer() -> str:
+        with pytest.raises(SystemExit) as caught:
+            main([*words, f"runs_dir={tmp_path}"])
+        assert caught.value.code == 1
+        return capsys.readouterr().err
+
+    assert "run 'mine' is not in progress here" in answer()
+    folder.lock()
+    assert "no store answered at" in answer()
     folder.write_summary({})
-    with pytest.raises(SystemExit) as caught:
-        main([*words, f"runs_dir={tmp_path}"])
-    assert caught.value.code == 1
-    assert "run 'mine' has ended and its store does not answer: its results are in" in capsys.readouterr().err
+    assert "run 'mine' has ended and its store does not answer: its results are in" in answer()

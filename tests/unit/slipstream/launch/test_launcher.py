@@ -20,7 +20,8 @@ from tests.tiny_model import make_tiny_model
 
 def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp_path: Path) -> None:
     run = load(["experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}"])
-    launcher = Launcher(run, RunFolder(run), overrides=[], console=Console(file=io.StringIO()))
+    printed = io.StringIO()
+    launcher = Launcher(run, RunFolder(run), overrides=[], console=Console(file=printed, width=200))
 
     def update(store: MemoryStore) -> None:
         report = LauncherReport(store)
@@ -29,6 +30,8 @@ def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp
 
     store = MemoryStore()
     update(store)
+    update(store)
+    assert printed.getvalue().count("waiting for the broker to open the run: pid None, log ") == 1
     store.open_run("run", config_json="{}", num_rows=4, seed=0)
     update(store)
     assert "launcher" in store.roles()

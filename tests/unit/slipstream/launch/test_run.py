@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.broker.status.live_view import LiveView
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.run import (
     REPORTED,
+    console,
     report,
     run_experiment,
     start_sft,
@@ -103,10 +105,16 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(
     folder.write_summary(summary)
     folder.append_metrics({"step": 1, "time_s": 1.0})
     with no_file_above(1000):
-        report(run, folder, overrides=[], program="slipstream")
+        report(run, folder, overrides=["loggers=[trackio]", "data.train=[/a.parquet]"], program="slipstream")
     printed = capsys.readouterr().out
     assert "curve        not drawn: [Errno 27] File too large" in printed
     assert "final model" in printed
+    assert "plan 'loggers=[trackio]' 'data.train=[/a.parquet]'" in printed, "brackets are no markup"
+
+
+def test_what_a_role_says_last_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    LiveView(load([]), console=console).print_line("generator-0 died: [rank0] no file [/usr/lib/x]")
+    assert capsys.readouterr().out == "generator-0 died: [rank0] no file [/usr/lib/x]\n"
 
 
 def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
