@@ -61,6 +61,11 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 def _slow(books: Books) -> Answer:
+    if books.run.mode == "sft":
+        return Answer(
+            "A run with mode=sft records no shares of its time: learner/train_s and learner/tokens_per_s, which "
+            "`slipstream watch` draws, tell its pace."
+        )
     return explain_slowness(books.rows, books.run, events=books.events())
 
 

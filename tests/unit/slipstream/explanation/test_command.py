@@ -27,12 +27,13 @@ def test_a_question_is_answered_from_the_folder_alone_and_says_what_is_missing(t
     assert lines[-1].startswith("events and versions must be read from the store, which is not there")
 
 
-def test_a_run_without_rewards_says_what_to_look_at(tmp_path, capsys):
+def test_a_supervised_run_says_what_to_look_at(tmp_path, capsys):
     folder = record_run(tmp_path, steps=0, mode="sft", sft={"train_path": "demonstrations.jsonl"})
     append_rows(folder, {"step": 1, "time_s": 0.1, "learner/loss": 2.0})
-    explain("reward", [str(folder)])
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("A run with mode=sft has no reward: its measures are learner/loss and eval/loss,")
+    for kind, answer in {"reward": "has no reward: its measures are", "slow": "records no shares of its time:"}.items():
+        explain(kind, [str(folder)])
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"A run with mode=sft {answer} learner/")
 
 
 def test_names_of_tasks_are_text(tmp_path, capsys):
