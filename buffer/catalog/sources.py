@@ -70,9 +70,11 @@ class ArchiveSource:
 
     def model_paths(self) -> list[Path]:
         """Return folders that may hold the run's model, and so its tokenizer."""
-        if not (self.run_folder / "config.yaml").is_file():
-            return []
-        return _model_paths(read_config(self.run_folder), self.run_folder)
+        try:
+            return _model_paths(read_config(self.run_folder), self.run_folder)
+        except ConfigError:
+            # There are no settings, or they are of another version of Slipstream: its archives are read all the same.
+            return [self.run_folder / "final_model"]
 
     def _warn(self, error: ShardError) -> None:
         self.num_unreadable += 1
@@ -135,7 +137,7 @@ class StoreSource:
             config = msgspec.json.decode(self.store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
             # The run was begun by another version of Slipstream: its settings cannot be read.
-            return []
+            return [self.run_folder / "final_model"] if self.run_folder else []
         return _model_paths(config, self.run_folder)
 
 

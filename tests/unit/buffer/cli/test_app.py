@@ -258,6 +258,15 @@ def test_a_text_without_a_tokenizer_is_refused(archive, capsys):
     assert "a condition on text needs a tokenizer" in complaint(capsys, "ls", archive, "--where", "text=x")
 
 
+def test_an_archive_of_a_run_of_another_version_is_read_with_the_tokenizer_of_its_model(archive, capsys):
+    with (archive.parent / "config.yaml").open("a") as file:
+        file.write("no_such_field: 1\n")
+    printed(capsys, "export", archive, "out.jsonl")
+    assert printed(capsys, "ls", archive, "--where", "reward>=0.6")[1:]
+    Path("models/test").rename(archive.parent / "final_model")
+    assert "9-11 version 3 -0.500 jkl" in printed(capsys, "show", archive, "0-0-1")
+
+
 def test_a_broken_tokenizer_is_refused(archive, capsys):
     Path("models/test/tokenizer.json").write_text("{}")
     assert "must be a tokenizer of the `tokenizers` library" in complaint(capsys, "show", archive, "0-0-0")
