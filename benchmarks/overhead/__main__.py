@@ -14,9 +14,8 @@ import msgspec
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import make_parser, write_result
+from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -27,6 +26,7 @@ from slipstream.runtime.run_folder import RunFolder
 _START_S = 300.0
 _UNPACED = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
 """For the generator alone: pacing admits without limit, and a plain torch engine publishes its weights."""
+_PARTS = {"generators": "benchmarks.overhead.generator_side", "learner": "benchmarks.overhead.learner_side"}
 
 console = Console()
 
@@ -41,23 +41,12 @@ def main(arguments: argparse.Namespace) -> None:
         try:
             for part in arguments.parts:
                 console.print(f"measuring {part} ...", highlight=False)
-                result[part] = _PARTS[part](arguments, environment=_environment(run), folder=Path(folder))
+                alone = [*_UNPACED, f"broker.address=ipc://{folder}/alone.sock"] if part == "generators" else []
+                result[part] = _side(part, alone, arguments, environment=_environment(run))
                 result["load_averages"][part] = psutil.getloadavg()
                 write_result(arguments, result)
         finally:
-            _print_tables(result)
-
-
-def _generators(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    overrides = [*arguments.overrides, *_UNPACED, f"broker.address=ipc://{folder}/alone.sock"]
-    return _side("benchmarks.overhead.generator_side", overrides, arguments, environment)
-
-
-def _learner(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    return _side("benchmarks.overhead.learner_side", arguments.overrides, arguments, environment)
-
-
-_PARTS = {"generators": _generators, "learner": _learner}
+            _print_tables({part: result[part] for part in arguments.parts if part in result})
 
 
 def _environment(run: RunConfig) -> dict[str, str]:
@@ -68,16 +57,15 @@ def _environment(run: RunConfig) -> dict[str, str]:
 
 
 def _side(
-    module: str, overrides: list[str], arguments: argparse.Namespace, environment: Mapping[str, str]
+    part: str, settings: list[str], arguments: argparse.Namespace, *, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Run one side in its own process: vLLM and DeepSpeed read different environments."""
-    command = [sys.executable, "-m", module, f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
+    command = [sys.executable, "-m", _PARTS[part], f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
+    command += [*arguments.overrides, *settings]
     limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
-    done = subprocess.run(
-        [*command, *overrides], env=environment, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode:
-        raise RuntimeError(f"{module} must end well, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{_PARTS[part]} must end well, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -88,33 +76,16 @@ def _versions(run: RunConfig, folder: Path) -> dict[str, str]:
     return json.loads((run_folder.path / "versions.json").read_text())
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-def _print_tables(result: dict[str, Any]) -> None:
-    if sides := [side for side in ("generators", "learner") if side in result]:
-        console.print(_rates_table([result[side]["rates"] for side in sides]))
-    if "learner" in result:
-        console.print(_steps_table(result["learner"]))
-
-
-def _rates_table(sides: list[dict[str, Any]]) -> Table:
-    table = Table("alone", "tokens/s", "ratio to bare", "quartiles", title="Each side alone")
-    for rates in sides:
-        for name, figures in rates.items():
-            low, high = figures["ratio_quartiles"]
-            table.add_row(
-                name, f"{figures['tokens_per_s']:,.0f}", f"{figures['ratio']:.3f}", f"{low:.3f} to {high:.3f}"
-            )
-        table.add_section()
-    return table
-
-
-def _steps_table(learner: dict[str, Any]) -> Table:
-    parts = learner["parts_ms"]
-    total = sum(parts.values())
-    table = Table("part", "ms", "share", title=f"The learner's step, {learner['tokens_per_step']} tokens")
-    for part, milliseconds in parts.items():
-        table.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
-    return table
+def _print_tables(parts: dict[str, dict[str, Any]]) -> None:
+    rates = [{"name": name} | figures for side in parts.values() for name, figures in side["rates"].items()]
+    columns = {"alone": "{name}", "tokens/s": "{tokens_per_s:,.0f}", "ratio to bare": "{ratio:.3f}"}
+    columns["quartiles"] = "{ratio_quartiles[0]:.3f} to {ratio_quartiles[1]:.3f}"
+    console.print(make_table(rates, columns, title="Each side alone"))
+    if learner := parts.get("learner"):
+        total = sum(learner["parts_ms"].values())
+        steps = [{"part": part, "ms": ms, "share": ms / total} for part, ms in learner["parts_ms"].items()]
+        title = f"The learner's step, {learner['tokens_per_step']} tokens"
+        console.print(make_table(steps, {"part": "{part}", "ms": "{ms:.2f}", "share": "{share:.1%}"}, title=title))
 
 
 if __name__ == "__main__":
