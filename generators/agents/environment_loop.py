@@ -136,7 +136,7 @@ class EnvironmentLoop(AgentLoop):
         finally:
             self.waiting = ""
             if self._process:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 await self._process.wait()
             self._fail(problem, ready)

@@ -25,7 +25,6 @@ BUILT_IN = {
     "qa_sub_match": f"{_FOLDER}.functions:qa_sub_match",
     "format_tags": f"{_FOLDER}.functions:format_tags",
     "length_penalty": f"{_FOLDER}.functions:length_penalty",
-    "overlong_penalty": f"{_FOLDER}.functions:overlong_penalty",
     "repetition_penalty": f"{_FOLDER}.functions:repetition_penalty",
     "reasoning_gym": f"{_FOLDER}.procedural:ReasoningGym",
     "code": f"{_FOLDER}.code_tests:CodeTests",

@@ -122,17 +122,6 @@ def length_penalty(sample: RewardInput, *, max_tokens: int) -> Reward:
     return Reward(total=-min(1.0, len(sample.response_token_ids) / max_tokens))
 
 
-def overlong_penalty(sample: RewardInput, *, max_tokens: int, buffer_tokens: int) -> Reward:
-    """Reward 0 up to max_tokens - buffer_tokens, from there linearly down to -1 at max_tokens.
-
-    reward = clip((max_tokens - buffer_tokens - L) / buffer_tokens, -1, 0)
-
-    Source: DAPO, arXiv:2503.14476, eq. 13. `algorithm.reward` has the same in the learner, which can change it later.
-    """
-    excess = len(sample.response_token_ids) - (max_tokens - buffer_tokens)
-    return Reward(total=-min(1.0, max(0.0, excess / buffer_tokens)))
-
-
 def repetition_penalty(sample: RewardInput, *, ngram: int = 3) -> Reward:
     """Reward -(1 - different n-grams / n-grams) over the words of the response; 0 where it has fewer words than n.
 

@@ -46,7 +46,6 @@ BENCHMARKS = [
     pytest.param("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"], marks=REAL),
     pytest.param("learner.packing", ["--rounds=1", "--groups=1"], marks=REAL),
     pytest.param("viewer", ["--rows=2000", "--rounds=1"], marks=REAL),
-    ("learner.logprob_head", ["--rounds=1", "--tokens=64", "--vocabulary=64", "--width=8"]),
     pytest.param(
         "generators.elastic",
         ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"],

@@ -11,7 +11,6 @@ from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.functions import (
     format_tags,
     length_penalty,
-    overlong_penalty,
     qa_exact_match,
     qa_sub_match,
     repetition_penalty,
@@ -165,11 +164,9 @@ def test_format_tags(response: str, total: float):
     assert format_tags(make_sample(opened), is_first_open=True).total == (total if opened != response.strip() else 0.0)
 
 
-@pytest.mark.parametrize(("length", "overlong"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (200, -1.0)])
-def test_penalties_of_length(length: int, overlong: float):
-    sample = make_sample(num_tokens=length)
-    assert overlong_penalty(sample, max_tokens=100, buffer_tokens=20).total == pytest.approx(overlong)
-    assert length_penalty(sample, max_tokens=100).total == pytest.approx(-min(1.0, length / 100))
+@pytest.mark.parametrize(("length", "total"), [(0, 0.0), (80, -0.8), (100, -1.0), (200, -1.0)])
+def test_the_penalty_of_length(length: int, total: float):
+    assert length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
 
 
 @pytest.mark.parametrize(
