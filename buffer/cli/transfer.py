@@ -150,7 +150,7 @@ def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
             writer.write(chunk)
         shards = writer.shards
     if not shards:
-        raise ConfigError("FILE must hold at least one trajectory, got none.")
+        raise ConfigError("FILE must hold at least one trajectory that is no answer to an evaluation, got none.")
     return _content(shards)
 
 

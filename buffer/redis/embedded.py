@@ -57,7 +57,7 @@ _CUT_SHORT = b"Unexpected end of file reading the append only file"
 """A line of the server's log."""
 _MAX_CUTS = 4
 """A command that is cut short, the transaction that holds it, and a kill during either."""
-_IDLE_TIMEOUT_S = 300.0
+IDLE_TIMEOUT_S = 300.0
 """Time without any connection after which a server ends by itself: longer than every restart of a role takes."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
@@ -78,7 +78,7 @@ class EmbeddedRedis:
         *,
         durability: Durability = "standard",
         max_memory_mib: int = 1024,
-        idle_timeout_s: float = _IDLE_TIMEOUT_S,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         """`directory` is created if missing; it holds the data, the log, the pid file and (if short) the socket.
 

@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
@@ -33,13 +33,15 @@ def open_run_store(
     answer_timeout_s: float = ANSWER_TIMEOUT_S,
     max_attempts: int = 5,
     starts_server: bool = False,
+    idle_timeout_s: float | None = None,
 ) -> RedisStore:
     """Open the store of a run: of `run_id` at the address `where`, or of the run folder `where`.
 
     Blocks at most `timeout_s` for the server to answer. `retry_timeout_s`: how long each operation is repeated when the
     server goes away or takes no writes; a role that must not block leaves it at 0 and sets an `answer_timeout_s` that
     it can afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start
-    the embedded server of a run that is over, and stop it again when the store is closed and no process holds the run.
+    the embedded server of a run that is over, and stop it again when the store is closed and no process holds the run;
+    with `idle_timeout_s` it ends by itself once nobody has been connected for so long.
 
     With a run folder: raises ConfigError when it is none or its run kept nothing, RunConflictError when the run is
     stored under another key layout. Always: StoreUnavailableError as `await_usable_server` does.
@@ -47,14 +49,15 @@ def open_run_store(
     if isinstance(where, Path):
         run = read_config(where)
         url, run_id = store_url(run, where), run.name
-        server = _start_server(run, where, timeout_s=timeout_s) if starts_server else None
+        idle_s = idle_timeout_s or IDLE_TIMEOUT_S
+        server = _start_server(run, where, timeout_s=timeout_s, idle_timeout_s=idle_s) if starts_server else None
     else:
         url, server = where, None
     try:
         address = await_usable_server(url, timeout_s=timeout_s)
         retry = RetryPolicy(retry_timeout_s, target=f"the store at {address}") if retry_timeout_s else None
         client = connect(url, retry=retry, answer_timeout_s=answer_timeout_s)
-        on_close = partial(_stop_unless_held, server) if server else None
+        on_close = partial(_stop_unless_held, server) if server and idle_timeout_s is None else None
         store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
         if isinstance(where, Path):
             # Refuses a key layout that this version would misread, before a reader does.
@@ -125,14 +128,19 @@ def _with_authority(url: str, path: Path) -> str:
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
 
 
-def _start_server(run: RunConfig, folder: Path, *, timeout_s: float) -> EmbeddedRedis | None:
+def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeout_s: float) -> EmbeddedRedis | None:
     """Start the run's embedded server; None when it runs already, or the run uses a server of somebody else."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
     if not (folder / "store").is_dir():
         raise ConfigError(f"run {run.name!r} must have a store, but {folder / 'store'} is not there: it was deleted.")
-    server = EmbeddedRedis(folder / "store", durability=config.durability, max_memory_mib=config.max_memory_mib)
+    server = EmbeddedRedis(
+        folder / "store",
+        durability=config.durability,
+        max_memory_mib=config.max_memory_mib,
+        idle_timeout_s=idle_timeout_s,
+    )
     if server.is_listening:
         return None
     server.start(timeout_s=timeout_s)

@@ -11,8 +11,7 @@ from typing import Any
 from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT, Event
-from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, store_url
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
@@ -133,9 +132,17 @@ class RunReader:
             return rows
 
     # --- the store -----------------------------------------------------------------------------------------------
-    def open_store(self) -> RedisStore:
-        """Open the store of a live run. Raises ConfigError, ReplayBufferError."""
-        return open_run_store(self.folder, timeout_s=_CONNECT_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S)
+    def open_store(self, *, starts_server: bool = False) -> RedisStore:
+        """Open the store of a live run, or start that of a run that is over. Raises ConfigError, ReplayBufferError."""
+        is_started = starts_server and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
+        return open_run_store(
+            self.folder,
+            timeout_s=_START_TIMEOUT_S if is_started else _CONNECT_TIMEOUT_S,
+            answer_timeout_s=COMMAND_TIMEOUT_S,
+            starts_server=is_started,
+            # A run that is resumed meanwhile takes it over.
+            idle_timeout_s=_IDLE_TIMEOUT_S,
+        )
 
     def view(self) -> RunView:
         """Read the state; blocks for seconds at most while a store does not answer."""
@@ -180,46 +187,19 @@ class RunReader:
         return 0.0 if self._is_final else time.monotonic() - self._status_at
 
     def _read_store(self, *, is_live: bool) -> None:
-        was_started = False
         try:
             if self._reader is None or self._store is None:
-                was_started = not is_live and self._start_server()
-                self._store = self.open_store()
+                self._store = self.open_store(starts_server=not is_live)
                 self._reader = StatusReader(self._store, self.config)
             self._status, self._status_at, self._problem = self._reader.read(), time.monotonic(), ""
             self.events = self._store.events(limit=EVENTS_KEPT)
-            is_deserted = not any(role.is_alive for role in self._status.roles)
-            self._is_final = not is_live and (was_started or is_deserted)
+            self._is_final = not is_live and not any(role.is_alive for role in self._status.roles)
         except (ReplayBufferError, ConfigError) as error:
             self._problem = str(error)
             self._is_final = not is_live
         if self._is_final or self._problem:
             # A server that nobody else uses must be able to end.
             self.close()
-
-    def _start_server(self) -> bool:
-        """Start the server of a run that is over, unless it runs; return whether it was started.
-
-        It is left to end by itself: a run that is resumed meanwhile takes it over. Raises ConfigError,
-        ReplayBufferError.
-        """
-        config, folder = self.config.buffer.store, self.folder / "store"
-        # Refuses a run whose store was its own process's.
-        store_url(self.config, self.folder)
-        if not isinstance(config, EmbeddedRedisConfig):
-            return False
-        if not folder.is_dir():
-            raise ConfigError(f"run {self.id!r} is over and kept no store: its metrics are all that is known.")
-        server = EmbeddedRedis(
-            folder,
-            durability=config.durability,
-            max_memory_mib=config.max_memory_mib,
-            idle_timeout_s=_IDLE_TIMEOUT_S,
-        )
-        if server.is_listening:
-            return False
-        server.start(timeout_s=_START_TIMEOUT_S)
-        return True
 
     def close(self) -> None:
         if self._store:

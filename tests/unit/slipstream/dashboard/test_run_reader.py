@@ -46,7 +46,7 @@ def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path)
 def test_a_run_that_is_over_and_kept_no_store_is_known_by_its_metrics(tmp_path):
     view = read(record_run(tmp_path)).view()
     assert (view.phase, view.step) == ("finished", 30)
-    assert "kept no store" in view.problem
+    assert "it was deleted" in view.problem
 
 
 def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_resumed(tmp_path):
