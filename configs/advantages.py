@@ -13,6 +13,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 class AdvantageConfig(Formula):
     """Function of `AdvantageInputs`: one advantage per trajectory; a group of one has 0 unless a trait differs."""
 
+    module: ClassVar[str] = "advantages"
+
     has_own_baseline: ClassVar[bool] = False
     """Whether the baseline lies outside the group, so that a group of one has an advantage."""
     compares_groups: ClassVar[bool] = False
@@ -32,8 +34,6 @@ class AdvantageConfig(Formula):
 class GrpoConfig(AdvantageConfig, tag="grpo"):
     """Rewards normalised within their group."""
 
-    formula: ClassVar[str] = "advantages.grpo"
-
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
@@ -41,19 +41,13 @@ class GrpoConfig(AdvantageConfig, tag="grpo"):
 class DrGrpoConfig(AdvantageConfig, tag="dr_grpo"):
     """Rewards minus the group's mean."""
 
-    formula: ClassVar[str] = "advantages.dr_grpo"
-
 
 class RlooConfig(AdvantageConfig, tag="rloo"):
     """Rewards minus the mean of the other members."""
 
-    formula: ClassVar[str] = "advantages.rloo"
-
 
 class LitePpoConfig(AdvantageConfig, tag="lite_ppo"):
     """Rewards minus the group's mean, divided by the batch's deviation."""
-
-    formula: ClassVar[str] = "advantages.lite_ppo"
 
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
@@ -62,13 +56,9 @@ class LitePpoConfig(AdvantageConfig, tag="lite_ppo"):
 class OpoConfig(AdvantageConfig, tag="opo"):
     """Rewards minus the group's mean weighted by length."""
 
-    formula: ClassVar[str] = "advantages.opo"
-
 
 class GpgConfig(AdvantageConfig, tag="gpg"):
     """Rewards minus the group's mean, scaled up for groups without a signal."""
-
-    formula: ClassVar[str] = "advantages.gpg"
 
     normaliser: Annotated[float, Meta(gt=0)] = 1.0
     """Factor F_norm of the paper."""
@@ -77,8 +67,6 @@ class GpgConfig(AdvantageConfig, tag="gpg"):
 class MaxRlConfig(AdvantageConfig, tag="maxrl"):
     """Rewards relative to the group's mean."""
 
-    formula: ClassVar[str] = "advantages.maxrl"
-
     epsilon: Epsilon = 1e-6
     """Added to the group's mean."""
 
@@ -86,7 +74,6 @@ class MaxRlConfig(AdvantageConfig, tag="maxrl"):
 class RemaxConfig(AdvantageConfig, tag="remax"):
     """Rewards minus that of the greedy answer, which `generators.baseline=greedy` asks for."""
 
-    formula: ClassVar[str] = "advantages.remax"
     has_own_baseline: ClassVar[bool] = True
     unshaped: ClassVar[str] = "rewards with that of a greedy answer, unshaped"
 
@@ -94,7 +81,7 @@ class RemaxConfig(AdvantageConfig, tag="remax"):
 class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
     """Discounted rewards to come, whitened over all tokens."""
 
-    formula: ClassVar[str] = "token_advantages.reinforce_plus_plus"
+    module: ClassVar[str] = "token_advantages"
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
     is_per_token: ClassVar[bool] = True
@@ -108,7 +95,6 @@ class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
 class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_baseline"):
     """Rewards minus the group's mean, whitened over all tokens."""
 
-    formula: ClassVar[str] = "advantages.reinforce_plus_plus_baseline"
     compares_groups: ClassVar[bool] = True
 
     epsilon: Epsilon = 1e-6
@@ -118,8 +104,6 @@ class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_
 class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
     """Lead of the group's best member over the second; 0 for the others."""
 
-    formula: ClassVar[str] = "advantages.pass_at_k_best"
-
     epsilon: Epsilon | None = None
     """Divides the lead by the group's standard deviation + epsilon; null = the lead itself."""
 
@@ -127,7 +111,6 @@ class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
 class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
     """Expected advantage of the best of k, from entirely right answers."""
 
-    formula: ClassVar[str] = "advantages.pass_at_k"
     unshaped: ClassVar[str] = "right answers with wrong ones"
 
     k: Annotated[int, Meta(ge=1)] = 4
@@ -137,7 +120,6 @@ class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
 class GdpoConfig(AdvantageConfig, tag="gdpo"):
     """Each part of the reward normalised within its group, then summed and scaled over trajectories."""
 
-    formula: ClassVar[str] = "advantages.gdpo"
     unshaped: ClassVar[str] = "the parts of rewards, unshaped"
 
     weights: dict[str, float] = {}
@@ -149,7 +131,6 @@ class GdpoConfig(AdvantageConfig, tag="gdpo"):
 class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
     """Rewards minus a moving average of earlier rewards; for groups of one."""
 
-    formula: ClassVar[str] = "advantages.moving_baseline"
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
 
@@ -160,7 +141,7 @@ class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
 class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     """Rewards minus the baseline of least variance at each token."""
 
-    formula: ClassVar[str] = "token_advantages.optimal_token_baseline"
+    module: ClassVar[str] = "token_advantages"
     is_per_token: ClassVar[bool] = True
     needs_start_logprobs: ClassVar[bool] = True
     needs_collisions: ClassVar[bool] = True
@@ -174,13 +155,11 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
 class WinRateConfig(AdvantageConfig, tag="win_rate"):
     """Share of the other members that a trajectory beats, minus one half; for `policy_loss=sppo`."""
 
-    formula: ClassVar[str] = "advantages.win_rate"
-
 
 class GaeConfig(AdvantageConfig, tag="gae"):
     """Generalised advantages of a critic."""
 
-    formula: ClassVar[str] = "token_advantages.gae"
+    module: ClassVar[str] = "token_advantages"
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
     is_per_token: ClassVar[bool] = True
@@ -201,7 +180,7 @@ class GaeConfig(AdvantageConfig, tag="gae"):
 class VtraceConfig(AdvantageConfig, tag="vtrace"):
     """Advantages of a critic, corrected for tokens that another policy sampled."""
 
-    formula: ClassVar[str] = "token_advantages.vtrace"
+    module: ClassVar[str] = "token_advantages"
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
     is_per_token: ClassVar[bool] = True
@@ -228,6 +207,7 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
 class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
 
+    module: ClassVar[str] = ""
     has_own_baseline: ClassVar[bool] = True
 
     function: str

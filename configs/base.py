@@ -47,15 +47,21 @@ def require_folder(key: str, archive: str) -> None:
 
 
 class Formula(Config, tag_field="kind"):
-    """Choice of a function of `slipstream.learner.algorithms`, whose keyword arguments are the record's fields.
+    """Choice of a function of `slipstream.learner.algorithms`: its name is the record's tag, its keyword arguments are
+    the record's fields.
 
     A record registers itself by being defined: the union that msgspec decodes, Hydra's choices, the tests of every
     composition and the tables of docs/algorithms.md follow from the subclasses of its base, their traits from its class
     variables.
     """
 
-    formula: ClassVar[str] = ""
-    """`module.function`; empty where a field `function` names one of the user's own."""
+    module: ClassVar[str] = ""
+    """Module of the function; empty where a field `function` names one of the user's own."""
+
+    @classmethod
+    def formula(cls) -> str:
+        """`module.function`; empty where it is one of the user's own."""
+        return f"{cls.module}.{cls.__struct_config__.tag}" if cls.module else ""
 
     @property
     def kind(self) -> str:

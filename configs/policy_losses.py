@@ -14,6 +14,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 class PolicyLossConfig(Formula):
     """Function of `LossInputs`: one loss per token."""
 
+    module: ClassVar[str] = "policy_losses"
+
     has_ratio: ClassVar[bool] = True
     """Whether the loss depends on the policy that the ratio is taken around."""
     selector: ClassVar[str] = ""
@@ -33,8 +35,6 @@ class PolicyLossConfig(Formula):
 class PpoClipConfig(PolicyLossConfig, tag="ppo_clip"):
     """Clipped surrogate around the proximal policy."""
 
-    formula: ClassVar[str] = "policy_losses.ppo_clip"
-
     clip_low: Below1 = 0.2
     """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
@@ -46,20 +46,15 @@ class PpoClipConfig(PolicyLossConfig, tag="ppo_clip"):
 class ReinforceConfig(PolicyLossConfig, tag="reinforce"):
     """Score-function gradient without a ratio; also GPG's loss."""
 
-    formula: ClassVar[str] = "policy_losses.reinforce"
     has_ratio: ClassVar[bool] = False
 
 
 class UnclippedConfig(PolicyLossConfig, tag="unclipped"):
     """Ratio times advantage; needs another trust region, such as the m2po mask."""
 
-    formula: ClassVar[str] = "policy_losses.unclipped"
-
 
 class CispoConfig(PolicyLossConfig, tag="cispo"):
     """Score function with a clipped ratio as weight."""
-
-    formula: ClassVar[str] = "policy_losses.cispo"
 
     clip_low: Share | None = None
     """Lower clip distance; null = none, as in MiniMax-M1."""
@@ -70,8 +65,6 @@ class CispoConfig(PolicyLossConfig, tag="cispo"):
 class SapoConfig(PolicyLossConfig, tag="sapo"):
     """Soft gate instead of the clip."""
 
-    formula: ClassVar[str] = "policy_losses.sapo"
-
     tau_positive: Positive = 1.0
     """Sharpness where the advantage is positive."""
     tau_negative: Positive = 1.05
@@ -81,16 +74,12 @@ class SapoConfig(PolicyLossConfig, tag="sapo"):
 class DroConfig(PolicyLossConfig, tag="dro"):
     """Score function with a quadratic pull back to the proximal policy."""
 
-    formula: ClassVar[str] = "policy_losses.dro"
-
     beta: Positive = 0.1
     """Strength of the quadratic pull to the proximal policy."""
 
 
 class AspoConfig(PolicyLossConfig, tag="aspo"):
     """PPO-clip with the ratio inverted for positive advantages."""
-
-    formula: ClassVar[str] = "policy_losses.aspo"
 
     clip_low: Below1 = 0.2
     """Distance of the lower clip bound below ratio 1."""
@@ -102,8 +91,6 @@ class AspoConfig(PolicyLossConfig, tag="aspo"):
 
 class DppoConfig(PolicyLossConfig, tag="dppo"):
     """Stops where a token's probability, not its ratio, has moved too far."""
-
-    formula: ClassVar[str] = "policy_losses.dppo"
 
     divergence: Literal["tv", "kl"] = "tv"
     """Binary divergence between the two policies: `tv` total variation, `kl` KL."""
@@ -118,16 +105,12 @@ class DppoConfig(PolicyLossConfig, tag="dppo"):
 class ToprConfig(PolicyLossConfig, tag="topr"):
     """Positive advantages count fully, negative ones fade as the answer becomes unlikely."""
 
-    formula: ClassVar[str] = "sequence_losses.topr"
-
     level: Literal["sequence", "token"] = "sequence"
     """Ratio that a negative advantage fades with; the paper's is the sequence's."""
 
 
 class GspoConfig(PolicyLossConfig, tag="gspo"):
     """PPO-clip on the geometric mean of a sequence's ratios."""
-
-    formula: ClassVar[str] = "sequence_losses.gspo"
 
     clip_low: Below1 = 3e-4
     """Lower clip distance; the default is for one version's drift, lag needs more."""
@@ -149,8 +132,6 @@ class GspoConfig(PolicyLossConfig, tag="gspo"):
 class GmpoConfig(PolicyLossConfig, tag="gmpo"):
     """Geometric mean of ratios that are clipped one by one."""
 
-    formula: ClassVar[str] = "sequence_losses.gmpo"
-
     clip_low: Positive = 0.4
     """Lower clip distance of a token's log-ratio, nats."""
     clip_high: Positive = 0.4
@@ -163,8 +144,6 @@ class GmpoConfig(PolicyLossConfig, tag="gmpo"):
 
 class VespoConfig(PolicyLossConfig, tag="vespo"):
     """Score function with a soft weight of the sequence's whole ratio."""
-
-    formula: ClassVar[str] = "sequence_losses.vespo"
 
     power_positive: Positive = 2.0
     """Exponent of the ratio where the advantage is positive."""
@@ -179,7 +158,6 @@ class VespoConfig(PolicyLossConfig, tag="vespo"):
 class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     """PPO-clip without a few random tokens of high covariance."""
 
-    formula: ClassVar[str] = "policy_losses.clip_cov"
     selector: ClassVar[str] = "token_masks.clip_cov_mask"
 
     clip_low: Below1 = 0.2
@@ -197,7 +175,6 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
 class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
     """Ratio times advantage, with a penalty on the tokens of highest covariance."""
 
-    formula: ClassVar[str] = "policy_losses.kl_cov"
     selector: ClassVar[str] = "token_masks.kl_cov_mask"
 
     share: Share = 2e-4
@@ -208,8 +185,6 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
 
 class SppoConfig(PolicyLossConfig, tag="sppo"):
     """Squared distance of a sequence's log-ratio from its win rate; for `advantage=win_rate`."""
-
-    formula: ClassVar[str] = "sequence_losses.sppo"
 
     eta: Positive = 1000.0
     """Factor from win rate to log-ratio."""
@@ -226,6 +201,8 @@ class SppoConfig(PolicyLossConfig, tag="sppo"):
 class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
     """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
 
+    module: ClassVar[str] = ""
+
     function: str
     """Import path, `package.module:function`."""
     arguments: dict[str, Any] = {}
@@ -235,6 +212,8 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
 class MaskConfig(Formula):
     """Function of `MaskInputs`: the tokens of an update that stay in the policy loss."""
 
+    module: ClassVar[str] = "token_masks"
+
     is_local: ClassVar[bool] = False
     """Whether a token's entry depends on its own sequence alone, so that the loss can mask each microbatch by itself;
     any other mask takes a forward pass over the whole update first."""
@@ -243,7 +222,6 @@ class MaskConfig(Formula):
 class OpsmConfig(MaskConfig, tag="opsm"):
     """Drops sequences of negative advantage that the learner has become unlikely to write."""
 
-    formula: ClassVar[str] = "token_masks.opsm_mask"
     is_local: ClassVar[bool] = True
 
     delta: Positive = 0.5
@@ -252,8 +230,6 @@ class OpsmConfig(MaskConfig, tag="opsm"):
 
 class M2poConfig(MaskConfig, tag="m2po"):
     """Drops tokens until the mean squared log(learner/generator) is small."""
-
-    formula: ClassVar[str] = "token_masks.m2po_mask"
 
     threshold: Positive = 0.04
     """Largest mean of the squared log-ratios of the tokens kept."""

@@ -76,16 +76,16 @@ def list_warnings() -> str:
 
 def _formula_table(records: Sequence[type[Formula]]) -> str:
     """Table of functions to choose from; + marks advantages whose baseline lies outside the group."""
-    rows = [_row(record) for record in records if record.formula]
+    rows = [_row(record) for record in records if record.formula()]
     return "\n".join(["| option | meaning | function | source |", "|---|---|---|---|", *rows])
 
 
 def _row(record: type[Formula]) -> str:
     meaning = " ".join((inspect.getdoc(record) or "").split())
-    names = [name for name in (record.formula, getattr(record, "selector", "")) if name]
+    names = [name for name in (record.formula(), getattr(record, "selector", "")) if name]
     functions = ", ".join(f"`{name}`" for name in names)
     mark = " +" if getattr(record, "has_own_baseline", False) else ""
-    return f"| `{record.__struct_config__.tag}`{mark} | {meaning} | {functions} | {_source(record.formula)} |"
+    return f"| `{record.__struct_config__.tag}`{mark} | {meaning} | {functions} | {_source(record.formula())} |"
 
 
 def _source(name: str) -> str:

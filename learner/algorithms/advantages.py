@@ -174,7 +174,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
     return inputs.rewards - baseline
 
 
-def pass_at_k_best(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
+def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
     """Contribution of the group's best to its maximum; 0 for the others, and for all if two are best.
 
     A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if there is an epsilon]

@@ -13,7 +13,7 @@ from slipstream.learner.algorithms import segments
 from slipstream.learner.algorithms.inputs import MaskInputs
 
 
-def m2po_mask(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
+def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     """Drop the largest squared log-ratios until the mean of the others is at most `threshold`.
 
     candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
@@ -35,7 +35,7 @@ def m2po_mask(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     return kept
 
 
-def opsm_mask(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
+def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
     """Drop tokens of negative advantage in sequences that the learner has become unlikely to write.
 
     dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta

@@ -20,7 +20,7 @@ def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
         return partial(function, **record.arguments)
-    return bind(record.formula, record)
+    return bind(record.formula(), record)
 
 
 def bind(name: str, record: Formula) -> Callable[[Any], Any]:

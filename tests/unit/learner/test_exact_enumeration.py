@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms import policy_losses, segments, sequence_losses
+from slipstream.learner.algorithms import policy_losses, segments
 from slipstream.learner.algorithms.inputs import LossInputs
 
 VOCABULARY, LENGTH = 3, 3
@@ -221,13 +221,13 @@ LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
     "aspo": partial(policy_losses.aspo, **CLIPS, cap=3.0),
     "dppo_tv": partial(policy_losses.dppo, divergence="tv", low=0.2, high=0.2),
     "dppo_kl": partial(policy_losses.dppo, divergence="kl", low=0.05, high=0.05),
-    "gspo": partial(sequence_losses.gspo, **CLIPS),
-    "gspo_token": partial(sequence_losses.gspo, **CLIPS, form="token"),
-    "luspo": partial(sequence_losses.gspo, **CLIPS, form="length_scaled"),
-    "gmpo": partial(sequence_losses.gmpo, clip_low=0.4, clip_high=0.4),
-    "topr": sequence_losses.topr,
-    "topr_token": partial(sequence_losses.topr, level="token"),
-    "vespo": sequence_losses.vespo,
+    "gspo": partial(policy_losses.gspo, **CLIPS),
+    "gspo_token": partial(policy_losses.gspo, **CLIPS, form="token"),
+    "luspo": partial(policy_losses.gspo, **CLIPS, form="length_scaled"),
+    "gmpo": partial(policy_losses.gmpo, clip_low=0.4, clip_high=0.4),
+    "topr": policy_losses.topr,
+    "topr_token": partial(policy_losses.topr, level="token"),
+    "vespo": policy_losses.vespo,
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -273,7 +273,7 @@ def test_vespo_with_the_plain_weight_is_sequence_is_and_so_exact():
     settings = dict.fromkeys(("power_positive", "power_negative"), 1.0) | dict.fromkeys(
         ("decay_positive", "decay_negative"), 0.0
     )
-    gradient = world.gradient(sequence_losses.vespo(world.inputs(), **settings))
+    gradient = world.gradient(policy_losses.vespo(world.inputs(), **settings))
     assert relative_error(gradient, world.exact_gradient) < 1e-6
 
 

@@ -16,11 +16,11 @@ def formula(name):
     )
 
 
-grpo, dr_grpo, rloo, lite_ppo, opo, gpg, maxrl, win_rate, reinforce_plus_plus_baseline, pass_at_k_best, pass_at_k = (
+grpo, dr_grpo, rloo, lite_ppo, opo, gpg, maxrl, win_rate, reinforce_plus_plus_baseline, grpo_passk, pass_at_k = (
     formula(name)
     for name in (
         *("grpo", "dr_grpo", "rloo", "lite_ppo", "opo", "gpg", "maxrl", "win_rate", "reinforce_plus_plus_baseline"),
-        *("pass_at_k_best", "pass_at_k"),
+        *("grpo_passk", "pass_at_k"),
     )
 )
 EPSILON = 1e-9
@@ -43,8 +43,8 @@ WITHIN_GROUPS = {
     "opo": opo,
     "maxrl": partial(maxrl, epsilon=EPSILON),
     "win_rate": win_rate,
-    "pass_at_k_best": pass_at_k_best,
-    "pass_at_k_best by deviation": partial(pass_at_k_best, epsilon=1e-6),
+    "grpo_passk": grpo_passk,
+    "grpo_passk by deviation": partial(grpo_passk, epsilon=1e-6),
 }
 OVER_THE_BATCH = {
     "lite_ppo": partial(lite_ppo, epsilon=EPSILON),
@@ -54,8 +54,8 @@ OVER_THE_BATCH = {
 }
 ALL = WITHIN_GROUPS | OVER_THE_BATCH
 FREE_OF_SCALE = ["grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"]
-LINEAR = ["dr_grpo", "rloo", "opo", "gpg", "pass_at_k_best"]
-SELECTIVE = {"pass_at_k_best", "pass_at_k_best by deviation"}
+LINEAR = ["dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
+SELECTIVE = {"grpo_passk", "grpo_passk by deviation"}
 """Only the best of a group has an advantage."""
 
 

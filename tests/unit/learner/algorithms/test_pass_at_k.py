@@ -9,8 +9,8 @@ from slipstream.learner.algorithms import advantages
 from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
-def pass_at_k_best(rewards, groups, **settings):
-    return checked(advantages.pass_at_k_best)(advantage_inputs(rewards, groups), **settings)
+def grpo_passk(rewards, groups, **settings):
+    return checked(advantages.grpo_passk)(advantage_inputs(rewards, groups), **settings)
 
 
 def pass_at_k_analytic(is_correct, groups, *, k):
@@ -49,31 +49,31 @@ def test_another_groups_answers_change_not_one_bit_of_the_analytic_form(poison):
 
 
 def test_only_the_best_gets_its_lead():
-    assert pass_at_k_best(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
+    assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
 
 
 def test_the_lead_is_the_fall_of_the_maximum_without_the_best():
     rewards = wide(4, 1, 7, 5)
     without = [max(r for j, r in enumerate(rewards.tolist()) if j != i) for i in range(4)]
-    assert pass_at_k_best(rewards, whole(0, 0, 0, 0)).tolist() == [7 - other for other in without]
+    assert grpo_passk(rewards, whole(0, 0, 0, 0)).tolist() == [7 - other for other in without]
 
 
 def test_two_that_are_best_get_nothing():
-    assert pass_at_k_best(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+    assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
 
 
 def test_at_most_one_of_a_group_gets_something():
     torch.manual_seed(0)
     groups = torch.arange(200) // 5
-    given = pass_at_k_best(torch.randint(0, 4, (200,)).double(), groups) != 0
+    given = grpo_passk(torch.randint(0, 4, (200,)).double(), groups) != 0
     assert torch.bincount(groups[given], minlength=40).max() == 1
 
 
 def test_the_lead_may_be_divided_by_the_deviation():
     rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
-    assert pass_at_k_best(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
-    scaled = pass_at_k_best(10 * rewards + 4, groups, epsilon=1e-12)
-    assert torch.allclose(scaled, pass_at_k_best(rewards, groups, epsilon=1e-12))
+    assert grpo_passk(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
+    scaled = grpo_passk(10 * rewards + 4, groups, epsilon=1e-12)
+    assert torch.allclose(scaled, grpo_passk(rewards, groups, epsilon=1e-12))
 
 
 @pytest.mark.parametrize("size", range(1, 8))

@@ -4,19 +4,19 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.learner.algorithms import sequence_losses
+from slipstream.learner.algorithms import policy_losses
 from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
-gspo = checked(sequence_losses.gspo)
+gspo = checked(policy_losses.gspo)
 FORMULAS = {
     "gspo": partial(gspo, **BOUNDS),
     "gspo_token": partial(gspo, **BOUNDS, form="token"),
     "luspo": partial(gspo, **BOUNDS, form="length_scaled"),
-    "gmpo": partial(checked(sequence_losses.gmpo), clip_low=0.4, clip_high=0.4),
-    "topr": checked(sequence_losses.topr),
-    "topr_token": partial(checked(sequence_losses.topr), level="token"),
-    "vespo": checked(sequence_losses.vespo),
+    "gmpo": partial(checked(policy_losses.gmpo), clip_low=0.4, clip_high=0.4),
+    "topr": checked(policy_losses.topr),
+    "topr_token": partial(checked(policy_losses.topr), level="token"),
+    "vespo": checked(policy_losses.vespo),
 }
 
 
@@ -192,7 +192,7 @@ def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
 # --- sppo: one number per sequence, from its win rate ----------------------------------------------------------------
 def sppo(log_ratio, win_rates, *, eta):
     """Losses of sequences of one token."""
-    return checked(sequence_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
+    return checked(policy_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
 
 
 def test_sppo_by_hand():
@@ -200,7 +200,7 @@ def test_sppo_by_hand():
 
 
 def test_sppo_compares_the_ratio_of_the_whole_sequence_at_each_of_its_tokens():
-    losses = sequence_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
+    losses = policy_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
     assert losses.tolist() == [0.25, 0.25, 0]
 
 

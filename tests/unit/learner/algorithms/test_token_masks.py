@@ -17,12 +17,12 @@ def inputs_of(log_ratio, advantages, *, sequences=None, learner_logprobs=None, i
     return MaskInputs(log_ratio, advantages, learner_logprobs, sequences, num_sequences, is_counted, seed)
 
 
-def m2po_mask(log_ratio, advantages, *, threshold, **columns):
-    return checked(token_masks.m2po_mask)(inputs_of(log_ratio, advantages, **columns), threshold=threshold)
+def m2po(log_ratio, advantages, *, threshold, **columns):
+    return checked(token_masks.m2po)(inputs_of(log_ratio, advantages, **columns), threshold=threshold)
 
 
-def opsm_mask(log_ratio, advantages, sequences, *, delta):
-    return checked(token_masks.opsm_mask)(inputs_of(log_ratio, advantages, sequences=sequences), delta=delta)
+def opsm(log_ratio, advantages, sequences, *, delta):
+    return checked(token_masks.opsm)(inputs_of(log_ratio, advantages, sequences=sequences), delta=delta)
 
 
 def covariance(advantages, logprobs, **columns):
@@ -58,54 +58,54 @@ def m2po_by_the_algorithm(log_ratio, advantages, threshold):
 
 def test_one_outlier_masks_only_itself():
     log_ratio = torch.tensor([0.1, -0.1, 5.0, 0.05, 0.1])
-    assert dropped(m2po_mask(log_ratio, torch.ones(5), threshold=0.04)) == [2]
+    assert dropped(m2po(log_ratio, torch.ones(5), threshold=0.04)) == [2]
 
 
 def test_an_infinite_threshold_masks_none_and_zero_masks_every_candidate():
     log_ratio, advantages = torch.tensor([3.0, -2.0, 1.0, 0.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
-    assert dropped(m2po_mask(log_ratio, advantages, threshold=math.inf)) == []
-    assert dropped(m2po_mask(log_ratio, advantages, threshold=0.0)) == [0, 1]
+    assert dropped(m2po(log_ratio, advantages, threshold=math.inf)) == []
+    assert dropped(m2po(log_ratio, advantages, threshold=0.0)) == [0, 1]
 
 
 def test_only_tokens_that_move_away_with_their_advantage_are_candidates():
     log_ratio = torch.tensor([3.0, -3.0, 3.0, -3.0, 3.0])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
-    assert dropped(m2po_mask(log_ratio, advantages, threshold=0.04)) == [0, 3]
+    assert dropped(m2po(log_ratio, advantages, threshold=0.04)) == [0, 3]
 
 
 def test_the_mean_is_over_the_candidates_that_are_left():
     # Squares .01, .01, .16, .25: means of the prefixes .01, .01, .06, .1075.
     log_ratio = wide(0.5, 0.1, 0.4, 0.1)
     for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3])):
-        assert dropped(m2po_mask(log_ratio, torch.ones_like(log_ratio), threshold=threshold)) == expected
+        assert dropped(m2po(log_ratio, torch.ones_like(log_ratio), threshold=threshold)) == expected
 
 
 def test_a_mean_equal_to_the_threshold_is_kept():
-    assert dropped(m2po_mask(wide(0.5, 0.5), wide(1, 1), threshold=0.25)) == []
+    assert dropped(m2po(wide(0.5, 0.5), wide(1, 1), threshold=0.25)) == []
 
 
 def test_m2po_is_its_algorithm_line_by_line():
     for seed in range(20):
         log_ratio, advantages = torch.randn(2, 40, generator=seeded(seed), dtype=torch.float64).unbind()
         threshold = 10 ** (-seed / 8)
-        mask = m2po_mask(log_ratio, advantages, threshold=threshold)
+        mask = m2po(log_ratio, advantages, threshold=threshold)
         assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
 
 
 def test_m2po_does_not_depend_on_the_order_of_tokens():
     log_ratio, advantages = torch.randn(2, 40, generator=seeded()).unbind()
     order = torch.randperm(40, generator=seeded(1))
-    mask = m2po_mask(log_ratio, advantages, threshold=0.1)
-    assert m2po_mask(log_ratio[order], advantages[order], threshold=0.1).equal(mask[order])
+    mask = m2po(log_ratio, advantages, threshold=0.1)
+    assert m2po(log_ratio[order], advantages[order], threshold=0.1).equal(mask[order])
 
 
 def test_opsm_drops_drifted_sequences_of_negative_advantage():
     sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
     advantages = wide(-1, -1, 1, 1, -1, -1, -1)
-    mask = opsm_mask(log_ratio, advantages, sequences, delta=0.5)
+    mask = opsm(log_ratio, advantages, sequences, delta=0.5)
     assert dropped(mask) == [0, 1]
-    assert dropped(opsm_mask(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
+    assert dropped(opsm(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
 
 
 def test_opsm_means_do_not_depend_on_length_and_other_sequences():
@@ -113,7 +113,7 @@ def test_opsm_means_do_not_depend_on_length_and_other_sequences():
     for copies in (1, 50):
         values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
         sequences = torch.cat([torch.zeros(2 * copies, dtype=torch.int64), torch.tensor([1, 1])])
-        mask = opsm_mask(values, -torch.ones_like(values), sequences, delta=delta)
+        mask = opsm(values, -torch.ones_like(values), sequences, delta=delta)
         assert mask.tolist() == [True] * 2 * copies + [False] * 2
 
 
@@ -181,7 +181,7 @@ def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
 
 def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
     is_counted = torch.tensor([True, False, True, True])
-    assert dropped(m2po_mask(wide(0.1, 9, 0.1, 0.3), wide(1, 1, 1, 1), threshold=0.02, is_counted=is_counted)) == [3]
+    assert dropped(m2po(wide(0.1, 9, 0.1, 0.3), wide(1, 1, 1, 1), threshold=0.02, is_counted=is_counted)) == [3]
     values = covariance(wide(1, 50, -1, 0), wide(-1, 70, -3, -2), is_counted=is_counted)
     assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
     inputs = inputs_of(wide(0, 0, 0, 0), wide(1, 50, -1, 0), learner_logprobs=wide(1, 50, -1, 0), is_counted=is_counted)

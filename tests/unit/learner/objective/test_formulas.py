@@ -11,9 +11,9 @@ from slipstream.learner.objective.objective import ObjectiveState
 RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
 
 
-@pytest.mark.parametrize("record", [record for record in RECORDS if record.formula])
+@pytest.mark.parametrize("record", [record for record in RECORDS if record.formula()])
 def test_the_fields_of_a_record_are_the_settings_of_its_functions(record):
-    names = [record.formula, getattr(record, "selector", "")]
+    names = [record.formula(), getattr(record, "selector", "")]
     parameters = [dict(inspect.signature(find(name)).parameters) for name in names if name]
     settings = {name for found in parameters for name, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert settings == set(record.__struct_fields__)
