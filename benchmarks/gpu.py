@@ -33,8 +33,7 @@ from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.collate import Layout, collate
-from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.batching.spans import Spans
+from slipstream.learner.batching.microbatch import Microbatch, Sample, Spans
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, deepspeed_environment
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks

@@ -36,12 +36,11 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
-from slipstream.learner.background_save import BackgroundSaver, Write, delete_checkpoint, write_tensors
+from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_checkpoint, write_tensors
 from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
 from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
-from slipstream.learner.rank_folders import RankFolders
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained

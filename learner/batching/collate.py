@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleImages
+from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleImages, Spans
 from slipstream.learner.batching.packing import (
     Bundle,
     Row,
@@ -19,7 +19,6 @@ from slipstream.learner.batching.packing import (
     pack,
     row_length,
 )
-from slipstream.learner.batching.spans import Spans
 from slipstream.runtime.images import Grid
 
 LayoutKind = Literal["shared_rows", "one_row", "one_per_row"]

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.learner.batching.spans import Spans
+from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 

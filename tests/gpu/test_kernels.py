@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested, measure_tokens
-from slipstream.learner.batching.spans import Spans
+from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.training.attention import Sight, packed_attention
 from slipstream.learner.training.sequence_parallel import ALONE
 from slipstream.learner.training.step_memory import Allocations

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.collate import Layout, collate
-from slipstream.learner.batching.spans import Spans
+from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention
 from slipstream.learner.training import model as model_module
