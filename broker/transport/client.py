@@ -111,8 +111,10 @@ class BrokerClient:
         # A new order supersedes the one that may have to be resent.
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        self._channel.send([encode(message)])
-        self._channel.wake()
+        # No broker takes a message of a peer that it does not know: those to one that is gone would pile up.
+        if self.is_joined:
+            self._channel.send([encode(message)])
+            self._channel.wake()
 
     def put(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Add a finished trajectory to the outbox, which sends it within the credit, and again until acknowledged."""

@@ -15,7 +15,7 @@ import structlog
 
 from slipstream.broker.messages import LivingBrokers, Members, MemberState, Message, OpenEpoch, Update, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
-from slipstream.broker.transport.endpoints import is_listening
+from slipstream.broker.transport.endpoints import is_listening, is_own_machine
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +93,11 @@ class Links:
     def _receive(self, link: _Link, message: Message) -> None:
         match message:
             case Welcome(living=living):
-                link.broker = living.broker if living else ""
+                with self._lock:
+                    link.broker = living.broker if living else ""
+                    # A broker serves one connection of a learner: two would take turns for ever.
+                    for twin in [each for each in self._links if each.broker == link.broker and each is not link]:
+                        self._leave(twin)
                 self._follow(living)
                 self._on_message(message)
             case LivingBrokers():
@@ -124,8 +128,12 @@ class Links:
 
     def _choose(self, broker: str, announced: str, link: _Link | None) -> str:
         """Return the address at which this process joins a broker; empty without one."""
-        # One that works, such as that of a tunnel, is kept: only the broker's own network may know the announced one.
-        both = [link.address, announced] if link else [announced, self._brokers.get(broker, "")]
+        # Which of the addresses that this process knows is whose, only a Welcome tells.
+        taken = {each.address for each in self._links}
+        own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
+        # The announced one first, for another role may have taken the port that a broker had. But as seen from here it
+        # may be out of reach, where a tunnel is not, and a loopback address that of another process.
+        both = [*own, announced] if link and is_own_machine(announced) else [announced, *own]
         addresses = [*filter(None, dict.fromkeys(both))]
         if len(addresses) < 2:
             return "".join(addresses)
@@ -137,11 +145,15 @@ class Links:
         else:
             reason = "nobody listens there, as seen from here: its generators get no weights until it is reached"
             log.warning("broker_not_reached", broker=broker, address=address, reason=reason)
-        if link and link.thread:
-            self._links.remove(link)
+        if link:
+            self._leave(link)
+        self.open(address, broker=broker)
+
+    def _leave(self, link: _Link) -> None:
+        self._links.remove(link)
+        if link.thread:
             # It may wait for this lock: it is left to end by itself.
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
-        self.open(address, broker=broker)
 
     def _joined(self) -> Members:
         # Of two brokers that both have a generator, one hangs or is about to hear of its move: the last one knows more.

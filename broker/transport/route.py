@@ -26,8 +26,13 @@ class Route:
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
         """`brokers`: name -> address, as far as this peer knows; `is_reachable` tells whether anybody listens there."""
         self._peer_id = peer_id
-        self._own = dict(brokers)
-        """Addresses that this peer has not from a broker: given ones, such as those of tunnels, and where it was."""
+        self._given = dict(brokers)
+        """Addresses such as those of tunnels. Their names are assumed: only a Welcome tells whose one is."""
+        self._own: dict[str, str] = {}
+        """Broker -> address at which it has welcomed this peer."""
+        self._failed: dict[str, str] = {}
+        """Address that did not answer, though somebody listens there -> broker that it was taken for, until that dies.
+        """
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
         self._at = preferred(peer_id, brokers)[0]
@@ -40,11 +45,15 @@ class Route:
 
     def next(self) -> str:
         """Go on to the next broker that can be reached, after the last to the first; returns its address."""
+        self._failed[self.address] = self._at
         order = preferred(self._peer_id, self._brokers)
         following = order.index(self._at) + 1
         others = [*order[following:], *order[:following]]
         if not self._go_to_first(others[:_MAX_PROBES]):
-            self._at, self.address = others[0], self._brokers[others[0]][0]
+            # From the beginning: one may be back.
+            self._failed = {self.address: self._at}
+            if not self._go_to_first(others[:_MAX_PROBES]):
+                self._at, self.address = others[0], self._brokers[others[0]][0]
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
@@ -55,15 +64,24 @@ class Route:
         # It has this name and no other, whatever was assumed.
         self._own = {name: address for name, address in self._own.items() if address != self.address}
         self._own[at], self._at = self.address, at
-        known = {name: [address, self._own.get(name, "")] for name, address in ({at: ""} | dict(living)).items()}
-        self._brokers = {name: each for name, both in known.items() if (each := [*filter(None, dict.fromkeys(both))])}
+        self._brokers = {name: found for name in (at, *living) if (found := self._addresses_of(name, living))}
+        failed = self._failed.items()
+        self._failed = {address: name for address, name in failed if name in living and address != self.address}
         order = preferred(self._peer_id, self._brokers)
         return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
+
+    def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
+        """Return where a broker may be reached: where it says, where it was, then wherever no other one is."""
+        others = {address for each in (living, self._own) for name, address in each.items() if name != broker}
+        known = (self._own.get(broker), self._given.get(broker), *self._given.values())
+        found = (living.get(broker), *(address for address in known if address not in others))
+        return [address for address in dict.fromkeys(found) if address]
 
     def _go_to_first(self, names: Iterable[str]) -> bool:
         """Take the first of these brokers that can be reached, at any of its addresses; False without one."""
         for name in names:
-            for address in filter(self._is_reachable, self._brokers[name]):
-                self._at, self.address = name, address
-                return True
+            for address in self._brokers[name]:
+                if address not in self._failed and self._is_reachable(address):
+                    self._at, self.address = name, address
+                    return True
         return False

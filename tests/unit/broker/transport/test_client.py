@@ -9,6 +9,7 @@ from slipstream.broker.messages import (
     AnyMessage,
     Bye,
     Hello,
+    LeaseRequest,
     LivingBrokers,
     Member,
     Members,
@@ -175,6 +176,17 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     client.step(timeout_s=0)
     client.step(timeout_s=0)
     assert Put in [type(message) for message in broker.receive()]
+
+
+def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
+    client, broker, clock, _ = make_pair()
+    join(client, broker)
+    clock.now += BROKER_SILENCE_S + 1
+    broker.receive()
+    client.step(timeout_s=0)
+    client.send(LeaseRequest(1))
+    client.step(timeout_s=0)
+    assert [type(message) for message in broker.receive()] == [Hello]
 
 
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():

@@ -25,6 +25,7 @@ from slipstream.broker.transport.memory_channels import MemoryBroker
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
 
 BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
+PORT = "tcp://10.0.0.1:20002"
 G0, G1 = (MemberState(Member(name, "1"), "ready", 0) for name in ("g0", "g1"))
 
 
@@ -40,7 +41,7 @@ class Scene:
     """Two brokers that the test drives, and a learner that knows the address of the first."""
 
     def __init__(self) -> None:
-        self.hubs = {address: MemoryBroker.threaded() for address in (*BROKERS.values(), "ipc:///c")}
+        self.hubs = {address: MemoryBroker.threaded() for address in (*BROKERS.values(), "ipc:///c", PORT)}
         self.brokers = {address: FakeBroker(hub.server()) for address, hub in self.hubs.items()}
         self.received: list = []
         self.reachable = set(BROKERS.values())
@@ -122,6 +123,24 @@ def test_a_broker_that_is_back_at_another_address_is_joined_there(scene: Scene):
     scene.await_message("ipc:///b", Bye)
 
 
+def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_role_took_its_own(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker-1", BROKERS)
+    scene.reachable.add(PORT)
+    scene.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS | {"broker-1": PORT}))
+    scene.await_message(PORT, Hello)
+    scene.await_message("ipc:///b", Bye)
+
+
+def test_a_loopback_address_of_another_machine_is_no_reason_to_leave_a_tunnel(scene: Scene):
+    scene.reachable.add("tcp://127.0.0.1:5757")
+    there = {"broker": "tcp://127.0.0.1:5757", "broker-1": "ipc:///b"}
+    scene.welcome("broker", there)
+    scene.welcome("broker-1", there)
+    assert scene.report("ipc:///a", G1) == [G1]
+    assert [link.address for link in scene.links._links] == ["ipc:///a", "ipc:///b"]
+
+
 def test_a_broker_is_not_left_for_an_address_that_cannot_be_reached(scene: Scene):
     # As through a tunnel: the first one says that it is at another address than this.
     there = {"broker": "tcp://10.0.0.1:20000", "broker-1": "ipc:///b"}
@@ -137,6 +156,14 @@ def test_a_broker_that_cannot_be_reached_where_it_says_is_joined_where_it_is_kno
     scene.known["broker-1"] = "ipc:///b"
     scene.welcome("broker", {"broker": "ipc:///a", "broker-1": "tcp://10.0.0.1:20001"})
     scene.await_message("ipc:///b", Hello)
+
+
+def test_of_two_links_to_one_broker_the_newer_stays(scene: Scene):
+    scene.welcome("broker", BROKERS)
+    # The address that is known as that of the second leads to the first.
+    scene.welcome("broker", BROKERS, address="ipc:///b")
+    scene.await_message("ipc:///a", Bye)
+    assert next(link.address for link in scene.links._links) == "ipc:///b"
 
 
 def test_the_learner_leaves_every_broker(scene: Scene):

@@ -66,12 +66,34 @@ def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
     own = route("generator-7", tunnels, reachable=reachable)
     assert not own.follow(announced, at=best)
     assert own.next() == tunnels[second]
-    assert own.follow(announced, at=second), "the first one is alive"
+    assert not own.follow({second: announced[second]}, at=second)
+    assert own.follow(announced, at=second), "the first one is back"
     assert own.address == tunnels[best]
     reachable.remove(tunnels[best])
     assert own.next() == tunnels[second]
-    assert not own.follow({second: announced[second]}, at=second)
+
+
+def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broker_was_gone():
+    # A tunnel takes connections though its other end is cut.
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    both = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
+    own = route("generator-7", both)
+    assert own.next() == both[second]
+    assert not own.follow(both, at=second)
+    assert not own.follow({second: both[second]}, at=second)
+    assert own.follow(both, at=second)
+    assert own.address == both[best]
+
+
+def test_tunnels_are_found_whatever_their_order():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
+    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:5758"}
+    own = route("generator-7", tunnels, reachable=set(tunnels.values()))
+    assert own.follow(announced, at=second), "the first tunnel leads to the second one"
     assert own.address == tunnels[second]
+    assert not own.follow(announced, at=best)
+    assert own.next() == tunnels[best]
 
 
 def test_a_broker_is_known_by_the_name_that_it_has_and_not_by_an_assumed_one():
