@@ -60,6 +60,5 @@ def write_data(
         ]
         for split, problems in (("train", train), ("heldout", heldout))
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "demonstrations.parquet", demonstrations)
     write_pair(folder, train=rows["train"], heldout=rows["heldout"])

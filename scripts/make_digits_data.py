@@ -40,14 +40,14 @@ def make_row(
 
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
     """Write `train.parquet`, then `heldout.parquet`, each completely or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / TRAIN, train)
     write_file(folder / HELDOUT, heldout)
     print(f"{folder}: {len(train)} prompts to train on, {len(heldout)} held out")
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows to a Parquet file, completely or not at all."""
+    """Write the rows to a Parquet file, completely or not at all, in a folder that is made if it lacks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
     # Renamed when complete, so that an interrupted preparation is repeated.

@@ -132,7 +132,6 @@ def make_source(name: str, *, folder: Path | None, out: Path) -> None:
     # All are read before any is written.
     rows = {ours: _convert(source, _read(split, folder=folder), split=ours) for ours, split in splits.items() if split}
     for ours, found in rows.items():
-        _make_folder(out)
         write_file(out / f"{ours}.parquet", found)
     _report(out, rows)
 
@@ -212,7 +211,6 @@ def make_environment_rows(
             f"--rows + --heldout-rows must be at most the tasks of {environment}, got {rows + heldout_rows} for "
             f"{answers.get('failed', f'{len(found)} tasks')}."
         )
-    _make_folder(out)
     made = {"train": found[:rows], "heldout": found[rows:]}
     for split, tasks in made.items():
         # The task travels as text: tasks of one set may differ in their fields.
@@ -245,7 +243,7 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
             f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
             f"drawn, got {rows + heldout_rows}."
         )
-    _make_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
     made = {"train": found[:rows], "heldout": found[rows:]}
     for split, entries in made.items():
         lines = [
@@ -284,10 +282,6 @@ def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> I
         if entry["question"] not in asked:
             asked.add(entry["question"])
             yield entry
-
-
-def _make_folder(out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
 
 
 def _report(out: Path, rows: dict[str, list[Values]]) -> None:

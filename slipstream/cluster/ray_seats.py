@@ -100,7 +100,6 @@ class Host:
         return (None if len(part) == _MAX_LOOK_BYTES else code), part
 
     def terminate(self) -> None:
-        """Send the role SIGTERM."""
         self._seat.terminate()
 
     def kill(self) -> None:
@@ -108,7 +107,6 @@ class Host:
         self._seat.stop(ends_at=0.0)
 
     def close(self) -> bool:
-        """Remove the copy of the log."""
         shutil.rmtree(self._folder, ignore_errors=True)
         return True
 

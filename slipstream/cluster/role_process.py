@@ -78,7 +78,6 @@ class RoleProcess:
 
     @property
     def has_finished(self) -> bool:
-        """Whether it ended with success."""
         return self._seat.poll() == 0
 
     @property
@@ -98,6 +97,8 @@ class RoleProcess:
         """Start the process, its output appended to its log."""
         self._started_at = time.monotonic()
         self._is_asked_to_end = self._has_worked = False
+        # Somebody may have made room.
+        self._log.parent.mkdir(exist_ok=True)
         self._log.touch()
         self._log_starts_at = self._log.stat().st_size
         self._seat.start(self._arguments, variables=self._variables)
@@ -140,7 +141,6 @@ class RoleProcess:
         self._seat.stop(ends_at=ends_at)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
-        """Return the last lines of its log."""
         return "\n".join(self._read_log()[-num_lines:])
 
     def _last_words(self) -> str:

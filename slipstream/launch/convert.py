@@ -206,7 +206,6 @@ def _gather_zero(folder: Path) -> dict[str, Tensor]:
 
 # --- the model -------------------------------------------------------------------------------------------------------
 def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of most elements."""
     sizes = Counter[torch.dtype]()
     for tensor in weights.values():
         sizes[tensor.dtype] += tensor.numel() * tensor.is_floating_point()

@@ -82,7 +82,6 @@ class AnswerFolder:
         self._group_ids = {trajectory.group_id for trajectory in self.stored}
 
     def lacks(self, job: Job) -> bool:
-        """Whether the answer is still to be made."""
         return job.prompt.lease.group_id not in self._group_ids
 
     def add(self, job: Job, trajectory: Trajectory) -> None:

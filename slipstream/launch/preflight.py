@@ -22,6 +22,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.launch.generator_pool import check_placement
 from slipstream.launch.replay_plan import plan_replay
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_path, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
@@ -163,4 +164,5 @@ def _run_steps(steps: list[PrepareStep]) -> None:
 
 
 if __name__ == "__main__":
-    _run_steps(json.decode(sys.argv[1], type=list[PrepareStep]))
+    with fail_cleanly():
+        _run_steps(json.decode(sys.argv[1], type=list[PrepareStep]))

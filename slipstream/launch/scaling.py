@@ -56,7 +56,6 @@ class Autoscaler:
         self.start_window()
 
     def start_window(self) -> None:
-        """Discard the measurements so far."""
         self._started_at = self._clock()
         self._rows: list[dict[str, Any]] = []
         self._busy: list[float] = []

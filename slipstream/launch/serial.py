@@ -9,14 +9,14 @@ is a count of turns. One seed therefore gives one run, bit for bit; with `max_la
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 import torch
 
 from slipstream.broker.archiver import Archiver
 from slipstream.broker.messages import Hello, Member, Message
-from slipstream.broker.prompts.dataset import Dataset, open_datasets
+from slipstream.broker.prompts.dataset import open_datasets
 from slipstream.broker.router import Router
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker
@@ -162,7 +162,8 @@ def run_serial(
     train, heldout = open_datasets(run)
     with ExitStack() as stack:
         store = stack.enter_context(_open_store(run, folder, clock))
-        router = _build_router(run, hub, store, clock, train=train, heldout=heldout)
+        begin_run(store, run, num_rows=train.row_count)
+        router = Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
         prepare_store(store)
         learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
         pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
@@ -203,19 +204,6 @@ def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisSto
     limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
     # Keeps nothing on disk, because a run in one process is not resumed.
     return open_own_store(folder.store, run.name, **limits, clock=clock)
-
-
-def _build_router(
-    run: RunConfig,
-    hub: MemoryBroker,
-    store: RedisStore,
-    clock: TurnClock,
-    *,
-    train: Dataset,
-    heldout: Mapping[str, Dataset],
-) -> Router:
-    begin_run(store, run, num_rows=train.row_count)
-    return Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
 
 
 def _archive(run: RunConfig, folder: RunFolder, store: RedisStore, *, fence: int) -> None:

@@ -37,7 +37,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.config.name
 
     @property

@@ -53,6 +53,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
 
+_BUILDS = ("torch", "vllm", "deepspeed", "peft")
+"""Libraries that come with the extra `cpu` or `gpu`."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a path that this user may not use, or cannot."""
 
@@ -79,9 +81,10 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn ConfigError, WaitTimeoutError, `errors`, Ctrl-C, a refused path and a full disk into message and exit code.
+    """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
 
-    Any other exception is a bug and passes.
+    So are a path that is refused, a full disk and a library that is not installed. Any other exception is a bug and
+    passes.
 
     `restartable` errors end with exit code 75, which asks a launcher for a restart; `restartable_once` with 76, which
     asks for one unless the same error ended the process before.
@@ -107,6 +110,16 @@ def fail_cleanly(
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
+            code=BAD_INPUT,
+        )
+    except ModuleNotFoundError as error:
+        # Also PackageNotFoundError, where a version is asked for.
+        name = (error.name or "").partition(".")[0]
+        if name not in _BUILDS or not str(error).startswith("No "):
+            raise
+        exit_with_error(
+            f"{name} must be installed, and is not: `pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine "
+            "with an NVIDIA GPU.",
             code=BAD_INPUT,
         )
     except KeyboardInterrupt:

@@ -98,7 +98,6 @@ class VisionModel:
     """A checkpoint's view of images: tokens, positions, patches. Reads its small files when they are needed."""
 
     def __init__(self, path: str) -> None:
-        """`path`: of the model."""
         self._path = path
 
     @cached_property

@@ -55,7 +55,6 @@ class TimeAccount:
             self.switch(before)
 
     def restart(self) -> None:
-        """Forget all time so far."""
         with self._lock:
             self._totals, self._since = {}, self._clock()
 

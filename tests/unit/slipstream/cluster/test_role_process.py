@@ -1,5 +1,6 @@
 """Restarts of a role by its launcher, its log and its end."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,12 +157,15 @@ def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder:
     role.stop(ends_at=0.0)
 
 
-def test_a_role_whose_log_was_removed_is_restarted_all_the_same(folder: Path):
-    role = RoleProcess("role", ["ends_with", "1"], logs=folder)
+def test_a_role_whose_log_was_removed_is_restarted_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
+    role = RoleProcess("role", ["ends_with", "1"], logs=folder / "logs")
     role.start()
     until(lambda: not role.is_running)
-    (folder / "role.log").unlink()
-    assert role.poll() == ["role died (exit code 1); last line of its log: ; restarting in 1 s"]
+    shutil.rmtree(folder / "logs")
+    assert role.poll() == ["role died (exit code 1); last line of its log: ; restarting in 0 s"]
+    assert role.poll()[0].startswith("role restarted (pid ")
+    role.stop(ends_at=0.0)
 
 
 def test_an_error_is_found_in_a_log_that_was_cut(folder: Path):

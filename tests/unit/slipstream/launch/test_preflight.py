@@ -28,6 +28,7 @@ def step(creates: Path, *, module: str = "writer", text: str = "made") -> dict[s
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "writer.py").write_text(TOUCH)
     (tmp_path / "idler.py").write_text("")
+    (tmp_path / "lacking.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     (tmp_path / "breaker.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -55,6 +56,13 @@ def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prepare step `python -m breaker .*a made` .* failed with exit code 3"):
         prepare(run)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.usefixtures("writer")
+def test_a_library_that_a_step_lacks_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="failed with exit code 2; its own message is above"):
+        prepare(make_run(step(tmp_path / "a", module="lacking")))
+    assert capfd.readouterr().err.startswith("error: torch must be installed, and is not: `pip install")
 
 
 @pytest.mark.usefixtures("writer")

@@ -1,6 +1,7 @@
 """Exit codes and messages of programs."""
 
 import errno
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -86,3 +87,17 @@ def test_it_decorates_a_function_that_can_be_called_twice() -> None:
         return 2 * number
 
     assert (double(1), double(2)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "error", [PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")]
+)
+def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        end_with(error)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: torch must be installed, and is not: `pip install 'slipstream[")
+    with pytest.raises(ModuleNotFoundError):
+        end_with(ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"))
