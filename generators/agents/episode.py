@@ -123,19 +123,22 @@ class Episode:
         """`length` where `max_tokens` are written, `context_overflow` where the model's context is full."""
         return "length" if len(token_ids) < self._max_length else "context_overflow"
 
-    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
         """Let the model write a turn, up to its end token, to one of the texts in `stop`, or to a limit.
 
         Without room it returns an empty turn, which is not recorded; the answer then ends with `length` where
         `max_tokens` are written, with `context_overflow` where the model's context is full. Raises EngineError.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
         transcript = self.transcript
         if self.room <= 0:
             self.stop_reason = self.reason_of_no_room(transcript.token_ids)
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
         token_ids = list(transcript.token_ids)
-        completion = await self.sample(token_ids, max_tokens=limit, stop=stop, images=self.images)
+        stops = [stop] if isinstance(stop, str) else stop
+        completion = await self.sample(token_ids, max_tokens=limit, stop=stops, images=self.images)
         turn = self.record(transcript, completion)
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
@@ -148,6 +151,8 @@ class Episode:
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id
         shown: dict[str, Any] = {"images": images} if images else {}
+        # An empty text, which ends nothing, is a fault to vLLM.
+        stop = tuple(text for text in stop if text)
         try:
             return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop, **shown)
         except GeneratorError as error:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -30,6 +30,9 @@ class DoorError(Exception):
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class _Function(msgspec.Struct):
     name: str
     arguments: Any = None
@@ -58,8 +61,8 @@ class ChatRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -69,7 +72,7 @@ class ChatRequest(msgspec.Struct):
 class SamplingParams(msgspec.Struct):
     """Those of vLLM's sampling parameters that have an effect."""
 
-    max_tokens: int | None = None
+    max_tokens: _Count | None = None
     stop: str | list[str] | None = None
     n: int = 1
 
@@ -98,9 +101,6 @@ def decode_json(body: bytes, kind: Any) -> Any:
         msgspec.convert(getattr(found, "messages", []), list[_Message])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DoorError(400, f"the request must be JSON of the documented form: {error}") from None
-    for name in ("max_tokens", "max_completion_tokens"):
-        if (most := getattr(found, name, None)) is not None and most < 1:
-            raise DoorError(400, f"{name} must be >= 1, got {most}", param=name)
     return found
 
 

@@ -24,6 +24,7 @@ class ChatForm:
     def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
         """Raises ConfigError."""
         self.encoder = encoder
+        self.vocabulary_size = len(encoder.tokenizer)
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
         if self._format.is_text:
@@ -135,7 +136,10 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Let the model go on after these tokens. Raises NoRoomError, EngineError."""
+        """Let the model go on after these tokens. Raises NoRoomError, PromptError, EngineError."""
+        # Not the engine's to find: it would take the whole generator down.
+        if stranger := next((each for each in token_ids if not 0 <= each < self._form.vocabulary_size), None):
+            raise PromptError(f"token_ids must be of the tokenizer's {self._form.vocabulary_size}, got {stranger}")
         known = [
             context
             for context in self._contexts

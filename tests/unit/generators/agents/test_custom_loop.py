@@ -32,6 +32,7 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     [
         ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection"),
         ("endless", "timeout", "timeout", "an answer must be over within 0.1 s"),
+        ("wordless", "error", "tool_failure", "the agent failed: ValueError: max_tokens of a turn must be >= 1, got 0"),
         ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
         ("leaving", "error", "tool_failure", "the agent failed: SystemExit: 0"),
         ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
@@ -66,6 +67,13 @@ def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value:
     assert "the agent must leave plain extras, finite metrics and rewards of turns" in trajectory.reward.detail
     assert complaint in trajectory.reward.detail
     unpack(encode(trajectory))
+
+
+def test_a_text_that_ends_a_turn_may_stand_alone():
+    engines: list[WritingEngine] = []
+    play(custom("ended", arguments={"stop": "</a>"}), ["<a>42</a>"], inspect=lambda engine, _: engines.append(engine))
+    play(custom("ended", arguments={"stop": ["", "b"]}), ["42"], inspect=lambda engine, _: engines.append(engine))
+    assert [engine.stops for engine in engines] == [[("</a>",)], [("b",)]]
 
 
 def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):

@@ -294,7 +294,7 @@ def test_without_room_the_client_reads_the_error_that_it_knows(limits: dict[str,
         ({"messages": [{"role": "user", "content": ["x"]}]}, "of the documented form: Expected `object`, got `str`"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "missing required field `function`"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must be made of text"),
-        ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"max_tokens": 0}, "Expected `int` >= 1"),
         ({"messages": 3}, "the request must be JSON of the documented form"),
     ],
 )
@@ -303,6 +303,25 @@ def test_a_request_that_cannot_be_answered_is_an_error(fields: dict[str, Any], m
         with pytest.raises(openai.BadRequestError, match=message):
             await client.post("/chat/completions", cast_to=object, body={"messages": QUESTION} | fields)
         await ask(QUESTION)
+
+    assert talk(loop, ["it is 42"]).num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": []}, "token_ids must hold at least one token"),
+        ({"token_ids": [3, -1]}, "token_ids must be of the tokenizer's [0-9]+, got -1"),
+        ({"token_ids": [10**9]}, "token_ids must be of the tokenizer's [0-9]+, got 1000000000"),
+        ({"sampling_params": {"max_tokens": 0}}, "Expected `int` >= 1"),
+        ({"sampling_params": {"n": 2}}, "n must be 1, got 2"),
+    ],
+)
+def test_ids_that_the_engine_would_not_survive_are_an_error(fields: dict[str, Any], message: str):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.post("/generate", cast_to=object, body={"token_ids": [3]} | fields)
+        await ask(QUESTION, stop="")
 
     assert talk(loop, ["it is 42"]).num_turns == 1
 

@@ -87,6 +87,16 @@ async def endless(episode: Episode) -> None:
     await asyncio.sleep(60)
 
 
+async def wordless(episode: Episode) -> None:
+    """Ask for a turn without a token."""
+    await episode.generate()
+    await episode.generate(max_tokens=0)
+
+
+async def ended(episode: Episode, *, stop: Any) -> None:
+    await episode.generate(stop=stop)
+
+
 async def impatient(episode: Episode) -> None:
     """Meet a limit of its own."""
     await episode.generate()
