@@ -97,6 +97,8 @@ class LeaseScheduler:
         self._without_rows: set[int] = set()
         """Versions whose generators the store has nothing more for in this round: of any kind, or of evaluations."""
         self._has_warned = False
+        self._unstored: dict[str, bytes] = {}
+        """Images that the store has not taken yet, by name."""
 
     @property
     def has_requests(self) -> bool:
@@ -240,6 +242,8 @@ class LeaseScheduler:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
         if offer.max_groups == 0 or peer.version in known_empty:
             return []
+        # Without room for them, every prompt that is leased would lapse, until it is put into quarantine.
+        self._put_images({})
         leases = self._store.lease(
             owner=peer.owner,
             max_groups=offer.max_groups,
@@ -266,8 +270,15 @@ class LeaseScheduler:
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
             # Before any answer refers to them. Answers to evaluations are trained on by nobody.
-            self._store.put_images({image_id(data): data for prompt in trained for data in prompt.images})
+            self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
+
+    def _put_images(self, images: dict[str, bytes]) -> None:
+        """Store images, and those of before that the store did not take. Raises StoreUnavailableError."""
+        self._unstored |= images
+        if self._unstored:
+            self._store.put_images(self._unstored)
+            self._unstored = {}
 
     def _count_in(self, leases: list[Lease]) -> None:
         """Bring what was read of the store in this round up to its state after a lease."""

@@ -76,11 +76,14 @@ class RedisPrompts(RedisConnection):
         ]
 
     def put_images(self, images: Mapping[str, bytes]) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        for name, data in images.items():
-            # A write that changes nothing is not logged.
-            pipeline.hsetnx(self._key("images"), name, data)
+        key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
         with self._mapped_errors():
+            # Asked first: they are large, and a full server refuses also a write that would change nothing.
+            for name in images:
+                pipeline.hexists(key, name)
+            for name, is_stored in zip(images, pipeline.execute(), strict=True):
+                if not is_stored:
+                    pipeline.hsetnx(key, name, images[name])
             pipeline.execute()
 
     def images(self, names: list[str]) -> dict[str, bytes]:

@@ -144,10 +144,14 @@ def test_a_store_without_room_names_its_disk_until_it_has_some(server, store):
 def test_a_replica_is_distinguished_from_an_absent_store(server, store):
     admin = connect(server.url)
     (batch,) = make_batches(store, 1)
+    store.put_images({"aa": b"1"})
     admin.replicaof("127.0.0.1", 1)
     try:
         with pytest.raises(StoreCannotWriteError, match="name a primary"):
             store.set_phase("training")
+        store.put_images({"aa": b"1"})  # which is there
+        with pytest.raises(StoreCannotWriteError):
+            store.put_images({"aa": b"1", "bb": b"2"})
         ingest = Ingest(store, StoreOutage(report=lambda sentence: None))
         assert {answer.reason for answer in put(ingest, batch)} == {"store_cannot_write"}
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import StoreCannotWriteError
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
@@ -207,3 +208,24 @@ def test_images_are_stored_once_and_before_anybody_can_refer_to_them(tmp_path: P
     prompts = peer.lease(max_trajectories=6).prompts
     assert sorted(len(prompt.images) for prompt in prompts) == [1, 1, 1]
     assert scene.store.images([image_id(own), image_id(shared)]) == {image_id(own): own, image_id(shared): shared}
+
+
+def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [make_picture_row([{"bytes": make_picture(seed=seed)}]) for seed in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pictures.parquet")
+    scene = RouterScene(tmp_path, rows=tmp_path / "pictures.parquet", staleness={"max_lag": 4})
+    peer = FakePeer(scene, "generator", "g")
+    peer.exchange(Pong(0.0, "ready", 0))
+
+    def refuse(_: object) -> None:
+        raise StoreCannotWriteError("it takes no writes")
+
+    with monkeypatch.context() as full:
+        full.setattr(scene.store, "put_images", refuse)
+        for _ in range(3):
+            assert peer.exchange(LeaseRequest(max_trajectories=2)) == []
+            scene.wait(1.0)
+            assert [answer.reason for answer in peer.receive()] == ["store_cannot_write"]
+        assert scene.store.counts().admitted == 1, "the one that showed it"
+    (prompt,) = peer.lease(max_trajectories=2).prompts
+    assert prompt.lease.id == "1-0"
