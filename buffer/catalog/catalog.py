@@ -143,8 +143,10 @@ class Catalog:
         """Yield the trajectories of the result, block by block. Raises ConfigError as `select` does."""
         snapshot = self._snapshot
         indices = np.sort(self._indices(snapshot, query))
-        for start, block in _with_starts(snapshot.blocks):
+        start = 0
+        for block in snapshot.blocks:
             own = indices[(indices >= start) & (indices < start + block.rows.num_rows)] - start
+            start += block.rows.num_rows
             with _refusing():
                 if len(own):
                     yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
@@ -244,14 +246,6 @@ def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
     direction = "descending" if query.is_descending else "ascending"
     order = pc.sort_indices(pa.table({"key": column}), sort_keys=[("key", direction)])
     return indices[order.to_numpy()]
-
-
-def _with_starts(blocks: list[Block]) -> Iterator[tuple[int, Block]]:
-    """Yield (index of its first row, block)."""
-    start = 0
-    for block in blocks:
-        yield start, block
-        start += block.rows.num_rows
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
     at = listening.getsockname()[1]
     hosts = {*_LOOPBACK_NAMES, *names, *((host, socket.gethostname(), socket.getfqdn()) if is_open else (host,))}
     app = make_app(runs, token=token, hosts=hosts, cookie=f"slipstream-{at}")
-    shown = f"[{host}]" if ":" in host else host
-    print(f"{_describe(runs)}: http://{shown}:{at}/?token={token}", flush=True)
+    shown, number = f"[{host}]" if ":" in host else host, len(runs.ids())
+    there = f"{number} run{'s' * (number != 1)}" if number else f"no run yet in {runs.runs_dir}/"
+    print(f"{there}: http://{shown}:{at}/?token={token}", flush=True)
     if is_open:
         print(
             "other machines can reach it, and nothing is encrypted between them and here: on a network that is not "
@@ -43,11 +44,6 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
         app, log_level="error", access_log=False, timeout_graceful_shutdown=_STOP_TIMEOUT_S, server_header=False
     )
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def _describe(runs: Runs) -> str:
-    number = len(runs.ids())
-    return f"{number} run{'s' * (number != 1)}" if number else f"no run yet in {runs.runs_dir}/"
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

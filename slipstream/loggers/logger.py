@@ -1,7 +1,7 @@
 """RunLogger: a destination of a run's metrics; LoggedRun: the run, as a logger is told of it."""
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -68,18 +68,14 @@ class Entry(Record):
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
     """Build a logger by its name in `loggers`. Raises ConfigError, and whatever its library raises."""
-    logger: RunLogger = _find(name)(run, **options)
-    return logger
-
-
-def _find(name: str) -> Callable[..., Any]:
     # Imported by name, as each needs a package that may not be installed.
     in_the_box = {
         "trackio": "slipstream.loggers.trackio_logger:TrackioLogger",
         "wandb": "slipstream.loggers.wandb_logger:WandbLogger",
         "tensorboard": "slipstream.loggers.tensorboard_logger:TensorboardLogger",
     }
-    return find_function(in_the_box.get(name, name), setting="loggers")
+    logger: RunLogger = find_function(in_the_box.get(name, name), setting="loggers")(run, **options)
+    return logger
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
