@@ -12,9 +12,14 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.algorithm_terms import CriticConfig, DistillationConfig, KlConfig, RewardShapingConfig
+from slipstream.configs.algorithm_terms import (
+    CorrectionConfig,
+    CriticConfig,
+    DistillationConfig,
+    KlConfig,
+    RewardShapingConfig,
+)
 from slipstream.configs.base import Config, ConfigError
-from slipstream.configs.correction import CorrectionConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")

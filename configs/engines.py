@@ -101,20 +101,10 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
 
     def __post_init__(self) -> None:
         for name in self.extra:
-            require(
-                name not in _SET_BY_OTHERS,
-                "generators.engine.extra",
-                "leave out what has a setting of its own",
-                got=name,
-                why=f"set {_SET_BY_OTHERS.get(name)} instead",
-            )
-            require(
-                name not in _NEEDED,
-                "generators.engine.extra",
-                "leave vLLM's arguments alone on which weight updates and log-probabilities rest",
-                got=name,
-                why="answers would not be what was sampled",
-            )
+            key, own = "generators.engine.extra", _SET_BY_OTHERS.get(name)
+            require(own is None, key, "leave out what has a setting of its own", got=name, why=f"set {own} instead")
+            must = "leave vLLM's arguments alone on which weight updates and log-probabilities rest"
+            require(name not in _NEEDED, key, must, got=name, why="answers would not be what was sampled")
 
     @property
     def num_workers(self) -> int:

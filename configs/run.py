@@ -143,22 +143,14 @@ def _check_heldout(run: RunConfig) -> None:
         must = f"name metrics of {', '.join(names)}, the sets of data.heldout, such as eval/accuracy_{names[0]}"
         require(not unknown, key, must, got=unknown, why="no evaluation would have it")
     every, publish = run.evaluation.every_steps, run.weights.publish_every_steps
-    require(
-        best is None or (every > 0 and every % publish == 0),
-        "evaluation.every_steps",
-        f"be a multiple of weights.publish_every_steps ({publish}) with learner.checkpoint.best",
-        got=every,
-        why="a checkpoint must hold the weights that were evaluated",
-    )
+    must = f"be a multiple of weights.publish_every_steps ({publish}) with learner.checkpoint.best"
+    is_fit, why = best is None or (every > 0 and every % publish == 0), "a checkpoint must hold the weights evaluated"
+    require(is_fit, "evaluation.every_steps", must, got=every, why=why)
+    most = run.model.max_length - run.data.max_prompt_tokens
+    must = f"be <= model.max_length - data.max_prompt_tokens ({most})"
     for each in run.data.heldout_sets:
-        most = run.model.max_length - run.data.max_prompt_tokens
-        require(
-            each.max_tokens is None or each.max_tokens <= most,
-            f"max_tokens of {each.name} in data.heldout",
-            f"be <= model.max_length - data.max_prompt_tokens ({most})",
-            got=each.max_tokens,
-            why=_NO_ROOM,
-        )
+        key, is_fit = f"max_tokens of {each.name} in data.heldout", each.max_tokens is None or each.max_tokens <= most
+        require(is_fit, key, must, got=each.max_tokens, why=_NO_ROOM)
 
 
 def _check_sft_best(run: RunConfig) -> None:
@@ -166,13 +158,8 @@ def _check_sft_best(run: RunConfig) -> None:
     if best is None or run.mode != "sft":
         return
     measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
-    require(
-        best.metric in measured,
-        key,
-        f"name {' or '.join(measured)} here",
-        got=best.metric,
-        why="it is what held-out rows have",
-    )
+    must, why = f"name {' or '.join(measured)} here", "it is what held-out rows have"
+    require(best.metric in measured, key, must, got=best.metric, why=why)
     why = "without held-out rows there is nothing to compare"
     require(bool(run.sft.heldout_path), "sft.heldout_path", f"be set with {key}", got=run.sft.heldout_path, why=why)
 
@@ -193,27 +180,15 @@ def _check_mode(run: RunConfig) -> None:
 
 def _check_learner(run: RunConfig) -> None:
     learner, engine = run.learner, run.learner.engine
-    require(
-        learner.tokens_per_microbatch >= run.model.max_length,
-        "learner.tokens_per_microbatch",
-        f"be >= model.max_length ({run.model.max_length})",
-        got=learner.tokens_per_microbatch,
-        why="the longest trajectory would not fit into any microbatch",
-    )
-    require(
-        isinstance(engine, DeepSpeedEngineConfig) or learner.num_ranks == 1,
-        "learner.num_ranks",
-        "be 1 with learner/engine=torch",
-        got=learner.num_ranks,
-        why="that engine is one process; choose learner/engine=deepspeed",
-    )
-    require(
-        run.model.lora is None or not run.algorithm.kl.refresh_every_steps,
-        "algorithm.kl.refresh_every_steps",
-        "be null with model.lora",
-        got=run.algorithm.kl.refresh_every_steps,
-        why="the reference is the model without its adapter, and that never changes",
-    )
+    tokens, longest = learner.tokens_per_microbatch, run.model.max_length
+    must, why = f"be >= model.max_length ({longest})", "the longest trajectory would not fit into any microbatch"
+    require(tokens >= longest, "learner.tokens_per_microbatch", must, got=tokens, why=why)
+    is_fit, ranks = isinstance(engine, DeepSpeedEngineConfig) or learner.num_ranks == 1, learner.num_ranks
+    why = "that engine is one process; choose learner/engine=deepspeed"
+    require(is_fit, "learner.num_ranks", "be 1 with learner/engine=torch", got=ranks, why=why)
+    every, key = run.algorithm.kl.refresh_every_steps, "algorithm.kl.refresh_every_steps"
+    why = "the reference is the model without its adapter, and that never changes"
+    require(run.model.lora is None or not every, key, "be null with model.lora", got=every, why=why)
 
 
 def _check_router_replay(run: RunConfig) -> None:
@@ -259,20 +234,12 @@ def _check_generators(run: RunConfig) -> None:
         why = "the run starts with this number"
         require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
     advantage, generators = run.algorithm.advantage, run.generators
-    require(
-        generators.group_size > 1 or advantage.has_own_baseline,
-        "generators.group_size",
-        f"be >= 2 for algorithm/advantage={advantage.kind}",
-        got=generators.group_size,
-        why="a group of one has no baseline and every advantage would be zero; moving_baseline is made for it",
-    )
-    require(
-        generators.has_baseline or not isinstance(advantage, RemaxConfig),
-        "generators.baseline",
-        "be greedy for algorithm/advantage=remax",
-        got=generators.baseline,
-        why="its baseline is the reward of a greedy answer to each prompt",
-    )
+    size, must = generators.group_size, f"be >= 2 for algorithm/advantage={advantage.kind}"
+    why = "a group of one has no baseline and every advantage would be zero; moving_baseline is made for it"
+    require(size > 1 or advantage.has_own_baseline, "generators.group_size", must, got=size, why=why)
+    is_fit = generators.has_baseline or not isinstance(advantage, RemaxConfig)
+    must, why = "be greedy for algorithm/advantage=remax", "its baseline is the reward of a greedy answer"
+    require(is_fit, "generators.baseline", must, got=generators.baseline, why=why)
     least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
     why = "pings renew leases, and those of a healthy generator would lapse in between"
     require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
@@ -282,20 +249,12 @@ def _check_filter(run: RunConfig) -> None:
     """Some group must be able to pass, or the learner would wait for ever."""
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroSignalConfig):
-        require(
-            run.generators.members_per_group > 1,
-            "generators.group_size",
-            "be >= 2 for buffer/filter=zero_signal",
-            got=size,
-            why="a single reward differs from no other, and every group would be rejected",
-        )
-        require(
-            not (signal := run.algorithm.signal_beside_rewards),
-            "buffer/filter",
-            f"be none or accuracy with {signal}",
-            got="zero_signal",
-            why="it rejects groups of equal rewards, which carry a signal here",
-        )
+        is_fit, must = run.generators.members_per_group > 1, "be >= 2 for buffer/filter=zero_signal"
+        why = "a single reward differs from no other, and every group would be rejected"
+        require(is_fit, "generators.group_size", must, got=size, why=why)
+        signal = run.algorithm.signal_beside_rewards
+        why = "it rejects groups of equal rewards, which carry a signal here"
+        require(not signal, "buffer/filter", f"be none or accuracy with {signal}", got="zero_signal", why=why)
     if isinstance(chosen, AccuracyConfig):
         require(
             any(chosen.above < right / size < chosen.below for right in range(size + 1)),
@@ -308,13 +267,9 @@ def _check_filter(run: RunConfig) -> None:
 
 def _check_buffer(run: RunConfig) -> None:
     mix, per_step, mixed = run.buffer.mix, run.learner.groups_per_step, run.mixed_groups_per_step
-    require(
-        not mix.archive or 0 < mixed < per_step,
-        "buffer.mix.fraction",
-        f"leave at least one of {per_step} groups of a step to each side",
-        got=mix.fraction,
-        why=f"{mixed} would come from the archive",
-    )
+    must = f"leave at least one of {per_step} groups of a step to each side"
+    why = f"{mixed} would come from the archive"
+    require(not mix.archive or 0 < mixed < per_step, "buffer.mix.fraction", must, got=mix.fraction, why=why)
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:

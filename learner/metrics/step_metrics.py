@@ -6,8 +6,9 @@ oldest token.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,8 +53,7 @@ class TokenStats:
     """Number of trajectories."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """Sums and maxima, each a table with a column per bucket of lags."""
 
     tokens: Float[Tensor, "K L"]
@@ -65,26 +65,12 @@ class Counts:
 
     def merge(self, other: "Counts") -> "Counts":
         """Add another's counts, on the other's device."""
-        mine = self._map(lambda table: table.to(other.tokens.device))
-        return Counts(
-            mine.tokens + other.tokens,
-            mine.trajectories + other.trajectories,
-            torch.maximum(mine.maxima, other.maxima),
-        )
+        tokens, trajectories, maxima = (table.to(other.tokens.device) for table in self)
+        return Counts(tokens + other.tokens, trajectories + other.trajectories, torch.maximum(maxima, other.maxima))
 
     def over(self, ranks: Ranks) -> "Counts":
         """Sum over all ranks; collective."""
         return Counts(ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.max(self.maxima))
-
-    def bucket(self, index: int) -> "Counts":
-        """The counts of one bucket of lags alone."""
-        return self._map(lambda table: table[:, index : index + 1])
-
-    def to_cpu(self) -> "Counts":
-        return self._map(Tensor.cpu)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "Counts":
-        return Counts(change(self.tokens), change(self.trajectories), change(self.maxima))
 
 
 TOKEN_SUMS = (
@@ -206,7 +192,10 @@ def describe(counts: Counts) -> dict[str, float]:
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
     """`<bucket>/<name>` -> metric of the tokens of that bucket."""
-    cells = {bucket: describe(counts.bucket(index)) for index, bucket in enumerate(LAG_BUCKETS)}
+    cells = {
+        bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
+        for index, bucket in enumerate(LAG_BUCKETS)
+    }
     return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
 
 
@@ -271,7 +260,7 @@ class StepMetrics:
 
     def report(self, ranks: Ranks, *, num_updates: int, layers: Sequence[int] = ()) -> dict[str, float]:
         """Metrics over all ranks; collective. `layers`: those of the routers."""
-        counts = self._counts.over(ranks).to_cpu()
+        counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
         return {
             "learner/loss": loss / max(1, num_updates),

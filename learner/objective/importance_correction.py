@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
 from slipstream.learner.algorithms import importance, rejection
 from slipstream.learner.algorithms.inputs import RatioInputs
 

@@ -24,7 +24,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.sft.demonstration import Demonstration, Pair
+from slipstream.learner.sft.dataset import Demonstration, Pair
 from slipstream.learner.training.trainer import Trainer
 
 log = structlog.get_logger(__name__)

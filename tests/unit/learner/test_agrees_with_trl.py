@@ -15,8 +15,7 @@ import torch
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.advantages import DrGrpoConfig, GrpoConfig, RlooConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import KlConfig, RewardShapingConfig
-from slipstream.configs.correction import CorrectionConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, KlConfig, RewardShapingConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     GmpoConfig,

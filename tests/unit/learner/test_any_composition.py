@@ -8,8 +8,8 @@ import torch
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.advantages import DrGrpoConfig, WinRateConfig
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, SppoConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.metrics.step_metrics import StepMetrics

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs import advantages, correction, policy_losses
+from slipstream.configs import advantages, policy_losses
 from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
 from slipstream.configs.algorithm_terms import (
     AdaptiveKlConfig,
+    CorrectionConfig,
     CriticConfig,
     CriticOptimizerConfig,
     DistillationConfig,
     KlConfig,
+    RejectionConfig,
     RewardShapingConfig,
 )
 from slipstream.configs.base import ConfigError
@@ -31,8 +33,8 @@ from tests.unit.learner.builders import (
     with_greedy_answers,
 )
 
-NONE = correction.CorrectionConfig(level="none", high=None)
-REJECT_MEAN = correction.RejectionConfig(low=0.17, high=2.0)
+NONE = CorrectionConfig(level="none", high=None)
+REJECT_MEAN = RejectionConfig(low=0.17, high=2.0)
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
 OWN = "tests.unit.learner.own_algorithm:"
@@ -57,16 +59,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
     "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
     "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
-    "seq_tis": {"correction": correction.CorrectionConfig(level="sequence", high=5.0)},
-    "geometric": {"correction": correction.CorrectionConfig(level="geometric", high=5.0)},
-    "seq_mis": {"correction": correction.CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
-    "normalised": {"correction": correction.CorrectionConfig(level="sequence", normalise=True)},
-    "rejected": {"correction": correction.CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
-    "veto": {"correction": correction.CorrectionConfig(veto=(1e-3, 1e3))},
+    "seq_tis": {"correction": CorrectionConfig(level="sequence", high=5.0)},
+    "geometric": {"correction": CorrectionConfig(level="geometric", high=5.0)},
+    "seq_mis": {"correction": CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
+    "normalised": {"correction": CorrectionConfig(level="sequence", normalise=True)},
+    "rejected": {"correction": CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
+    "veto": {"correction": CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
     "bypass-geo_rs": {
         "proximal": "generator",
-        "correction": correction.CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
+        "correction": CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
     },
     "reuse": {"proximal": "reuse"},
     "interpolate": {"proximal": "interpolate"},
@@ -152,7 +154,7 @@ def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path)
     algorithm = {
         "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:minus_group_means"),
         "policy_loss": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:weighted_by_length"),
-        "correction": correction.CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
+        "correction": CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
     }
     learner = {"groups_per_step": 4, "tokens_per_microbatch": 64}
     run = make_run(make_model(tmp_path), algorithm=AlgorithmConfig(**algorithm), learner=learner)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
 from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.objective.importance_correction import correct
 

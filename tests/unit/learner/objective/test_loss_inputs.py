@@ -12,7 +12,7 @@ from slipstream.configs.advantages import (
     OptimalTokenBaselineConfig,
 )
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.objective.loss_inputs import describe_advantages

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import KlConfig
-from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm_terms import CorrectionConfig, KlConfig, RejectionConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     DppoConfig,

@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.learner.sft.demonstration import Piece, chat_pieces, tokenize
+from slipstream.learner.sft.dataset import Piece, chat_pieces, tokenize
 from tests.tiny_model import make_tokenizer
 
 TEMPLATE = (

@@ -8,8 +8,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.generators.rewards.reward_model import RewardModel
-from slipstream.learner.sft.dataset import read_train
-from slipstream.learner.sft.demonstration import Pair
+from slipstream.learner.sft.dataset import Pair, read_train
 from slipstream.learner.sft.trainer import PairTrainer
 from slipstream.runtime.answer_tokens import answer_token_ids
 from tests.tiny_model import make_tokenizer

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.errors import DivergenceError
-from slipstream.learner.sft.demonstration import Demonstration
+from slipstream.learner.sft.dataset import Demonstration
 from slipstream.learner.sft.trainer import SftTrainer, count_tokens, to_samples
 from tests.tiny_model import make_tiny_module
 from tests.unit.learner.builders import VOCABULARY, make_alone, make_model, make_run, make_trainer, weights, zero

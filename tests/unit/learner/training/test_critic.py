@@ -6,8 +6,13 @@ import torch
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.advantages import GaeConfig, VtraceConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import AdaptiveKlConfig, CriticConfig, CriticOptimizerConfig, KlConfig
-from slipstream.configs.correction import CorrectionConfig
+from slipstream.configs.algorithm_terms import (
+    AdaptiveKlConfig,
+    CorrectionConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    KlConfig,
+)
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
