@@ -347,7 +347,9 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     try:
         async with limit:
             await loop.run(episode)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+            raise
         # A fault of the engine that reached the loop as an answer to its request, and ended it in its own way.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error

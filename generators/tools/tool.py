@@ -94,18 +94,21 @@ class OpenTool:
         async with self._slots:
             if _count_threads(self._thread) >= _MOST_THREADS * self._config.max_concurrency:
                 raise ToolError(f"{self._name} takes no more calls: too many of those before have not returned")
+            limit = asyncio.timeout(self._config.timeout_s)
             try:
-                async with asyncio.timeout(self._config.timeout_s):
+                async with limit:
                     result = await call_either(partial(self._function, **arguments), thread=self._thread)
-            except TimeoutError as error:
-                if threads := _count_threads(self._thread):
-                    log.warning("tool_still_runs", tool=self._name, threads=threads)
-                raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
+                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
             except ToolError:
                 raise
             except Exception as error:
-                raise ToolError(f"{type(error).__name__}: {error}") from error
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+                if not limit.expired():
+                    raise ToolError(f"{type(error).__name__}: {error}") from error
+                if threads := _count_threads(self._thread):
+                    log.warning("tool_still_runs", tool=self._name, threads=threads)
+                raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
+        # JSON may hold half a character, which has no tokens.
+        return text.encode(errors="replace").decode()
 
     async def close(self) -> None:
         """Close an instance that can be closed."""

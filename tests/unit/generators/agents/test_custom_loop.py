@@ -34,6 +34,7 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
         ("endless", "timeout", "timeout", "an answer must be over within 0.1 s"),
         ("wordless", "error", "tool_failure", "the agent failed: ValueError: max_tokens of a turn must be >= 1, got 0"),
         ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
+        ("forsaken", "error", "tool_failure", "the agent failed: CancelledError"),
         ("leaving", "error", "tool_failure", "the agent failed: SystemExit: 0"),
         ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
     ],

@@ -86,13 +86,16 @@ def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed(
     [
         (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
         (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
-        (call("whether", "{}"), "error: there is no tool 'whether', only weather, calculator, slow, stuck"),
+        (call("whether", "{}"), "error: there is no tool 'whether', only weather, calculator, slow, stuck, cut"),
         ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
         (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
         (call("calculator", '{"expression": "9 ** 9 ** 9"}'), "bases and exponents must be at most 1000"),
         (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses and + - * / // % ** may occur"),
         (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, it did not"),
         (call("stuck", "{}"), "error: stuck must answer within 0.05 s, it did not"),
+        (call("cut", '{"kind": "keys"}'), "error: TypeError: keys must be str, int, float, bool or None, not tuple"),
+        (call("cut", '{"kind": "half"}'), "half ?"),
+        (call("cut", '{"kind": "time"}'), "error: TimeoutError: the page must load within 5 s"),
         (call("calculator", '"12 + 30"'), "error: a call must be JSON, got 12 + 30"),
         (call("calculator", "[12, 30]"), "error: arguments must be a record, got [12, 30]"),
     ],
@@ -100,7 +103,7 @@ def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed(
 def test_the_model_reads_the_answer_or_the_error_of_its_call(text: str, answer: str):
     limited = [{"function": f"{HERE}:{name}", "timeout_s": 0.05} for name in ("slow", "stuck")]
     weather = {"function": f"{HERE}:weather", "arguments": {"unit": "F"}}
-    assert answer in observed([text, "so"], {"tools": [weather, "calculator", *limited]})
+    assert answer in observed([text, "so"], {"tools": [weather, "calculator", *limited, f"{HERE}:cut"]})
 
 
 @pytest.mark.slow

@@ -19,6 +19,17 @@ def weather(city: str, unit: str = "C") -> dict[str, Any]:
     return {"city": city, "temperature": 21, "unit": unit}
 
 
+def cut(kind: str) -> Any:
+    """Return what is no plain text.
+
+    Args:
+        kind: Which.
+    """
+    if kind == "time":
+        raise TimeoutError("the page must load within 5 s")
+    return {("a", "b"): 1} if kind == "keys" else "half \ud83d"
+
+
 async def slow(seconds: float) -> str:
     """Wait.
 
@@ -101,6 +112,14 @@ async def impatient(episode: Episode) -> None:
     """Meet a limit of its own."""
     await episode.generate()
     raise TimeoutError("the page must load within 5 s")
+
+
+async def forsaken(episode: Episode) -> None:
+    """Wait for a task that somebody has cancelled."""
+    await episode.generate()
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
 
 
 async def leaving(episode: Episode) -> None:
