@@ -6,9 +6,9 @@ does not, 2 for a function that cannot be loaded.
 """
 
 import dataclasses
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -25,16 +25,12 @@ from slipstream.runtime.console import make_console
 _TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One property. Example: Finding("finite", holds=True, is_required=True)."""
+class Finding(NamedTuple):
+    """A property, and whether the function has it and training needs it. Example: Finding("finite", True, True)."""
 
     name: str
-    """Name of the property, as shown."""
     holds: bool
-    """Whether the function has it."""
     is_required: bool
-    """Whether training needs the property."""
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
@@ -42,9 +38,15 @@ def print_findings(kind: str, path: str, words: list[str]) -> None:
 
     Raises ConfigError; SystemExit with code 1 when a required property does not hold.
     """
-    arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+    try:
+        arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+    except yaml.YAMLError:
+        raise ConfigError(f"arguments must be NAME=VALUE with values in YAML, got {' '.join(words)}.") from None
     findings = check(kind, path, arguments)
-    _show(findings, title=f"{kind} {path}")
+    table = Table("property", "", title=f"{kind} {path}")
+    for name, holds, is_required in findings:
+        table.add_row(name, "yes" if holds else "NO" if is_required else "no (a note)")
+    make_console().print(table)
     if any(finding.is_required and not finding.holds for finding in findings):
         raise SystemExit(1)
 
@@ -88,12 +90,13 @@ def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Find
     def call(rewards: Tensor, groups: Tensor) -> Tensor:
         return function(_advantage_inputs(rewards, groups))
 
-    found = call(rewards, groups)
-    _require_tensor(found, setting="algorithm.advantage")
+    found = _computed(lambda: call(rewards, groups), setting="algorithm.advantage")
+    if found.shape != rewards.shape:
+        return [Finding("one number per trajectory", False, True)]
     order = torch.randperm(9)
     others = torch.where(groups == 2, rewards + 5, rewards)
     return [
-        Finding("one number per trajectory", _is_shaped(found, rewards), True),
+        Finding("one number per trajectory", True, True),
         Finding("finite", bool(found.isfinite().all()), True),
         Finding(
             "any order of trajectories gives the same", _close(call(rewards[order], groups[order]), found[order]), True
@@ -109,13 +112,15 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
     sequences = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     advantages = torch.randn(3)[sequences]
     inputs = LossInputs(0.5 * torch.randn(9), advantages, -torch.rand(9), sequences, num_sequences=3)
+    if _computed(lambda: function(inputs), setting="algorithm.policy_loss").shape != advantages.shape:
+        return [Finding("one number per token", False, True)]
     losses, gradient = _differentiated(function, inputs)
     parts = [function(inputs.take(sequences == number)) for number in range(3)]
     _, at_one = _differentiated(function, inputs.with_log_ratio(torch.zeros(9)))
     _, far = _differentiated(function, inputs.with_log_ratio(torch.tensor([20.0, -20.0, 0.0] * 3)))
     _, without = _differentiated(function, dataclasses.replace(inputs, advantages=torch.zeros(9)))
     return [
-        Finding("one number per token", _is_shaped(losses, advantages), True),
+        Finding("one number per token", True, True),
         Finding("finite", bool(losses.isfinite().all()), True),
         Finding("finite gradient", bool(gradient.isfinite().all()), True),
         Finding("finite gradient at log-ratios of +-20", bool(far.isfinite().all()), True),
@@ -129,21 +134,24 @@ def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs
     """Losses, and the gradient of their sum by the log-ratio."""
     leaf = inputs.log_ratio.clone().requires_grad_()
     losses = function(inputs.with_log_ratio(leaf))
-    _require_tensor(losses, setting="algorithm.policy_loss")
     if not losses.requires_grad:
         raise ConfigError("algorithm.policy_loss must depend on log_ratio, got losses without a gradient.")
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach(), gradient
 
 
-def _require_tensor(found: Any, *, setting: str) -> None:
-    """Raise ConfigError for a result on which no property can be checked."""
+def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
+    """Result of the user's function. Raises ConfigError for one on which no property can be checked."""
+    try:
+        found = call()
+    # It may raise anything.
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno}"
+        raise ConfigError(f"{setting} must compute, got {type(error).__name__} at {where}: {error}.") from error
     if not isinstance(found, Tensor):
         raise ConfigError(f"{setting} must return a tensor, got {type(found).__name__}.")
-
-
-def _is_shaped(found: Tensor, like: Tensor) -> bool:
-    return found.shape == like.shape
+    return found
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
@@ -153,11 +161,3 @@ def _close(first: Tensor, second: Tensor) -> bool:
 def _is_monotone(found: Tensor, rewards: Tensor, groups: Tensor) -> bool:
     each = (groups == group for group in groups.unique())
     return all(bool((found[own][rewards[own].argsort()].diff() >= -_TOLERANCE).all()) for own in each)
-
-
-def _show(findings: list[Finding], *, title: str) -> None:
-    table = Table("property", "", title=title)
-    words = {(True, True): "yes", (True, False): "yes", (False, True): "NO", (False, False): "no (a note)"}
-    for finding in findings:
-        table.add_row(finding.name, words[finding.holds, finding.is_required])
-    make_console().print(table)

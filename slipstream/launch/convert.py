@@ -69,7 +69,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     except WeightTransferError as error:
         raise ConfigError(f"SOURCE must hold a model with a layout of the hub, got {source}: {error}.") from None
     except Exception as error:
-        if not (is_disk_full(error) or isinstance(error, OSError)):
+        if not is_disk_full(error):
             raise
         where = describe_disk(target)
         raise ConfigError(f"TARGET must be on a disk with room for it, got {where}: {error}.") from None

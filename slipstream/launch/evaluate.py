@@ -18,6 +18,7 @@ from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
 from slipstream.learner.metrics.scores import Estimate, Score, by_source, differences, metric_sums, score
 from slipstream.runtime.console import add_row, make_console, make_table
+from slipstream.runtime.model_files import check_model_path
 
 Answers = dict[str, list[EvaluationAnswer]]
 """Answers of a model by set."""
@@ -86,6 +87,7 @@ def _evaluation(
 
 
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
+    check_model_path(run.model.path)
     _, heldout = open_datasets(run)
     jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.heldout_sets}
     answers: Answers = {name: [] for name in jobs}

@@ -66,19 +66,19 @@ class AnswerFolder:
         self._complete: list[FinishedGroup] = []
         self._written_at = time.monotonic()
         opened = msgspec.json.encode(settings | {"outcome": outcome} | msgspec.to_builtins(run)).decode()
-        if (path := folder / _SETTINGS).is_file():
-            check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
-        elif folder.exists() and any(folder.iterdir()):
+        path = folder / _SETTINGS
+        if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
+        self.stored = [each.trajectory for each in Archive(folder).read()] if (folder / MANIFEST).is_file() else []
+        """Answers that an earlier call has made."""
+        # A call that failed before its first answer, say for a wrong setting, binds nobody.
+        if self.stored:
+            check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
         folder.mkdir(parents=True, exist_ok=True)
         # First: commands that show the answers find the model's tokenizer by it.
         write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
         write_durably(path, opened.encode())
         self._writer = ShardWriter(folder)
-        self.stored: list[Trajectory] = []
-        """Answers that an earlier call has made."""
-        if (folder / MANIFEST).is_file():
-            self.stored = [each.trajectory for each in Archive(folder).read()]
         self._group_ids = {trajectory.group_id for trajectory in self.stored}
 
     def lacks(self, job: Job) -> bool:
@@ -134,7 +134,6 @@ def answer(
 
     Raises ConfigError, GeneratorError.
     """
-    check_model_path(run.model.path)
     if not jobs:
         return
     os.environ.update(vllm_environment(run))
@@ -196,6 +195,7 @@ def generate(
 
     `num_prompts`: the first so many; None = all. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """
+    check_model_path(run.model.path)
     train, _ = open_datasets(run)
     rows = range(len(train))[:num_prompts]
     jobs = []

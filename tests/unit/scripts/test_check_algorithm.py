@@ -28,6 +28,15 @@ def shuffled(inputs):
     return inputs.rewards * torch.arange(len(inputs.rewards))
 
 
+def averaged(inputs):
+    """One number for all, as other trainers have it."""
+    return (inputs.rewards if hasattr(inputs, "rewards") else inputs.log_ratio * inputs.advantages).mean()
+
+
+def broken(inputs):
+    return inputs.nosuch
+
+
 def missing(findings) -> set[str]:
     return {finding.name for finding in findings if finding.is_required and not finding.holds}
 
@@ -49,6 +58,8 @@ def test_a_sound_advantage_passes_and_its_own_baseline_is_a_note():
     [
         ("policy_loss", "leaking", "trajectories do not see each other"),
         ("advantage", "shuffled", "any order of trajectories gives the same"),
+        ("policy_loss", "averaged", "one number per token"),
+        ("advantage", "averaged", "one number per trajectory"),
     ],
 )
 def test_what_would_train_wrongly_is_named(kind, name, property_):
@@ -65,3 +76,11 @@ def test_a_loss_without_a_gradient_is_refused():
 def test_arguments_must_fit():
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.arguments must fit"):
         check("policy_loss", f"{OWN}:squashed", {"blunt": 1})
+
+
+@pytest.mark.parametrize("kind", ["advantage", "policy_loss"])
+def test_a_function_that_raises_is_refused_with_the_place(kind):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{kind} must compute, got AttributeError at .*\.py:\d+: "):
+        check(kind, f"{__name__}:broken", {})
+    with pytest.raises(ConfigError, match=r"must be NAME=VALUE with values in YAML, got a=\["):
+        print_findings(kind, f"{__name__}:broken", ["a=["])

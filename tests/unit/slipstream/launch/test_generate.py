@@ -76,6 +76,23 @@ def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: 
         generate(run, tmp_path / "full", samples=1, num_prompts=1, is_scored=True)
 
 
+def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConfig, tmp_path: Path) -> None:
+    wrong = msgspec.structs.replace(
+        run, generators=make_run(generators={"reward": {"function": "nosuch:f"}}).generators
+    )
+    with pytest.raises(ConfigError, match="no module 'nosuch'"):
+        generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
+    assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
+    lost = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=str(tmp_path / "nosuch")))
+    for refused in (
+        lambda: generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True),
+        lambda: evaluate(run, [lost.model.path], out=tmp_path / "new"),
+    ):
+        with pytest.raises(ConfigError, match=r"model\.path must be a folder with .*nosuch': there is no such folder"):
+            refused()
+    assert not (tmp_path / "new").exists()
+
+
 def test_answers_without_a_reward_are_never_zeros(run: RunConfig, tmp_path: Path) -> None:
     generate(run, tmp_path / "out", samples=1, num_prompts=2, is_scored=False)
     assert [each.trajectory.reward.status for each in Archive(tmp_path / "out").read()] == ["error", "error"]
