@@ -41,14 +41,11 @@ def _section(setting: Setting) -> Iterator[str]:
     if setting.group in groups():
         yield from (*_option_table(setting.group), "")
     for record in setting.records:
-        fields = [found for found in settings() if found.record is record.cls and _parent(found.key) == setting.key]
+        below = (found for found in settings() if found.record is record.cls)
+        fields = [found for found in below if found.key.rpartition(".")[0].removesuffix("[]") == setting.key]
         if fields and is_choice:
             yield from (f"`{setting.name}={record.tag}`:" if setting.tags else f"`kind: {record.tag}`:", "")
         yield from ([*_key_table(fields), ""] if fields else [])
-
-
-def _parent(key: str) -> str:
-    return key.rpartition(".")[0].removesuffix("[]")
 
 
 def _option_table(group: str) -> Iterator[str]:

@@ -210,7 +210,8 @@ def tables(plan: Plan) -> list[Table]:
 
 # --- the learner -----------------------------------------------------------------------------------------------------
 def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
-    size, engine, trained = run.learner.num_ranks, run.learner.engine, _num_trained(policy)
+    size, engine = run.learner.num_ranks, run.learner.engine
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     activations = step_bytes(run, policy, on_gpu=bool(gpus)) / run.learner.sequence_parallel / GIB
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
@@ -379,10 +380,6 @@ def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
 
 def _num_elements(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _num_trained(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:

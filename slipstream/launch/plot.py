@@ -101,7 +101,9 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
     # The distance of the curves shows staleness; lag 0 shows the difference between the engines alone.
-    buckets = sorted({match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}, key=_first_lag)
+    found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
+    # Such as 4-7 or 16+.
+    buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
     for bucket, colour in zip(buckets, SHADES, strict=False):
         positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
         axes.plot(positions, values, color=colour, linewidth=1.2, label=bucket)
@@ -109,11 +111,6 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
     if buckets:
         axes.set_yscale("log", nonpositive="mask")
         axes.legend(loc="lower right")
-
-
-def _first_lag(bucket: str) -> int:
-    """Parse the first lag of a bucket such as 4-7 or 16+."""
-    return int(re.split("[-+]", bucket)[0])
 
 
 def _draw_rates(axes: Axes, rows: Rows) -> None:

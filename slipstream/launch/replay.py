@@ -145,7 +145,8 @@ async def _rescore(
             for group, trajectories in zip(chunk, members, strict=True):
                 pairs = [(trajectory, next(rewards)) for trajectory in trajectories]
                 statuses.update(new.status for _, new in pairs)
-                rescored.append(_with_rewards(group, pairs))
+                payloads = [encode(msgspec.structs.replace(trajectory, reward=new)) for trajectory, new in pairs]
+                rescored.append(msgspec.structs.replace(group, payloads=payloads))
     finally:
         pool.close()
     log.info("rescored", function=reward.summary, **statuses)
@@ -180,11 +181,6 @@ def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: Pr
         response_token_ids=response,
         extra_info=row.extra_info,
     )
-
-
-def _with_rewards(group: FinishedGroup, pairs: list[tuple[Trajectory, Reward]]) -> FinishedGroup:
-    payloads = [encode(msgspec.structs.replace(trajectory, reward=reward)) for trajectory, reward in pairs]
-    return msgspec.structs.replace(group, payloads=payloads)
 
 
 if __name__ == "__main__":

@@ -141,12 +141,9 @@ def replay_overrides(config: RunConfig) -> list[str]:
     """Return the overrides that replay a run with its own settings, on one rank, without its generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
-    kept = [text for text in own if not _is_of_a_replay(text.partition("=")[0].replace("/", "."))]
+    excepted = tuple(f"{key}." for key in _OF_A_REPLAY)
+    kept = [text for text in own if not f"{text.partition('=')[0].replace('/', '.')}.".startswith(excepted)]
     return ["experiment=digits_replay", *kept, *REPLAY]
-
-
-def _is_of_a_replay(key: str) -> bool:
-    return any(key == own or key.startswith(f"{own}.") for own in _OF_A_REPLAY)
 
 
 def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
