@@ -59,15 +59,10 @@ class StepArchiver:
         """`shards` writes to the same archive. Raises ArchiveError if its ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
-        self._ledger = LedgerWriter(folder)
+        self.ledger = LedgerWriter(folder)
         self._covered: int | None = None
         self._pending: list[StepEntry] = []
         self._awaited: set[str] = set()
-
-    @property
-    def last_step(self) -> int:
-        """Newest step in the archive's ledger; 0 before the first."""
-        return self._ledger.last_step
 
     def poll(self) -> None:
         """Read which steps a checkpoint covers by now. Raises StoreUnavailableError."""
@@ -76,7 +71,7 @@ class StepArchiver:
         if self._covered is None or step < self._covered:
             # The first call, or the store has lost its last seconds in a crash: compare the complete ledger.
             self._pending, self._awaited = [], set()
-            self._add(self._ledger.lacks(self._entries(first_step=1, last_step=step)))
+            self._add(self.ledger.lacks(self._entries(first_step=1, last_step=step)))
         elif step > self._covered:
             self._add(self._entries(first_step=self._covered + 1, last_step=step))
         self._covered = step
@@ -89,7 +84,7 @@ class StepArchiver:
         # In order, so that `last_step` means that all steps up to it are archived.
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
-            self._ledger.append(complete)
+            self.ledger.append(complete)
             del self._pending[: len(complete)]
             log.info("archived_steps", first=complete[0].step, last=complete[-1].step)
 
@@ -153,7 +148,7 @@ class Archiver:
     @property
     def last_step(self) -> int:
         """Newest step in the archive's ledger; 0 before the first."""
-        return self._steps.last_step
+        return self._steps.ledger.last_step
 
     def step(self) -> int:
         """Archive one shard if it is due; returns the number of groups taken from the store.

@@ -51,7 +51,8 @@ class Chief:
         self.fence = NO_FENCE
         """Fence of the chief, if this broker is the chief, else NO_FENCE. The store has the last word."""
         self._living: dict[str, dict[str, Any]] = {}
-        self._share = 1.0
+        self.share = 1.0
+        """Share of the run's generators that this broker serves: of what may be leased it offers as much."""
 
     @property
     def has_others(self) -> bool:
@@ -66,11 +67,6 @@ class Chief:
     def is_outdated(self) -> bool:
         """Whether it must report before it tells a peer who is alive: this broker has just started, or hung."""
         return self.has_others and self._clock() - self._reported_at > LEASE_S
-
-    @property
-    def share(self) -> float:
-        """Share of the run's generators that this broker serves: of what may be leased it offers as much."""
-        return self._share
 
     def living_for(self, machine: str) -> LivingBrokers | None:
         """Return the living brokers with their addresses for a peer of that machine; None if the run has one broker."""
@@ -102,7 +98,7 @@ class Chief:
         before, self._living = self._addresses(), answer.living
         self._reported_at = self._clock()
         total = sum(facts["generators"] for facts in answer.living.values())
-        self._share = num_generators / total if total else 1.0
+        self.share = num_generators / total if total else 1.0
         return self.has_others and before != self._addresses()
 
     def work(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from slipstream.broker.errors import ChannelClosedError
 
-_LOOPBACK_NAMES = ("localhost",)
 PROBE_TIMEOUT_S = 1.0
 _MAX_PATH_BYTES = 107
 """Length of a unix socket's path that the kernel takes."""
@@ -137,7 +136,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host in _LOOPBACK_NAMES
+        return host == "localhost"
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:

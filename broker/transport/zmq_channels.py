@@ -143,7 +143,8 @@ class ZmqServerChannel:
         """
         check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
-        self._address = self._path = ""
+        self._path = self.address = ""
+        """Bound endpoint, with the actual port in place of 0; after `bind`, the one for other machines."""
         self._guests = {key.decode(): name for key, name in keys.guests.items()}
         self.guest = ""
         self._context = zmq.Context()
@@ -159,7 +160,7 @@ class ZmqServerChannel:
         except zmq.ZMQError as error:
             self.close()
             raise bind_error(address, error, setting=setting) from error
-        self._address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def bind(self, endpoint: str) -> bool:
         """Listen there as well, for other machines; False if it is in use. Raises ChannelClosedError."""
@@ -169,13 +170,8 @@ class ZmqServerChannel:
             if error.errno == zmq.EADDRINUSE:
                 return False
             raise ChannelClosedError(f"cluster.ports must be ports to bind, got {endpoint}: {error}") from error
-        self._address = endpoint
+        self.address = endpoint
         return True
-
-    @property
-    def address(self) -> str:
-        """Bound endpoint, with the actual port in place of 0; after `bind`, the one for other machines."""
-        return self._address
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         _check_open(self._socket)

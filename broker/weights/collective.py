@@ -43,21 +43,18 @@ class CollectiveSender:
         """
         self._device = torch.device(device)
         self._host = host
+        self.address: tuple[str, int]
+        """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
         self._store: dist.Store | None
         if folder:
-            self._address = rendezvous.create_file(folder), 0
-            self._store = rendezvous.open_file(self._address[0])
+            self.address = rendezvous.create_file(folder), 0
+            self._store = rendezvous.open_file(self.address[0])
         else:
             listening = rendezvous.listen(host, ports=ports)
-            self._address, self._store = (host, listening.port), listening
+            self.address, self._store = (host, listening.port), listening
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
-        return self._address
 
     @property
     def device(self) -> DeviceName:
@@ -108,8 +105,8 @@ class CollectiveSender:
         """Close the group and stop the store. Idempotent."""
         self._close_group()
         self._store = None
-        if rendezvous.is_file(self._address[0]):
-            rendezvous.delete_file(self._address[0])
+        if rendezvous.is_file(self.address[0]):
+            rendezvous.delete_file(self.address[0])
 
     def _close_group(self) -> None:
         self._num_members = None

@@ -22,17 +22,12 @@ class MemoryWeights:
 class MemorySender:
     """The learner's end. Fulfils WeightSender; never blocks."""
 
+    address = "memory", 0
+    """Placeholder for OpenEpoch: nothing listens."""
+    device: DeviceName = "cpu"
+
     def __init__(self, weights: MemoryWeights) -> None:
         self._weights = weights
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Placeholder for OpenEpoch: nothing listens."""
-        return "memory", 0
-
-    @property
-    def device(self) -> DeviceName:
-        return "cpu"
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend = "gloo") -> None:
         self._weights.epoch, self._weights.num_members, self._weights.buckets = epoch, num_members, []

@@ -87,14 +87,11 @@ class StreamServer:
         self.num_bytes = 0
         """Bytes of files sent so far."""
         self._channel = _bind(address, keys, cluster)
+        self.address = self._channel.address
+        """Bound endpoint, with the actual port in place of `*`."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Bound endpoint, with the actual port in place of `*`; the same until `close`."""
-        return self._channel.address
 
     def close(self) -> None:
         """Stop serving; blocks at most `_CLOSE_TIMEOUT_S` for the current answer. Idempotent."""

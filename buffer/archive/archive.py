@@ -122,12 +122,8 @@ class Archive:
     def __init__(self, folder: Path) -> None:
         """Read the manifest. Raises ArchiveError when there is none, or it is damaged."""
         self.folder = folder
-        self._shards = read_manifest(folder)
-
-    @property
-    def shards(self) -> list[ShardEntry]:
+        self.shards = read_manifest(folder)
         """Shards in the manifest when the archive was opened."""
-        return self._shards
 
     def steps(self) -> list[StepEntry]:
         """Return the ledger, in order; empty if the archive has none. Raises ArchiveError."""
@@ -147,7 +143,7 @@ class Archive:
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
-        for shard in filter(selected.may_be_in, self._shards):
+        for shard in filter(selected.may_be_in, self.shards):
             try:
                 # The ids are a hundredth of a shard: reading them first spares opening all shards but one.
                 if selected.id is not None and selected.id not in read_column(self.folder, shard, "id"):
@@ -163,4 +159,4 @@ class Archive:
 
         Raises ArchiveError when the ledger cannot be read.
         """
-        return check_archive(self.folder, self._shards, self.steps())
+        return check_archive(self.folder, self.shards, self.steps())

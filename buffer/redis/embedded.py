@@ -85,6 +85,8 @@ class EmbeddedRedis:
         A server started here saves its data and ends once nobody has been connected for `idle_timeout_s`.
         """
         self.directory = directory.resolve()
+        self.log_path = self.directory / "redis.log"
+        self._lock_path = self.directory / "redis.lock"
         self._idle_timeout_s = idle_timeout_s
         self.durability = durability
         self._socket = socket_path(self.directory)
@@ -132,14 +134,6 @@ class EmbeddedRedis:
             return f"signal {signal.Signals(-code).name}"
         reason = "process is gone" if code is None else f"exit code {code}"
         return f"{reason}, last line of its log: {self._log_lines(1)[0]}"
-
-    @property
-    def log_path(self) -> Path:
-        return self.directory / "redis.log"
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.directory / "redis.lock"
 
     def start(self, *, timeout_s: float = 30.0) -> None:
         """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
