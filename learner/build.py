@@ -79,8 +79,8 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     )
     if is_sharded(policy):
         policy.check_head()
-    # Of rank 0, as others may be on machines without the file.
-    text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first else None)
+    # Of rank 0, as others may be on machines without the file. Demonstrations are no prompts.
+    text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
     chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
     frozen_models = _load_frozen_models(run, engine, ranks=ranks, device=device, chooser=chooser)
     critic = None
