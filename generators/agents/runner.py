@@ -361,8 +361,9 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
         if limit.expired():
             problem = f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)"
             status, episode.stop_reason = "timeout", "timeout"
-        log.warning("agent_failed", prompt=episode.prompt.uid, reason=problem)
-        return failed_reward(status, problem)
+        reward = failed_reward(status, problem)
+        log.warning("agent_failed", prompt=episode.prompt.uid, reason=reward.detail)
+        return reward
     if episode.fault:
         raise episode.fault
     return None

@@ -112,10 +112,15 @@ class RewardWorker(asyncio.Protocol):
         now, frames = asyncio.get_running_loop().time(), []
         for request in requests:
             self._last_id += 1
-            self._pending[self._last_id] = (now, request)
-            frames.append(frame(Request(self._last_id, request.samples, request.compares)))
+            try:
+                frames.append(frame(Request(self._last_id, request.samples, request.compares)))
+            except Exception as error:
+                got = f"must be plain texts and numbers, got {type(error).__name__}: {error}"
+                request.fail(failed_reward("error", f"what an agent leaves for the reward {got}"))
+            else:
+                self._pending[self._last_id] = (now, request)
         # With requests pending the timer already runs, for the oldest of them.
-        if self._timer is None:
+        if self._pending and self._timer is None:
             self._start_timer()
         self._transport.write(b"".join(frames))
 

@@ -105,8 +105,8 @@ def failed_reward(status: str, detail: str) -> Reward:
 
 
 def _one_line(text: str) -> str:
-    # Cut twice: a message may hold gigabytes, and blanks that are dropped shorten it.
-    return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL]
+    # Cut twice: a message may hold gigabytes, and blanks that are dropped shorten it. Half a character cannot be sent.
+    return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
 def checked(reward: Reward) -> Reward:

@@ -85,7 +85,7 @@ async def corrected(episode: Episode, *, hint: str) -> None:
 
 async def broken(episode: Episode) -> None:
     await episode.generate()
-    raise ValueError("no connection")
+    raise ValueError("no connection \ud83d")
 
 
 async def careless(episode: Episode, *, field: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -52,6 +53,17 @@ def test_each_sample_gets_its_own_reward(num_workers: int):
         assert rewards[1].detail == "ValueError: no good: x"
 
     use_pool(use, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("content", [object(), "half \ud83d"])
+def test_an_answer_that_cannot_be_sent_to_a_worker_is_an_error_and_the_others_are_scored(content: object):
+    async def use(pool: RewardPool) -> None:
+        odd = msgspec.structs.replace(sample(), messages=[{"role": "user", "content": content}])
+        rewards = await asyncio.gather(*(pool.score(each) for each in [sample(), odd, sample()]))
+        assert [r.status for r in rewards] == ["ok", "error", "ok"]
+        assert rewards[1].detail.startswith("what an agent leaves for the reward must be plain texts and numbers, got ")
+
+    use_pool(use)
 
 
 def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
