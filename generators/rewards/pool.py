@@ -140,12 +140,17 @@ class RewardPool:
 
     def _start_workers(self) -> None:
         while len(self._workers) < self._config.num_workers:
-            worker = RewardWorker(
-                self._config,
-                is_concurrent=self._functions.is_async,
-                on_change=self._on_change,
-                on_failure=self._on_failure,
-            )
+            try:
+                worker = RewardWorker(
+                    self._config,
+                    is_concurrent=self._functions.is_async,
+                    on_change=self._on_change,
+                    on_failure=self._on_failure,
+                )
+            except OSError as error:
+                if not self._workers:
+                    self._fail_queue(str(error))
+                return
             self._workers.append(worker)
             task = asyncio.create_task(worker.open())
             self._opening.add(task)
@@ -168,5 +173,8 @@ class RewardPool:
         if self._failed_starts < _MAX_FAILED_STARTS:
             return
         self._failed_starts = 0
+        self._fail_queue(error)
+
+    def _fail_queue(self, error: str) -> None:
         while self._queue:
             self._queue.popleft().fail(failed_reward("error", f"no reward worker can be started: {error}"))

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -270,6 +271,20 @@ def test_workers_die_with_their_parent_even_during_a_sample():
     parent.kill()
     parent.wait(10)
     worker.wait(5)
+
+
+def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_scored():
+    async def use(pool: RewardPool) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            found = await pool.score(sample())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert found.detail == "no reward worker can be started: [Errno 24] Too many open files"
+        assert (await pool.score(sample())).status == "ok"
+
+    use_pool(use)
 
 
 @pytest.mark.parametrize(
