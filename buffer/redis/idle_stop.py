@@ -11,50 +11,62 @@ python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 import fcntl
 import os
 import select
+import signal
 import socket
+import struct
 import sys
 import time
+from pathlib import Path
 
-_ANSWER_TIMEOUT_S = 5.0
+_LONGEST_TICK_S = 5.0
 _SHUTDOWN_TIMEOUT_S = 60.0
 
 
 def main(path: str, lock: str, idle_s: float) -> None:
     """Detach from the parent, then watch the server at the unix socket `path` until it has ended."""
-    # The parent waits for its child only: no zombie is left to it, whenever this ends.
+    tick_s = min(_LONGEST_TICK_S, idle_s / 4)
+    connection = _connect(path, timeout_s=tick_s)
+    if connection is None:
+        return
+    server = os.pidfd_open(_server_pid(connection))
+    # The parent waits for its child only, which has found the server: no zombie is left to it, whenever this ends.
     if os.fork():
         os._exit(0)
     unused_since: float | None = None
-    connection = _connect(path)
-    while connection and not _has_ended(connection, within_s=min(5.0, idle_s / 4)):
-        try:
-            is_used = _count_users(connection) > 0
-        except OSError:
-            # Suspended, or overloaded: a late answer would be taken for the next one.
-            connection.close()
-            connection, is_used = _connect(path), True
+    while not _has_ended(server, within_s=tick_s):
+        connection = connection or _connect(path, timeout_s=tick_s)
+        # Without its socket nobody finds it any more.
+        is_used = Path(path).exists()
+        if connection:
+            try:
+                is_used = _count_users(connection) > 0
+            except OSError:
+                # Suspended, or overloaded: a late answer would be taken for the next one.
+                connection.close()
+                connection, is_used = None, True
         if is_used:
             unused_since = None
             continue
         now = time.monotonic()
         unused_since = now if unused_since is None else unused_since
-        if connection and now - unused_since >= idle_s:
-            _stop(connection, lock)
+        if now - unused_since >= idle_s:
+            _stop(server, connection, lock)
 
 
-def _stop(connection: socket.socket, lock: str) -> None:
+def _stop(server: int, connection: socket.socket | None, lock: str) -> None:
     # The lock of those who start or adopt a server: nobody may adopt this one between the last look and its end.
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
-        # Its folder was deleted: nobody finds it any more, and it has nowhere to save to.
-        connection.sendall(_encode("SHUTDOWN", "NOSAVE"))
+        # Its folder was deleted: it has nowhere to save to.
+        signal.pidfd_send_signal(server, signal.SIGKILL)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _count_users(connection) == 0:
-            connection.sendall(_encode("SHUTDOWN"))
-            _has_ended(connection, within_s=_SHUTDOWN_TIMEOUT_S)
+        if connection is None or _count_users(connection) == 0:
+            # Redis saves its data before it ends.
+            signal.pidfd_send_signal(server, signal.SIGTERM)
+            _has_ended(server, within_s=_SHUTDOWN_TIMEOUT_S)
     except OSError:
         # Somebody starts or adopts it now; or it has ended.
         pass
@@ -62,9 +74,9 @@ def _stop(connection: socket.socket, lock: str) -> None:
         os.close(descriptor)
 
 
-def _connect(path: str) -> socket.socket | None:
+def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_ANSWER_TIMEOUT_S)
+    connection.settimeout(timeout_s)
     try:
         connection.connect(path)
     except OSError:
@@ -73,33 +85,29 @@ def _connect(path: str) -> socket.socket | None:
     return connection
 
 
-def _has_ended(connection: socket.socket, *, within_s: float) -> bool:
-    """Block until the server closes the connection, at most `within_s`; whatever else it sends is a refusal."""
-    readable, _, _ = select.select([connection], [], [], within_s)
-    if not readable:
-        return False
-    try:
-        return connection.recv(4096) == b""
-    except OSError:
-        return True
+def _server_pid(connection: socket.socket) -> int:
+    """Return the process id of the one that listens, as the kernel knows it."""
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid)
+
+
+def _has_ended(server: int, *, within_s: float) -> bool:
+    """Block until the process ends, at most `within_s`."""
+    return bool(select.select([server], [], [], within_s)[0])
 
 
 def _count_users(connection: socket.socket) -> int:
     """Return the number of other connections. Raises OSError."""
-    connection.sendall(_encode("CLIENT", "LIST"))
+    connection.sendall(b"*2\r\n$6\r\nCLIENT\r\n$4\r\nLIST\r\n")
     with connection.makefile("rb") as answer:
         head = answer.readline()
         if not head.startswith(b"$"):
-            # Still loading its data, for somebody who has just started it.
+            # Still loading its data, for somebody who has just started it; or the connection's end.
             return 1
         listed = answer.read(int(head[1:]) + 2)
     # One line each, this connection's among them; the answer itself ends with a line end, too.
     return listed.count(b"\n") - 2
-
-
-def _encode(*words: str) -> bytes:
-    parts = [b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words]
-    return b"*%d\r\n%s" % (len(parts), b"".join(parts))
 
 
 if __name__ == "__main__":

@@ -349,12 +349,19 @@ def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path:
     until(lambda: processes_of(tmp_path) == [], timeout_s=5, what="the end of those who watched it")
 
 
-def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Path, is_suspended: bool) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()
     with open_run_store(server.url, "run", timeout_s=10) as store:
         store.open_run("run", config_json="{}", num_rows=10, seed=7)
         found = processes_of(tmp_path)
         assert found
+        if is_suspended:
+            os.kill(server.pid, signal.SIGSTOP)
         shutil.rmtree(tmp_path / "store")
+    if is_suspended:
+        # Longer than an answer is waited for: the connection is given up.
+        time.sleep(0.5)
+        os.kill(server.pid, signal.SIGCONT)
     until(lambda: not psutil.wait_procs(found, timeout=0)[1], timeout_s=10, what="the end of the server and its watch")
