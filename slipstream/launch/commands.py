@@ -242,4 +242,5 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
             )
         store.request("learner", PROFILE_REQUEST, f"{first} {last}")
     trace = folder / "profile" / "trace.json.gz"
-    print(f"{folder.name}: steps {first} to {last} are recorded, then {trace} is written: open it at ui.perfetto.dev")
+    steps = f"steps {first} to {last} are" if num_steps > 1 else f"step {first} is"
+    print(f"{folder.name}: {steps} recorded, then {trace} is written: open it at ui.perfetto.dev")
