@@ -37,8 +37,8 @@ docs: $(INSTALLED) ## update the generated parts of docs/
 site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
 	@$(python) -m slipstream.scripts.site
 
-test: $(INSTALLED) ## all tests that take less than minutes; ARGS="tests/unit -k cli" selects
-	$(PYTEST) -m "not long" $(ARGS)
+test: $(INSTALLED) ## all tests that take less than minutes, half an hour on 2 cores; ARGS="tests/unit -k cli" selects
+	$(PYTEST) -m "not long" -n 2 --dist loadfile $(ARGS)
 
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) $(ARGS)
