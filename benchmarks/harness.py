@@ -13,15 +13,12 @@ from typing import Any
 import psutil
 from rich.table import Table
 
+from slipstream.runtime import command_line
+
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Build the parser of `python -m MODULE`, with --out."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser(module, description)
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     return parser
 

@@ -22,7 +22,7 @@ from benchmarks.staleness.plans import LAG_STEPS, LAGS, METHODS, REPLAY_STEPS, P
 from benchmarks.staleness.report import Rows, lag_tables, plot, replay_table
 from slipstream.configs.load import load
 from slipstream.launch.preflight import prepare
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 PICTURE = Path("docs/staleness.png")
 
@@ -99,12 +99,7 @@ def _parse_arguments() -> argparse.Namespace:
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split(","))
 
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m benchmarks.staleness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.staleness", __doc__)
     parser.add_argument("--lags", type=numbers, default=LAGS, help="versions behind (0,4,8,16)")
     parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(METHODS)} (all)")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2, 3, 4), help="seeds of each run (0,1,2,3,4)")

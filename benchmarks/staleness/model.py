@@ -4,13 +4,13 @@ A GPT-2 of two layers. Its absolute positions let it reverse digits with one att
 two: a run then learns within a hundred steps, at a learning rate at which lag hurts.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from slipstream.configs.data import PrepareStep
+from slipstream.runtime.command_line import make_parser
 from slipstream.scripts.init_random_model import VOCABULARY_SIZE, make_tokenizer, save_model
 
 _BAND = (0.03, 0.07)
@@ -50,12 +50,7 @@ def make_model(*, seed: int) -> GPT2LMHeadModel:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m benchmarks.staleness.model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.staleness.model", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (0)")
     options = parser.parse_args()

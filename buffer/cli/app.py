@@ -24,20 +24,13 @@ from slipstream.buffer.cli.show import (
 from slipstream.buffer.cli.stats import TrajectoryStats, describe_audit, describe_check
 from slipstream.buffer.cli.transfer import export, fetch_archive, import_rollouts
 from slipstream.configs.base import ConfigError
+from slipstream.runtime.command_line import make_app
 from slipstream.runtime.console import make_console
 
 _UNSOUND = 1
 """Exit code when a defect was found."""
 
-app = typer.Typer(
-    name="python -m buffer",
-    help="Inspect a run's store or an archive of it.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = make_app("Inspect a run's store or an archive of it.")
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -34,13 +34,12 @@ from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import (
     adapter_parameters,
     attach_adapter,
-    check_targets,
     language_model_class,
     merge,
     save_adapter,
 )
 from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
-from slipstream.runtime.routers import Routers, check_routers, find_routers
+from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
@@ -287,9 +286,7 @@ def load_policy(
     With `config.lora`, it gets a new adapter. `loading`: context in which the checkpoint is read, such as
     `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
-    if config.lora:
-        check_targets(config)
-    check_routers(config)
+    check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
     with torch.random.fork_rng(), loading or nullcontext():

@@ -158,16 +158,6 @@ def meta_model(config: ModelConfig) -> PreTrainedModel:
     return module
 
 
-def check_targets(config: ModelConfig) -> None:
-    """Raise ConfigError for a target that the model lacks, before it is loaded; loading reports all else."""
-    try:
-        meta_model(config)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError):
-        return
-
-
 def _adapter_layers(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if hasattr(part, "lora_A")}
 

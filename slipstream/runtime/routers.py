@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream.configs.base import require
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
@@ -50,14 +50,19 @@ def find_routers(module: nn.Module) -> list[Router]:
     ]
 
 
-def check_routers(config: ModelConfig) -> None:
-    """Raise ConfigError for settings that the model's routers do not allow, before it is loaded."""
-    if not (config.router_replay or config.router_aux_loss):
+def check_layers(config: ModelConfig) -> None:
+    """Raise ConfigError for targets of LoRA that the model lacks and settings that its routers do not allow, before it
+    is loaded; loading reports all else."""
+    has_router_settings = bool(config.router_replay or config.router_aux_loss)
+    if not (config.lora or has_router_settings):
         return
     try:
         module = meta_model(config)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError):
-        # Loading says what is wrong with the checkpoint, or with the adapter.
+        return
+    if not has_router_settings:
         return
     routers, name = find_routers(module), type(module).__name__
     key = "model.router_replay" if config.router_replay else "model.router_aux_loss"
