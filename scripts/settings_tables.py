@@ -30,7 +30,8 @@ def list_settings() -> str:
     sections = [["## The run", "", *_key_table(top_level)]]
     sections += [[f"## `{group}`", "", *_option_table(group)] for group in ("experiment", "recipe")]
     sections += [[*_section(setting)] for setting in settings() if setting.records]
-    return "\n\n".join("\n".join(section).strip() for section in sections)
+    # Several variants may hold the same records under the same key.
+    return "\n\n".join(dict.fromkeys("\n".join(section).strip() for section in sections))
 
 
 def _section(setting: Setting) -> Iterator[str]:
@@ -41,7 +42,7 @@ def _section(setting: Setting) -> Iterator[str]:
     if setting.group in groups():
         yield from (*_option_table(setting.group), "")
     for record in setting.records:
-        below = (found for found in settings() if found.record is record.cls)
+        below = {found.key: found for found in settings() if found.record is record.cls}.values()
         fields = [found for found in below if found.key.rpartition(".")[0].removesuffix("[]") == setting.key]
         if fields and is_choice:
             yield from (f"`{setting.name}={record.tag}`:" if setting.tags else f"`kind: {record.tag}`:", "")

@@ -24,7 +24,8 @@ class ChatForm:
     def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
         """Raises ConfigError."""
         self.encoder = encoder
-        self.vocabulary_size = len(encoder.tokenizer)
+        # Ids may have gaps, so that the largest is more than their number.
+        self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
         if self._format.is_text:
@@ -137,9 +138,6 @@ class Session:
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
         """Let the model go on after these tokens. Raises NoRoomError, PromptError, EngineError."""
-        # Not the engine's to find: it would take the whole generator down.
-        if stranger := next((each for each in token_ids if not 0 <= each < self._form.vocabulary_size), None):
-            raise PromptError(f"token_ids must be of the tokenizer's {self._form.vocabulary_size}, got {stranger}")
         known = [
             context
             for context in self._contexts
@@ -147,6 +145,10 @@ class Session:
         ]
         context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
         observed = token_ids[len(context.transcript.token_ids) :]
+        # Not the engine's to find: it would take the whole generator down. What the model wrote may be beyond the
+        # tokenizer's, where the model's vocabulary is padded.
+        if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
+            raise PromptError(f"token_ids must be of the tokenizer's {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:

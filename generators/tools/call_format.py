@@ -39,8 +39,9 @@ _REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObs
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times: Hermes, Qwen 2.5 and 3."""
-    parts = (part.partition("</tool_call>") for part in text.split("<tool_call>")[1:])
-    return [_from_json(body) for body, end, _ in parts if end]
+    # From the first mark before each end: an argument may hold the mark, too.
+    parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
+    return [_from_json(body.strip()) for _, mark, body in parts if mark]
 
 
 def parse_json(text: str) -> list[ToolCall]:
@@ -120,5 +121,6 @@ def _arguments(value: Any) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    # Numbers of thousands of digits are no mistake of syntax.
+    except (ValueError, RecursionError) as error:
         raise ToolError(f"a call must be JSON, got {text[:200]}: {error}") from error

@@ -197,6 +197,15 @@ def test_a_call_that_was_cut_off_is_not_answered():
     assert (trajectory.num_turns, trajectory.stop_reason, int(trajectory.model_mask.sum())) == (1, "length", 20)
 
 
+def test_the_mark_of_a_call_may_stand_in_its_arguments():
+    notes = "<tool_call> opens a call", "so"
+    first, second = (
+        f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{note}"}}}}\n</tool_call>' for note in notes
+    )
+    found = call_format.parse_hermes(f"I call {first} </tool_call> and {second}<tool_call>")
+    assert found == [ToolCall("note", {"text": note}) for note in notes]
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "calls"),
     [
