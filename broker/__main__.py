@@ -159,11 +159,13 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
+    # Between two pings at least once: what takes longer than several is taken for a pause of this process.
+    step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
-            router.step(timeout_s=0.2)
+            router.step(timeout_s=step_s)
             beside = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
             for sentence in beside:
                 log.warning(sentence)

@@ -340,7 +340,9 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
+                    # Recorded below, together: of a store that hangs an answer is waited for once, not for each.
+                    self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
+                    self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
@@ -368,11 +370,10 @@ class Router:
     def _report_to_store(self, peers: list[Peer]) -> None:
         """Renew the leases that peers still hold, and store their gauges and the broker's own."""
         self._departures.record()
-        # A peer that is silent here may be at another broker, whose report must not be overwritten. Of its leases only
-        # those in its last Pong: one that was lost in transit is not renewed, lapses and is leased again.
-        beats = [
-            p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in peers if not self._peers.is_silent(p)
-        ]
+        # Of several brokers another one may serve a peer that is silent here: its report must not be overwritten.
+        served = [p for p in peers if not (self.chief.has_others and self._peers.is_silent(p))]
+        # Only the leases in its last Pong: one that was lost in transit is not renewed, lapses and is leased again.
+        beats = [p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in served]
         if self._ping_round.is_over:
             own = self._vitals.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
             beats.append(Heartbeat(self.chief.name, own))

@@ -111,8 +111,9 @@ class BrokerClient:
         # A new order supersedes the one that may have to be resent.
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        # No broker takes a message of a peer that it does not know: those to one that is gone would pile up.
-        if self.is_joined:
+        # To a broker that is gone the learner's would pile up. A generator has few then, which must arrive once it is
+        # joined again: its answer to a weight order, leases that it gives back.
+        if self.is_joined or self._route:
             self._channel.send([encode(message)])
             self._channel.wake()
 

@@ -95,8 +95,10 @@ class Links:
             case Welcome(living=living):
                 with self._lock:
                     link.broker = living.broker if living else ""
-                    # A broker serves one connection of a learner: two would take turns for ever.
-                    for twin in [each for each in self._links if each.broker == link.broker and each is not link]:
+                    # A broker serves one connection of a learner: two would take turns for ever. One that was left for
+                    # its twin leaves none.
+                    twins = [each for each in self._links if each.broker == link.broker and each is not link]
+                    for twin in twins if link in self._links else ():
                         self._leave(twin)
                 self._follow(living)
                 self._on_message(message)

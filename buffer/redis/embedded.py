@@ -218,7 +218,6 @@ class EmbeddedRedis:
             self._cut_log(deadline)
         else:
             raise StoreUnavailableError(f"the embedded store cannot read its append-only log; {self.log_tail()}")
-        self._watch_for_idleness()
 
     def _start_server(self, deadline: float) -> bool:
         """Start a server on the socket; returns False if its log of data ends within an operation."""
@@ -226,6 +225,8 @@ class EmbeddedRedis:
         self._process = self._popen({})
         try:
             self._await_start(self._process, self.url, deadline)
+            # A server without it would never end by itself: it counts as one that did not start.
+            self._watch_for_idleness()
         except (StoreUnavailableError, OSError):
             _kill(self._process)
             self._process = None

@@ -10,7 +10,6 @@ python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 
 import fcntl
 import os
-import select
 import signal
 import socket
 import struct
@@ -20,6 +19,7 @@ from pathlib import Path
 
 _LONGEST_TICK_S = 5.0
 _SHUTDOWN_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.2
 
 
 def main(path: str, lock: str, idle_s: float) -> None:
@@ -28,12 +28,12 @@ def main(path: str, lock: str, idle_s: float) -> None:
     connection = _connect(path, timeout_s=tick_s)
     if connection is None:
         return
-    server = os.pidfd_open(_server_pid(connection))
+    server = _find_server(connection)
     # The parent waits for its child only, which has found the server: no zombie is left to it, whenever this ends.
     if os.fork():
         os._exit(0)
     unused_since: float | None = None
-    while not _has_ended(server, within_s=tick_s):
+    while not server.has_ended(within_s=tick_s):
         connection = connection or _connect(path, timeout_s=tick_s)
         # Without its socket nobody finds it any more.
         is_used = Path(path).exists()
@@ -53,20 +53,51 @@ def main(path: str, lock: str, idle_s: float) -> None:
             _stop(server, connection, lock)
 
 
-def _stop(server: int, connection: socket.socket | None, lock: str) -> None:
+class _Server:
+    """A process, told from later ones of the same id by its start: many builds of Python cannot open a pidfd."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._started_at = _started_at(pid)
+
+    def has_ended(self, *, within_s: float) -> bool:
+        """Block until it ends, at most `within_s`."""
+        ends_at = time.monotonic() + within_s
+        while is_running := self._started_at is not None and _started_at(self._pid) == self._started_at:
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
+                break
+            time.sleep(min(_LOOK_EVERY_S, left_s))
+        return not is_running
+
+    def send(self, number: int) -> None:
+        if not self.has_ended(within_s=0):
+            os.kill(self._pid, number)
+
+
+def _started_at(pid: int) -> str | None:
+    """Return when a process was started, in the kernel's ticks; None for one that has ended, be it a zombie."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else fields[18]
+
+
+def _stop(server: _Server, connection: socket.socket | None, lock: str) -> None:
     # The lock of those who start or adopt a server: nobody may adopt this one between the last look and its end.
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         # Its folder was deleted: it has nowhere to save to.
-        signal.pidfd_send_signal(server, signal.SIGKILL)
+        server.send(signal.SIGKILL)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if connection is None or _count_users(connection) == 0:
             # Redis saves its data before it ends.
-            signal.pidfd_send_signal(server, signal.SIGTERM)
-            _has_ended(server, within_s=_SHUTDOWN_TIMEOUT_S)
+            server.send(signal.SIGTERM)
+            server.has_ended(within_s=_SHUTDOWN_TIMEOUT_S)
     except OSError:
         # Somebody starts or adopts it now; or it has ended.
         pass
@@ -85,16 +116,11 @@ def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
     return connection
 
 
-def _server_pid(connection: socket.socket) -> int:
-    """Return the process id of the one that listens, as the kernel knows it."""
+def _find_server(connection: socket.socket) -> _Server:
+    """Return the one that listens, as the kernel knows it."""
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(pid)
-
-
-def _has_ended(server: int, *, within_s: float) -> bool:
-    """Block until the process ends, at most `within_s`."""
-    return bool(select.select([server], [], [], within_s)[0])
+    return _Server(pid)
 
 
 def _count_users(connection: socket.socket) -> int:

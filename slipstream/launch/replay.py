@@ -57,6 +57,7 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
 
     Raises ConfigError, ArchiveError, LearnerError.
     """
+    raise_on_stop_signal()
     if run.learner.num_ranks == 1:
         _run_rank_0(run, folder, rendezvous=None)
     # Needs no deadline: every collective of the ranks has one.

@@ -171,7 +171,8 @@ def group_limits(
             for limit_name, used_name in _LIMITS[controller]:
                 limit, used = read_text(folder / limit_name).strip(), read_text(folder / used_name).strip()
                 if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
-                    found.append(GroupLimit(folder, int(limit), int(used) - _reclaimable(folder)))
+                    reclaimable = _reclaimable(folder) if controller == "memory" else 0
+                    found.append(GroupLimit(folder, int(limit), max(0, int(used) - reclaimable)))
     return found
 
 

@@ -330,6 +330,16 @@ def test_two_runs_share_a_server_without_meeting(server):
     assert all(key.startswith((b"{one}:", b"{other}:")) for key in keys), keys
 
 
+def test_a_server_that_cannot_be_watched_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: EmbeddedRedis) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(EmbeddedRedis, "_watch_for_idleness", refuse)
+    with pytest.raises(StoreUnavailableError, match="no more processes"):
+        EmbeddedRedis(tmp_path / "store").start()
+    assert processes_of(tmp_path) == []
+
+
 # --- nobody uses it any more -----------------------------------------------------------------------------------------
 def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)

@@ -95,6 +95,16 @@ def test_leases_of_a_silent_generator_go_to_another(scene: RouterScene):
     assert [p.lease.attempt for p in other.lease().prompts] == [1, 1]
 
 
+def test_a_generator_that_is_silent_for_longer_than_its_leases_keeps_them_until_it_counts_as_gone(tmp_path: Path):
+    scene = RouterScene(tmp_path, settings={"broker": {"lease_s": 3.0}})
+    peer = FakePeer(scene, "generator", "g0")
+    peer.exchange(Pong(0.0, "ready", 0, lease_ids=[each.lease.id for each in peer.lease().prompts]))
+    scene.wait(scene.run.broker.peer_timeout_s - 0.5)
+    assert scene.store.counts().leased == 2
+    scene.wait(2.0)
+    assert scene.store.counts().returned == 2
+
+
 def test_a_time_in_which_the_broker_was_stopped_is_no_silence_of_its_peers(scene: RouterScene):
     peer = FakePeer(scene, "generator", "g0")
     peer.receive()

@@ -104,6 +104,20 @@ def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene)
     assert [scene.store.roles()[name]["state"] for name in ("g0", "g1")] == ["gone", "gone"]
 
 
+def test_of_a_store_that_hangs_one_answer_is_waited_for_however_many_peers_fall_silent(
+    scene: RouterScene, monkeypatch: pytest.MonkeyPatch
+):
+    for number in range(3):
+        join(scene, f"g{number}")
+    asked, record = [], scene.router._departures.record
+    monkeypatch.setattr(scene.router._departures, "record", lambda: asked.append(1) or record())
+    scene.store.error = UNAVAILABLE
+    while len(scene.router._peers):
+        asked.clear()
+        beat(scene)
+    assert len(asked) == 1
+
+
 def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
     peer = join(scene, "g0")
     peer.lease()

@@ -20,6 +20,7 @@ from slipstream.broker.messages import (
     Pong,
     Put,
     Refuse,
+    ReturnLeases,
     Welcome,
 )
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
@@ -187,6 +188,17 @@ def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
     client.send(LeaseRequest(1))
     client.step(timeout_s=0)
     assert [type(message) for message in broker.receive()] == [Hello]
+
+
+def test_what_a_generator_gives_back_without_a_broker_arrives_once_it_is_joined_again():
+    client, broker, clock, _ = make_moving_pair()
+    join(client, broker)
+    clock.now += BROKER_SILENCE_S + 1
+    broker.receive()
+    client.step(timeout_s=0)
+    client.send(ReturnLeases(["0-0"], reason="drained"))
+    client.step(timeout_s=0)
+    assert [type(message) for message in broker.receive()] == [Hello, ReturnLeases]
 
 
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():

@@ -166,6 +166,16 @@ def test_of_two_links_to_one_broker_the_newer_stays(scene: Scene):
     assert next(link.address for link in scene.links._links) == "ipc:///b"
 
 
+def test_a_link_that_was_left_for_its_twin_leaves_none(scene: Scene):
+    (left,) = scene.links._links
+    scene.welcome("broker", BROKERS)
+    scene.welcome("broker", BROKERS, address="ipc:///b")
+    until(lambda: left not in scene.links._links)
+    # Both were welcomed at once: the welcome of the one that was left is handled last.
+    scene.links._receive(left, msgspec.structs.replace(make_welcome(), living=LivingBrokers("broker", BROKERS)))
+    assert [link.address for link in scene.links._links if link.broker == "broker"] == ["ipc:///b"]
+
+
 def test_the_learner_leaves_every_broker(scene: Scene):
     scene.welcome("broker", BROKERS)
     scene.welcome("broker-1", BROKERS)

@@ -1,5 +1,7 @@
 """New rewards for stored trajectories."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.functions import position_match
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.launch import replay
 from slipstream.launch.replay import rescore
+from slipstream.runtime.run_folder import RunFolder
 from slipstream.scripts.make_digits_data import TRAIN, make_row, write_pair
-from tests.builders import make_trajectory
+from tests.builders import make_run, make_trajectory
 
 HERE = "tests.unit.slipstream.launch.test_replay"
 ANSWERS = ([3, 1, 2, 8, 4, 10], [3, 1, 2, 4, 8, 10], [3, 1, 10, 10, 10, 10])
@@ -104,3 +108,17 @@ def test_a_reward_is_named_by_its_path_or_by_its_fields() -> None:
     assert ReplayConfig(rescore="mine:strict").reward == RewardConfig(function="mine:strict")
     config = msgspec.convert({"rescore": {"function": "mine:strict", "timeout_s": 1}}, ReplayConfig)
     assert config.reward == RewardConfig(function="mine:strict", timeout_s=1.0)
+
+
+def test_several_ranks_are_ended_in_order_by_a_stop_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay, "run_kept", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    run = make_run(runs_dir=str(tmp_path), learner={"num_ranks": 2, "engine": {"kind": "deepspeed"}})
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    # A signal that nobody handles would end the tests.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            replay.run_replay(run, RunFolder(run), overrides=[])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
