@@ -3,6 +3,7 @@
 import math
 import os
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class MetricsTable:
         except OSError:
             return []
         rows: list[Row] = []
-        with file:
+        # Reading may fail later, too: what is missing comes with another call.
+        with file, suppress(OSError):
             # Of the file that is read: it may be replaced meanwhile.
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import typer
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.clock import WaitTimeoutError
 from slipstream.runtime.disk import is_disk_full
+from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
 """Exit code of a command whose store, broker or launcher did not answer in time."""
@@ -110,7 +112,8 @@ def fail_cleanly(
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
-            code=BAD_INPUT,
+            # Of a role that a launcher restarts: a disk of the network may take it again.
+            code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
         )
     except ModuleNotFoundError as error:
         # Also PackageNotFoundError, where a version is asked for.

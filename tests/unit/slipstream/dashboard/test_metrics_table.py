@@ -73,6 +73,16 @@ def test_a_file_system_that_does_not_answer_is_asked_again(tmp_path, monkeypatch
     assert table.poll() == [{"step": 1}]
 
 
+def test_a_file_that_can_be_opened_but_not_read_is_asked_again(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.jsonl")
+    # At its beginning nothing is mapped.
+    table.path.symlink_to("/proc/self/mem")
+    assert (table.poll(), len(table)) == ([], 0)
+    table.path.unlink()
+    write(table.path, {"step": 1})
+    assert [row["step"] for row in table.poll()] == [1]
+
+
 def test_what_is_nested_is_kept_of_the_newest_row(tmp_path):
     table = MetricsTable(tmp_path / "metrics.jsonl")
     write(table.path, {"step": 1, "lag/histogram": {"0": 3}}, {"step": 2, "lag/histogram": {"1": 4}, "other": [1]})

@@ -1,12 +1,14 @@
 """Exit codes and messages of programs."""
 
 import errno
+import os
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_app, run_app
+from slipstream.runtime.process import LAUNCHER_VARIABLE
 
 
 class FaultError(Exception):
@@ -71,6 +73,18 @@ def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(
     assert caught.value.code == code
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_role_whose_path_is_refused_is_restarted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    with pytest.raises(SystemExit) as caught:
+        end_with(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
+    assert caught.value.code == 76
+    # The launcher has named itself to its roles.
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getpid()))
+    with pytest.raises(SystemExit) as caught:
+        end_with(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
+    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(
