@@ -65,7 +65,7 @@ def open_run_store(
         return store
     except Exception:
         if server:
-            server.stop()
+            _stop_unless_held(server)
         raise
 
 
