@@ -37,8 +37,13 @@ docs: $(INSTALLED) ## update the generated parts of docs/
 site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
 	@$(python) -m slipstream.scripts.site
 
-test: $(INSTALLED) ## all tests that take less than minutes, half an hour on 2 cores; ARGS="tests/unit -k cli" selects
-	$(PYTEST) -m "not long" -n 2 --dist loadfile $(ARGS)
+test: $(INSTALLED) ## all tests that take less than minutes, 25 minutes on 2 cores; ARGS="tests/unit -k cli" selects
+ifeq ($(ARGS),)
+	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long"
+	$(PYTEST) -n 2 --dist loadfile -m "slow and not long"
+else
+	$(PYTEST) -m "not long" $(ARGS)
+endif
 
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) $(ARGS)

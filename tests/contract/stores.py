@@ -59,7 +59,8 @@ def as_limited_user(server: EmbeddedRedis, *, keys: str, password: str = "", wit
 @cache
 def shared_server() -> EmbeddedRedis:
     folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    server = EmbeddedRedis(folder, durability="fast", max_memory_mib=256)
+    # Longer than any file of tests that does not use it.
+    server = EmbeddedRedis(folder, durability="fast", max_memory_mib=256, idle_timeout_s=3600.0)
     server.start(timeout_s=20)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.stop)
