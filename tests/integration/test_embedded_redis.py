@@ -16,6 +16,7 @@ import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import CheckpointPointer, Insertion, make_entry
+from slipstream.buffer.redis import embedded
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
@@ -357,6 +358,19 @@ def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path:
         assert store.run_state().run_id == "run"
     server.stop()
     until(lambda: processes_of(tmp_path) == [], timeout_s=5, what="the end of those who watched it")
+
+
+def test_a_server_is_watched_by_a_python_that_cannot_open_a_pidfd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As those of uv and conda, which are built for old kernels.
+    lacking = "import os, signal\nfor each in os, signal:\n    each.pidfd_open = each.pidfd_send_signal = None\n"
+    program = tmp_path / "idle_stop.py"
+    program.write_text(lacking + embedded._IDLE_STOP.read_text())
+    monkeypatch.setattr(embedded, "_IDLE_STOP", program)
+    server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.4)
+    server.start()
+    until(lambda: not server.is_alive, timeout_s=10, what="its end")
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
