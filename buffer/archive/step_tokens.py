@@ -53,17 +53,26 @@ class StepTokens(NamedTuple):
         return pa.table(columns)
 
 
-def write_step(folder: Path, step: int, tokens: StepTokens, *, max_bytes: float) -> None:
-    """Write the file of a step, whole or not at all, and delete the oldest files beyond `max_bytes`. Raises OSError."""
+def write_step(folder: Path, step: int, tokens: StepTokens) -> int:
+    """Write the file of a step, whole or not at all; returns its size in bytes. Raises OSError."""
     folder.mkdir(exist_ok=True)
     sink = pa.BufferOutputStream()
     pq.write_table(tokens.to_table(), sink, compression="zstd")
-    write_durably(_file(folder, step), memoryview(sink.getvalue()))
+    content = memoryview(sink.getvalue())
+    write_durably(_file(folder, step), content)
+    return content.nbytes
+
+
+def keep_newest(folder: Path, *, max_bytes: float) -> None:
+    """Delete the files of the oldest steps beyond `max_bytes`. Raises OSError."""
     files = _files(folder)
     sizes = [file.stat().st_size for file in files]
-    while sum(sizes) > max_bytes:
-        files.pop(0).unlink()
-        sizes.pop(0)
+    total = sum(sizes)
+    for file, size in zip(files, sizes, strict=True):
+        if total <= max_bytes:
+            break
+        file.unlink()
+        total -= size
 
 
 def drop_steps(folder: Path, *, after: int) -> None:

@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, write_step
+from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, keep_newest, write_step
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.batching.microbatch import Microbatch
@@ -20,6 +20,8 @@ from slipstream.learner.ranks import Ranks
 
 _MAX_WAITING = 4
 """Steps that wait for the thread: they stay in memory."""
+_SWEEPS = 64
+"""Times that old files are looked for while as much is written as may be kept."""
 _CLOSE_S = 60.0
 
 log = structlog.get_logger(__name__)
@@ -70,6 +72,7 @@ class StepTokensWriter:
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
         self._folder = folder
         self._max_bytes = max_gib * 2**30
+        self._unswept_bytes = self._max_bytes
         self._in_background = in_background
         self._waiting: Queue[tuple[int, StepTokens] | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
@@ -105,6 +108,10 @@ class StepTokensWriter:
 
     def _write(self, step: int, tokens: StepTokens) -> None:
         try:
-            write_step(self._folder, step, tokens, max_bytes=self._max_bytes)
+            self._unswept_bytes += write_step(self._folder, step, tokens)
+            # Not after each step: listing a hundred thousand small files takes longer than one.
+            if self._unswept_bytes > self._max_bytes / _SWEEPS:
+                keep_newest(self._folder, max_bytes=self._max_bytes)
+                self._unswept_bytes = 0.0
         except (OSError, pa.ArrowException) as error:
             log.warning("token_stats_not_written", step=step, reason=str(error))

@@ -124,7 +124,7 @@ def main() -> None:
         groups = share_groups(ranks, rewarded_pictures(args.folder, seed=step) if args.pictures else made)
         metrics.append(trainer.step(groups, learner_version=0, step=step + 1))
     if trainer.step_tokens:
-        write_step(args.folder / f"{args.out}-tokens", args.steps[-1] + 1, trainer.step_tokens, max_bytes=2**30)
+        write_step(args.folder / f"{args.out}-tokens", args.steps[-1] + 1, trainer.step_tokens)
     trainer.canary()
     checkpoints.save(step=args.steps[-1] + 1, version=0)
     checkpoints.saver.flush()

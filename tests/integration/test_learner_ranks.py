@@ -68,7 +68,7 @@ def train_alone(folder: Path) -> tuple[list, dict]:
     trainer = make_trainer(make_run(folder / "model"))
     batches = [make_groups(num_groups=4, group_size=4, seed=seed) for seed in range(2)]
     metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
-    write_step(folder / "alone-tokens", 2, trainer.step_tokens, max_bytes=2**30)
+    write_step(folder / "alone-tokens", 2, trainer.step_tokens)
     return metrics, weights(trainer)
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, read_steps, write_step
+from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, keep_newest, read_steps, write_step
 
-NO_LIMIT = float("inf")
 TWO = StepTokens(
     ["0-0-0", "0-0-1"],
     lengths=[4, 5],
@@ -22,7 +21,7 @@ TWO = StepTokens(
 
 def write(folder: Path, *steps: int) -> None:
     for step in steps:
-        write_step(folder, step, TWO, max_bytes=NO_LIMIT)
+        write_step(folder, step, TWO)
 
 
 def names(folder: Path) -> list[str]:
@@ -49,22 +48,23 @@ def test_a_trajectory_is_looked_for_in_its_own_step_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 def test_a_number_that_is_not_finite_is_none(tmp_path: Path, value: float) -> None:
     columns = {name: np.array([value, *column[1:]], np.float32) for name, column in TWO.columns.items()}
-    write_step(tmp_path, 1, TWO._replace(columns=columns), max_bytes=NO_LIMIT)
+    write_step(tmp_path, 1, TWO._replace(columns=columns))
     assert read_steps(tmp_path, {"0-0-0": 1})["0-0-0"]["learner_log_ratio"] == [None, None, None, -0.25]
 
 
 def test_a_step_without_a_trained_token_has_an_empty_file(tmp_path: Path) -> None:
     nothing = np.empty(0, np.float32)
-    write_step(tmp_path, 1, StepTokens([], [], [], {"log_ratio": nothing, "entropy": nothing}), max_bytes=NO_LIMIT)
+    write_step(tmp_path, 1, StepTokens([], [], [], {"log_ratio": nothing, "entropy": nothing}))
     assert read_steps(tmp_path, {"0-0-0": 1}) == {}
 
 
 def test_the_oldest_files_make_room_for_the_newest(tmp_path: Path) -> None:
     write(tmp_path, 9, 10)
     size = (tmp_path / "step-00000010.parquet").stat().st_size
-    write_step(tmp_path, 11, TWO, max_bytes=2.5 * size)
+    assert write_step(tmp_path, 11, TWO) == size
+    keep_newest(tmp_path, max_bytes=2.5 * size)
     assert names(tmp_path) == ["step-00000010.parquet", "step-00000011.parquet"]
-    write_step(tmp_path, 12, TWO, max_bytes=0.5 * size)
+    keep_newest(tmp_path, max_bytes=0.5 * size)
     assert names(tmp_path) == []
 
 

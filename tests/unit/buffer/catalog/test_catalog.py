@@ -189,7 +189,7 @@ def test_numbers_that_the_learner_recorded_are_those_of_the_last_step(folder: Pa
         columns = {name: np.full(count, value, np.float32) for name in ("log_ratio", "entropy")}
         positions = [np.arange(7, 12)] * len(ids)
         tokens = StepTokens(list(ids), [12] * len(ids), positions, columns)
-        write_step(folder.parent / "token_stats", step, tokens, max_bytes=2**30)
+        write_step(folder.parent / "token_stats", step, tokens)
 
     write(5, "0-0-0", "1-0-0", value=0.25)
     write(8, "1-0-0", value=-0.5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from slipstream.buffer.archive.step_tokens import StepTokens, read_steps
+from slipstream.buffer.archive.step_tokens import StepTokens, read_steps, write_step
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.metrics.step_tokens import StepTokensWriter, TokenRecorder
@@ -159,3 +159,11 @@ def test_steps_that_are_undone_lose_their_files(tmp_path: Path) -> None:
         writer.add(step, ONE)
     writer.roll_back(to_step=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.parquet", "step-00000002.parquet"]
+
+
+def test_files_beyond_the_room_go_also_those_of_a_process_before(tmp_path: Path) -> None:
+    sizes = [write_step(tmp_path, step, ONE) for step in range(1, 5)]
+    writer = StepTokensWriter(tmp_path, max_gib=2.5 * sizes[0] / 2**30, in_background=False)
+    for step in (5, 6, 7):
+        writer.add(step, ONE)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08}.parquet" for n in (step - 1, step)]
