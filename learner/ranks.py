@@ -285,6 +285,9 @@ def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float,
             **where,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise RankGroupError(
-            f"{size} learner ranks must meet at {rendezvous} within {timeout_s} s, rank {rank} could not: {error}"
-        ) from error
+        must = f"{size} learner ranks must meet at {rendezvous} within {timeout_s:g} s, rank {rank} could not"
+        if not rendezvous:
+            must = (
+                "a single learner rank must form its process group, which needs the loopback interface, and could not"
+            )
+        raise RankGroupError(f"{must}: {error}") from error

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
@@ -57,3 +58,14 @@ def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
             ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0 to 1"
         ):
             meeting_of_machines(given | missing, num_machines=2)
+
+
+def test_a_machine_without_its_loopback_interface_is_told_of_it(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to find address for: lo")
+
+    # Another test of this process may have formed its group.
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(RankGroupError, match=r"a single learner rank .* the loopback interface, .* address for: lo"):
+        join_ranks(rank=0, size=1, device=CPU, timeout_s=5.0)
