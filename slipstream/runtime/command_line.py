@@ -102,19 +102,8 @@ def fail_cleanly(
     except (ConfigError, WaitTimeoutError, *errors) as error:
         exit_with_error(error, code=BAD_INPUT)
     except OSError as error:
-        if is_disk_full(error):
-            what = error.filename or "a file"
-            exit_with_error(
-                f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN
-            )
-        if error.filename is None or error.errno not in _REFUSED:
-            raise
-        exit_with_error(
-            f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
-            "permissions or its disk.",
-            # Of a role that a launcher restarts: a disk of the network may take it again.
-            code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
-        )
+        _exit_for_path(error)
+        raise
     except ModuleNotFoundError as error:
         # Also PackageNotFoundError, where a version is asked for.
         name = (error.name or "").partition(".")[0]
@@ -131,6 +120,20 @@ def fail_cleanly(
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+
+
+def _exit_for_path(error: OSError) -> None:
+    """End the process for a full disk, or a path that is refused; returns for all else."""
+    if is_disk_full(error):
+        what = error.filename or "a file"
+        exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
+    if error.filename is not None and error.errno in _REFUSED:
+        exit_with_error(
+            f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
+            "permissions or its disk.",
+            # Of a role that a launcher restarts: a disk of the network may take it again.
+            code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
+        )
 
 
 def make_app(text: str) -> typer.Typer:

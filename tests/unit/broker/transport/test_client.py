@@ -179,26 +179,25 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     assert Put in [type(message) for message in broker.receive()]
 
 
-def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
-    client, broker, clock, _ = make_pair()
+def arrived_after_silence(scene, message) -> list[type]:
+    """Types of what a new broker hears of a peer that sends this after the silence of the one before."""
+    client, broker, clock, _ = scene
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
     broker.receive()
     client.step(timeout_s=0)
-    client.send(LeaseRequest(1))
+    client.send(message)
     client.step(timeout_s=0)
-    assert [type(message) for message in broker.receive()] == [Hello]
+    return [type(each) for each in broker.receive()]
+
+
+def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
+    assert arrived_after_silence(make_pair(), LeaseRequest(1)) == [Hello]
 
 
 def test_what_a_generator_gives_back_without_a_broker_arrives_once_it_is_joined_again():
-    client, broker, clock, _ = make_moving_pair()
-    join(client, broker)
-    clock.now += BROKER_SILENCE_S + 1
-    broker.receive()
-    client.step(timeout_s=0)
-    client.send(ReturnLeases(["0-0"], reason="drained"))
-    client.step(timeout_s=0)
-    assert [type(message) for message in broker.receive()] == [Hello, ReturnLeases]
+    given_back = ReturnLeases(["0-0"], reason="drained")
+    assert arrived_after_silence(make_moving_pair(), given_back) == [Hello, ReturnLeases]
 
 
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
