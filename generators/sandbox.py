@@ -1,28 +1,40 @@
 """Sandboxes: run code that a model wrote, on this machine behind bubblewrap, or on a service.
 
-The local one drops to a user id of its own, then starts bubblewrap: new namespaces without a network, an empty file
-system with /usr read-only, and limits on memory, processor time, files, processes and output. Order matters: started by
-root, bubblewrap's user is root outside, whom the limit of processes does not bind.
-Invariant: no code runs here before a probe has shown that each of its limits holds on this machine.
+The local sandbox switches to an unused user id, then starts bubblewrap without the generator's environment: new
+namespaces without a network, an empty file system with /usr read-only, a filter of system calls, and limits on memory,
+processor time, files, processes, and output. The order matters: root outside the sandbox is exempt from the limit on
+processes.
+Memory is limited per process. Where cgroup v2 offers the memory controller, all processes of a run and their files in
+/tmp are limited together; elsewhere `processes` times `memory_mib` is possible, and the log says so.
+Invariant: no code runs before a probe has tried every escape in `escapes.py` on this machine.
 """
 
 import asyncio
+import ctypes
+import errno
 import itertools
+import json
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import msgspec
+import structlog
 
 from slipstream.configs.base import Config, ConfigError
+from slipstream.generators import escapes
+
+log = structlog.get_logger(__name__)
 
 
 class SandboxError(Exception):
@@ -40,7 +52,7 @@ class Limits(Config):
     cpu_s: int = 5
     """Processor time of each process, seconds."""
     memory_mib: int = 512
-    """Address space of each process, MiB."""
+    """Address space of each process, MiB. With cgroup v2 also the memory of all processes together, besides /tmp."""
     disk_mib: int = 64
     """Files in /tmp together, MiB, which is the only folder that can be written."""
     file_mib: int = 16
@@ -65,6 +77,8 @@ class Execution(msgspec.Struct, frozen=True):
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
+    is_out_of_memory: bool = False
+    """Whether the kernel ended a process because all together had more than `memory_mib`."""
 
 
 class Sandbox(Protocol):
@@ -77,6 +91,8 @@ class Sandbox(Protocol):
 
 # --- on this machine -------------------------------------------------------------------------------------------------
 _PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
+_VARIABLES = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+"""The environment of the code."""
 _FIRST_UID, _NUM_UIDS = 60100, 4800
 """User ids of sandboxes: above those of people, below those of systemd, and within the ids of most containers."""
 _MIB = 2**20
@@ -93,17 +109,22 @@ class LocalSandbox:
     _run_numbers = itertools.count()
 
     def __init__(self, *, python: str = "python3") -> None:
-        """Find the programs and prove the limits, which takes some seconds. `python`: program below /usr.
+        """Find the programs and try to escape, which takes some seconds. `python`: program below /usr.
 
         Raises ConfigError with what is missing, or does not hold, and the remedy.
         """
         self._python = python
         missing = [name for name in ("bwrap", "setpriv", "prlimit", python) if not shutil.which(name, path=_PROGRAMS)]
+        try:
+            self._filter = _system_call_filter()
+        except OSError:
+            missing.append("libseccomp.so.2")
         if missing:
             raise ConfigError(
                 f"a sandbox for code needs {', '.join(missing)} below /usr, which this machine lacks: apt-get install "
-                "bubblewrap util-linux python3, or name a remote sandbox (`address`)."
+                "bubblewrap util-linux python3 libseccomp2, or name a remote sandbox (`address`)."
             )
+        self._groups = _find_groups()
         # A thread, because the caller's own event loop may be running.
         with ThreadPoolExecutor(1) as thread:
             broken = thread.submit(asyncio.run, _probe(self)).result()
@@ -113,55 +134,199 @@ class LocalSandbox:
                 "as root or where unprivileged user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; "
                 "in Docker, --security-opt seccomp=unconfined), or name a remote sandbox (`address`)."
             )
+        if not self.limits_all_processes:
+            log.warning(
+                "sandbox_memory_per_process",
+                reason="no writable cgroup v2 with the memory controller",
+                effect="memory_mib limits each process, not all processes of a run together",
+            )
+
+    @property
+    def limits_all_processes(self) -> bool:
+        """Whether `memory_mib` also holds for all processes of a run together."""
+        return self._groups is not None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
         """Run the code to its end or a limit. Raises SandboxError if it could not be run."""
-        with _memory_file(code) as code_fd, _memory_file("") as status_fd:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command(code_fd, status_fd, limits),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(code_fd, status_fd),
-                )
-            except OSError as error:
-                raise SandboxError(f"the sandbox cannot be started: {error}") from error
-            found = await _watch(process, stdin.encode(), limits)
+        number = next(self._run_numbers)
+        with _memory_file(code.encode(errors="surrogateescape")) as code_fd, _memory_file(b"") as status_fd:
+            with _memory_file(self._filter) as filter_fd:
+                async with _memory_group(self._groups, number, limits) as group:
+                    try:
+                        process = await asyncio.create_subprocess_exec(
+                            *_command(self._python, number, limits, group, fds=(code_fd, status_fd, filter_fd)),
+                            stdin=asyncio.subprocess.PIPE,
+                            stdout=asyncio.subprocess.PIPE,
+                            stderr=asyncio.subprocess.PIPE,
+                            pass_fds=(code_fd, status_fd, filter_fd),
+                            # The first process of the sandbox keeps the environment that bubblewrap was started with.
+                            env={"PATH": _PROGRAMS},
+                        )
+                    except OSError as error:
+                        raise SandboxError(f"the sandbox cannot be started: {error}") from error
+                    found = await _watch(process, stdin.encode(), limits)
+                    if group is not None and _num_killed(group):
+                        return Execution("error", found.stdout, found.stderr, found.exit_code, is_out_of_memory=True)
             # Bubblewrap's own word, not its messages, which the code could imitate.
             if found.exit_code is not None and b"exit-code" not in os.pread(status_fd, 4096, 0):
                 raise SandboxError(f"the sandbox cannot be started: {found.stderr.strip()[:200]}")
             return found
 
-    def _command(self, code_fd: int, status_fd: int, limits: Limits) -> list[str]:
-        command: list[str] = []
-        if os.geteuid() == 0:
-            # Another id for each run: a process counts, and may be signalled, by all that have its id.
-            uid = str(_FIRST_UID + (os.getpid() * 97 + next(self._run_numbers)) % _NUM_UIDS)
-            command += ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--no-new-privs"]
-            command += ["--inh-caps=-all", "--bounding-set=-all"]
-        command += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        command += ["--ro-bind", "/usr", "/usr"]
-        for name in ("bin", "lib", "lib64"):
-            command += ["--symlink", f"usr/{name}", f"/{name}"]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-        command += ["--size", str(limits.disk_mib * _MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-        command += ["--ro-bind-data", str(code_fd), "/code/main.py", "--remount-ro", "/"]
-        command += ["--json-status-fd", str(status_fd)]
-        environment = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-        for name, value in environment.items():
-            command += ["--setenv", name, value]
-        command += ["prlimit", f"--as={limits.memory_mib * _MIB}", f"--cpu={limits.cpu_s}", "--core=0", "--nofile=64"]
-        command += [f"--fsize={limits.file_mib * _MIB}", f"--nproc={limits.processes}", self._python, "/code/main.py"]
-        return command
+
+def _command(python: str, number: int, limits: Limits, group: Path | None, *, fds: tuple[int, int, int]) -> list[str]:
+    code_fd, status_fd, filter_fd = map(str, fds)
+    command: list[str] = []
+    if group is not None:
+        command += ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
+    if os.geteuid() == 0:
+        # Another id for each run: a process counts, and may be signalled, by all that have its id.
+        uid = str(_FIRST_UID + (os.getpid() * 97 + number) % _NUM_UIDS)
+        command += ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--no-new-privs"]
+        command += ["--inh-caps=-all", "--bounding-set=-all"]
+    command += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib64"):
+        command += ["--symlink", f"usr/{name}", f"/{name}"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--size", str(limits.disk_mib * _MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    command += ["--ro-bind-data", code_fd, "/code/main.py", "--remount-ro", "/"]
+    command += ["--json-status-fd", status_fd, "--seccomp", filter_fd]
+    if _can_disable_user_namespaces():
+        command += ["--unshare-user", "--disable-userns"]
+    for name, value in _VARIABLES.items():
+        command += ["--setenv", name, value]
+    command += ["prlimit", f"--as={limits.memory_mib * _MIB}", f"--cpu={limits.cpu_s}", "--core=0", "--nofile=64"]
+    command += [f"--fsize={limits.file_mib * _MIB}", f"--nproc={limits.processes}", python, "/code/main.py"]
+    return command
+
+
+@cache
+def _can_disable_user_namespaces() -> bool:
+    """Whether bubblewrap is of version 0.8 or newer; the system call filter refuses them in any case."""
+    help_text = subprocess.run(["bwrap", "--help"], capture_output=True, env={"PATH": _PROGRAMS}, timeout=_END_S).stdout
+    return b"--disable-userns" in help_text
+
+
+# --- system calls ----------------------------------------------------------------------------------------------------
+_REFUSED = """
+    shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl mq_open mq_unlink
+    memfd_create memfd_secret ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp add_key
+    request_key keyctl bpf userfaultfd perf_event_open io_uring_setup io_uring_enter io_uring_register unshare setns
+    mount umount2 pivot_root chroot fsopen fsconfig fsmount fspick open_tree move_mount mount_setattr
+    open_by_handle_at name_to_handle_at fanotify_init kexec_load kexec_file_load init_module finit_module
+    delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
+    clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
+""".split()
+"""System calls that no program needs which computes: they hide memory from the limits, or reach into the kernel."""
+_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+"""Flags of `clone` that make namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+_TERMINAL_INPUT = (0x5412, 0x541C)
+"""Requests of `ioctl` that type into a terminal: TIOCSTI, TIOCLINUX."""
+_FAMILIES = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
+"""Families of sockets that a namespace without a network contains; AF_VSOCK, for one, is not among them."""
+_ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000, -1
+"""libseccomp's SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(0) and __NR_SCMP_ERROR."""
+_GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
+"""libseccomp's SCMP_CMP_GE and SCMP_CMP_MASKED_EQ."""
+
+
+class _Condition(ctypes.Structure):
+    """libseccomp's scmp_arg_cmp: number of the argument, comparison, and its two operands."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("comparison", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+@cache
+def _system_call_filter() -> bytes:
+    """Compile the filter with libseccomp, for bubblewrap to load. Raises OSError if the library is missing."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+
+    def refuse(name: str, *conditions: _Condition, error: int = errno.EPERM) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number == _UNKNOWN:
+            return  # a newer call than this library; the probe finds out whether the kernel serves it
+        array = (_Condition * len(conditions))(*conditions)
+        code = library.seccomp_rule_add_array(context, ctypes.c_uint32(_REFUSE | error), number, len(array), array)
+        if code:
+            raise OSError(-code, f"libseccomp cannot refuse {name}")
+
+    for name in _REFUSED:
+        refuse(name)
+    # Its arguments are in memory, out of a filter's sight: the C library falls back to clone.
+    refuse("clone3", error=errno.ENOSYS)
+    for flag in _NAMESPACES:
+        refuse("clone", _Condition(0, _MASKED_EQUAL, flag, flag))
+    for request in _TERMINAL_INPUT:
+        refuse("ioctl", _Condition(1, _MASKED_EQUAL, 0xFFFFFFFF, request))
+    for family in set(range(max(_FAMILIES))) - _FAMILIES - {socket.AF_UNSPEC}:
+        refuse("socket", _Condition(0, _MASKED_EQUAL, 0xFFFFFFFF, family))
+    refuse("socket", _Condition(0, _GREATER_OR_EQUAL, max(_FAMILIES) + 1, 0))
+    with _memory_file(b"") as file:
+        library.seccomp_export_bpf(context, file)
+        library.seccomp_release(context)
+        return os.pread(file, 2**20, 0)
+
+
+# --- memory of all processes -----------------------------------------------------------------------------------------
+def _find_groups() -> Path | None:
+    """Find the cgroup v2 in which this process may make groups with a limit of memory; None if it may not."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        mount = next(words[1] for words in mounts if words[2] == "cgroup2")
+        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    folder = Path(mount, own.lstrip("/"))
+    for parent in (folder, folder.parent):
+        with suppress(OSError):
+            if "memory" in (parent / "cgroup.subtree_control").read_text().split() and os.access(parent, os.W_OK):
+                return parent
+    return None
+
+
+@asynccontextmanager
+async def _memory_group(parent: Path | None, number: int, limits: Limits) -> AsyncIterator[Path | None]:
+    """Make a group for the processes of one run, and remove it with all of them."""
+    if parent is None:
+        yield None
+        return
+    group = parent / f"slipstream-{os.getpid()}-{number}"
+    try:
+        group.mkdir()
+        (group / "memory.max").write_text(str((limits.memory_mib + limits.disk_mib) * _MIB))
+        with suppress(FileNotFoundError):  # a kernel without swap
+            (group / "memory.swap.max").write_text("0")
+    except OSError as error:
+        raise SandboxError(f"the sandbox cannot limit its memory: {error}") from error
+    try:
+        yield group
+    finally:
+        until = time.monotonic() + _END_S
+        while group.exists() and time.monotonic() < until:
+            try:
+                group.rmdir()
+            except OSError:  # its last process is still ending
+                await asyncio.sleep(0.01)
+
+
+def _num_killed(group: Path) -> int:
+    events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+    return int(events.get("oom_kill", 0))
 
 
 @contextmanager
-def _memory_file(text: str) -> Iterator[int]:
+def _memory_file(content: bytes) -> Iterator[int]:
     fd = os.memfd_create("code")
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(text.encode(errors="surrogateescape"))
+            file.write(content)
         os.lseek(fd, 0, os.SEEK_SET)
         yield fd
     finally:
@@ -226,130 +391,83 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
-# Each attempt ends by itself, whether or not the limit holds, and prints "broken" where it does not.
 _PROBE_LIMITS = Limits(time_s=10, cpu_s=1, memory_mib=128, disk_mib=8, file_mib=2, processes=12, output_bytes=2**14)
-_PROBES = {
-    "processes: 40 could be started": """
-import os, time
-started = 0
-try:
-    while started < 40:
-        if os.fork() == 0:
-            time.sleep(3)
-            os._exit(0)
-        started += 1
-except OSError:
-    pass
-print("broken" if started >= 40 else "holds")
-""",
-    "memory: twice the limit could be allocated": """
-try:
-    bytearray(256 * 2**20)
-    print("broken")
-except MemoryError:
-    print("holds")
-""",
-    "memory: twice the limit could be shared between processes": """
-import mmap
-try:
-    mmap.mmap(-1, 256 * 2**20)
-    print("broken")
-except OSError:
-    print("holds")
-""",
-    "files: one could grow over its limit": """
-try:
-    open("/tmp/one", "wb").write(bytes(4 * 2**20))
-    print("broken")
-except OSError:
-    print("holds")
-""",
-    "disk: more could be written than /tmp may hold": """
-try:
-    for number in range(12):
-        open(f"/tmp/{number}", "wb").write(bytes(2**20))
-    print("broken")
-except OSError:
-    print("holds")
-""",
-    "disk: a folder other than /tmp could be written": """
-import os
-written = []
-for folder, folders, _ in os.walk("/"):
-    if folder == "/":
-        folders[:] = [name for name in folders if name not in ("proc", "tmp", "usr")]
-    try:
-        open(os.path.join(folder, "new"), "wb").write(b"x")
-        written.append(folder)
-    except OSError:
-        pass
-print("broken" if written else "holds")
-""",
-    "network: a port of this machine could be reached": """
-import socket
-try:
-    socket.create_connection(("127.0.0.1", {port}), 2)
-    print("broken")
-except OSError:
-    print("holds")
-""",
-    "network: there is an interface beside loopback": """
-import socket
-print("broken" if [name for _, name in socket.if_nameindex() if name != "lo"] else "holds")
-""",
-    "files: one of this machine could be read": """
-import os
-print("broken" if os.path.exists({file!r}) else "holds")
-""",
-    "processes: others than its own could be seen or signalled": """
-import os
-seen = [name for name in os.listdir("/proc") if name.isdigit()]
-try:
-    os.kill({pid}, 0)
-    print("broken" if {pid} > 20 else "holds")
-except OSError:
-    print("broken" if len(seen) > 10 else "holds")
-""",
-}
-_PROBES_BY_STATUS = {
-    ("time: an endless loop was not ended by its processor time", "timeout"): """
+_ENDLESS = {
+    ("time: an endless loop is not ended by its processor time", "timeout"): """
 import time
 until = time.monotonic() + 6
 while time.monotonic() < until:
     pass
 """,
-    ("time: a sleep was not ended by the wall clock", "timeout"): "import time; time.sleep(6)",
-    ("output: more could be printed than allowed", "output"): "print('x' * 2**18)",
+    ("time: a sleep is not ended by the wall clock", "timeout"): "import time; time.sleep(6)",
+    ("time: a stopped child outlives the wall clock", "timeout"): """
+import os, signal, time
+if os.fork() == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(6)
+""",
+    ("output: more can be printed than allowed", "output"): "print('x' * 2**18)",
 }
+"""(Limit, status of a run that meets it) -> code that ends by itself after six seconds."""
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
-    """Return one phrase for each limit that does not hold; at most about 40 short-lived processes, and 256 MiB."""
-    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        Path(file.name).chmod(0o644)
-        places = {"{port}": str(server.getsockname()[1]), "{pid}": str(os.getpid())}
-        places |= {"{file!r}": repr(file.name)}
+    """Try to escape in each way of `escapes.py`; returns one phrase for each that succeeds."""
 
-        async def broken(name: str, code: str) -> str:
-            for place, value in places.items():
-                code = code.replace(place, value)
-            found = await sandbox.run(code, limits=_PROBE_LIMITS)
-            if found.stdout.strip() == "holds":
-                return ""
-            return name if found.stdout.strip() == "broken" else f"a probe ({name.split(':')[0]}) failed: {found}"
-
-        async def broken_by_status(name: str, status: str, code: str) -> str:
-            limits = _PROBE_LIMITS if "loop" in name else msgspec.structs.replace(_PROBE_LIMITS, time_s=2)
-            started_at = time.monotonic()
-            found = await sandbox.run(code, limits=limits)
-            return "" if found.status == status and time.monotonic() - started_at < 5 else name
-
-        checks: list[Awaitable[str]] = [broken(name, code) for name, code in _PROBES.items()]
-        checks += [broken_by_status(name, status, code) for (name, status), code in _PROBES_BY_STATUS.items()]
+    async def escaped(names: list[str]) -> list[str]:
         try:
-            return [phrase for phrase in await asyncio.gather(*checks) if phrase]
+            found = await _try_escapes(sandbox, names, around)
+        except ValueError as error:
+            return [f"{', '.join(names)} ({error})"]
+        return [f"{name} ({how})" for name, how in found.items() if how]
+
+    async def outlasted(name: str, status: str, code: str) -> list[str]:
+        limits = _PROBE_LIMITS if "loop" in name else msgspec.structs.replace(_PROBE_LIMITS, time_s=2)
+        started_at = time.monotonic()
+        found = await sandbox.run(code, limits=limits)
+        return [] if found.status == status and time.monotonic() - started_at < 5 else [name]
+
+    alone = [name for name in escapes.ALONE if sandbox.limits_all_processes or not name.startswith("memory")]
+    with _surroundings() as around:
+        checks = [escaped(names) for names in (list(escapes.TOGETHER), *([name] for name in alone))]
+        checks += [outlasted(name, status, code) for (name, status), code in _ENDLESS.items()]
+        try:
+            return [phrase for phrases in await asyncio.gather(*checks) for phrase in phrases]
         except SandboxError as error:
             return [str(error)]
+
+
+@contextmanager
+def _surroundings() -> Iterator[dict[str, Any]]:
+    """Make what an escape would reach: a port, an abstract socket, and a file that everybody may read."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+        tempfile.NamedTemporaryFile("w", dir="/var/tmp") as file,
+    ):
+        abstract.bind(b"")  # the kernel chooses a name
+        abstract.listen()
+        file.write("secret")
+        file.flush()
+        Path(file.name).chmod(0o644)
+        yield msgspec.to_builtins(_PROBE_LIMITS) | {
+            "pid": os.getpid(),
+            "port": server.getsockname()[1],
+            "abstract": abstract.getsockname()[1:].decode(),
+            "file": file.name,
+            "variables": [*_VARIABLES, "PWD", "LC_CTYPE"],
+        }
+
+
+async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str, Any]) -> dict[str, str]:
+    """Run attempts together; returns what each said. Raises ValueError if the run failed."""
+    program = Path(escapes.__file__).read_text()
+    found = await sandbox.run(program, stdin=json.dumps({"around": around, "names": names}), limits=_PROBE_LIMITS)
+    if found.is_out_of_memory:
+        return dict.fromkeys(names, "")
+    if found.status != "ok":
+        raise ValueError(f"not tried: {found}")
+    return msgspec.json.decode(found.stdout, type=dict[str, str])
 
 
 # --- on a service ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from slipstream.generators.errors import PromptError
 from slipstream.generators.tools import call_format
 from slipstream.generators.tools.call_format import CallFormat, ToolCall
 from tests.builders import make_prompt
+from tests.machines import needs_bubblewrap
 from tests.unit.generators.agents import tools
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
@@ -107,7 +107,7 @@ def test_the_model_reads_the_answer_or_the_error_of_its_call(text: str, answer: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed: apt-get install bubblewrap")
+@needs_bubblewrap
 def test_python_runs_in_the_sandbox():
     programs = ["print(sum(range(9)))", "x = 1", "1 / 0", "while True: pass", "print('a' * 10**6)"]
     text = "".join(call("python", json.dumps({"code": program})) for program in programs)

@@ -1,0 +1,322 @@
+"""Attempts to escape from the sandbox, which run inside it before any other code does.
+
+A program for the Python below /usr and its standard library. It reads a JSON record from stdin: `names` of attempts and
+`around`, which says what an attempt needs to know of the machine. It prints one JSON record: attempt -> "" (the sandbox
+holds), "escaped", or an error. Every attempt is bounded even if it succeeds: at most 256 MiB of memory, 12 MiB of
+files, and 40 processes for 3 s.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import platform
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Surroundings = dict[str, Any]
+_MIB = 2**20
+_FORBIDDEN_CALLS = {
+    "SysV shared memory": ("shmget", 29, 194),
+    "SysV semaphores": ("semget", 64, 190),
+    "SysV message queues": ("msgget", 68, 186),
+    "POSIX message queues": ("mq_open", 240, 180),
+    "memory without a file (memfd_create)": ("memfd_create", 319, 279),
+    "tracing of processes": ("ptrace", 101, 117),
+    "the memory of other processes": ("process_vm_readv", 310, 270),
+    "the descriptors of other processes": ("pidfd_getfd", 438, 438),
+    "adding keys to a keyring": ("add_key", 248, 217),
+    "requesting keys of a keyring": ("request_key", 249, 218),
+    "managing keyrings": ("keyctl", 250, 219),
+    "programs in the kernel": ("bpf", 321, 280),
+    "page faults in user space": ("userfaultfd", 323, 282),
+    "io_uring": ("io_uring_setup", 425, 425),
+    "performance counters": ("perf_event_open", 298, 241),
+    "new namespaces (unshare)": ("unshare", 272, 97),
+    "new namespaces (clone3)": ("clone3", 435, 435),
+    "namespaces of others": ("setns", 308, 268),
+    "mounting": ("mount", 165, 40),
+    "mounting through descriptors": ("fsopen", 430, 430),
+    "another root": ("chroot", 161, 51),
+    "files by handle": ("open_by_handle_at", 304, 265),
+    "the kernel log": ("syslog", 103, 116),
+}
+"""Attempt -> name and number of the system call on x86_64 and on aarch64."""
+_CLONE_NEWUSER, _TIOCSTI = 0x10000000, 0x5412
+_DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "core"}
+_DEVICES |= {"stdin", "stdout", "stderr"}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _is_served(*arguments: int) -> bool:
+    """Call the kernel: whether it did more than refuse the call."""
+    ctypes.set_errno(0)
+    _libc.syscall(*map(ctypes.c_long, arguments))
+    return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
+
+
+def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
+    # No call takes these arguments (16 is PTRACE_ATTACH, to no process): one that is allowed fails without an effect.
+    return _is_served(number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
+
+
+def _clone_into_new_namespace(_: Surroundings) -> bool:
+    """`clone`, which the C library itself needs, but for its namespaces."""
+    number = 56 if platform.machine() == "x86_64" else 220
+    found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
+    if found == 0:
+        os._exit(0)
+    return bool(found > 0)
+
+
+def _read_file(around: Surroundings) -> bool:
+    return bool(open(around["file"]).read())
+
+
+def _read_file_through_link(around: Surroundings) -> bool:
+    os.symlink(around["file"], "/tmp/link")
+    return bool(open("/tmp/link").read())
+
+
+def _write_outside_tmp(_: Surroundings) -> bool:
+    for folder, folders, _files in os.walk("/"):
+        if folder == "/":
+            folders[:] = [name for name in folders if name not in ("proc", "sys", "tmp", "usr")]
+        if _is_written(os.path.join(folder, f"new-{os.getpid()}")):
+            return True
+    return _is_written("/usr/new")
+
+
+def _is_written(path: str) -> bool:
+    try:
+        with open(path, "xb"):
+            os.unlink(path)
+            return True
+    except OSError:
+        return False
+
+
+def _write_kernel_settings(_: Surroundings) -> bool:
+    return os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
+
+
+def _fill_one_file(around: Surroundings) -> bool:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with open("/tmp/one", "wb") as file:
+        try:
+            return bool(file.write(bytes(2 * around["file_mib"] * _MIB)))
+        finally:
+            os.unlink("/tmp/one")
+
+
+def _fill_tmp(around: Surroundings) -> bool:
+    for number in range(around["disk_mib"] * 3 // 2):
+        with open(f"/tmp/{number}", "wb") as file:
+            file.write(bytes(_MIB))
+    return True
+
+
+def _find_device(_: Surroundings) -> bool:
+    return bool(set(os.listdir("/dev")) - _DEVICES)
+
+
+def _read_environment(around: Surroundings) -> bool:
+    """Of every process in sight, the first of the namespace among them."""
+    names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
+    return bool(names - {"", *around["variables"]})
+
+
+def _each_process(file: str) -> Iterator[str]:
+    return (f"/proc/{name}/{file}" for name in os.listdir("/proc") if name.isdigit())
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _use_inherited_descriptor(_: Surroundings) -> bool:
+    """Of every process in sight: what leads out, such as the file in which bubblewrap reports the end."""
+    for folder in _each_process("fd"):
+        try:
+            paths = [os.path.join(folder, name) for name in os.listdir(folder) if int(name) > 2]
+        except OSError:
+            continue
+        for path in paths:
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                return True
+            except OSError:
+                pass
+    return False
+
+
+def _signal_other_process(around: Surroundings) -> bool:
+    if around["pid"] > 20:
+        os.kill(around["pid"], 0)
+        return True
+    return False
+
+
+def _see_other_processes(_: Surroundings) -> bool:
+    return len(list(_each_process("stat"))) > 10
+
+
+def _connect_to_port(around: Surroundings) -> bool:
+    return bool(socket.create_connection(("127.0.0.1", around["port"]), 2))
+
+
+def _connect_to_abstract_socket(around: Surroundings) -> bool:
+    socket.socket(socket.AF_UNIX).connect("\0" + around["abstract"])
+    return True
+
+
+def _find_interface(_: Surroundings) -> bool:
+    return any(name != "lo" for _, name in socket.if_nameindex())
+
+
+def _open_other_socket(_: Surroundings) -> bool:
+    """Kernel interfaces that no network namespace contains, or that crash kernels: ALG, VSOCK and the like."""
+    for family in (*range(3, 10), *range(11, 16), *range(17, 46)):
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+            try:
+                socket.socket(family, kind).close()
+                return True
+            except OSError:
+                pass
+    return False
+
+
+def _gain_privileges(_: Surroundings) -> bool:
+    status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\t" in line)
+    return any(int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")) or status["NoNewPrivs"] != "1"
+
+
+def _raise_limits(_: Surroundings) -> bool:
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)
+    if any(resource.getrlimit(kind)[1] == resource.RLIM_INFINITY for kind in kinds):
+        return True
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        return True
+    except ValueError:
+        return False
+
+
+def _leave_core_file(_: Surroundings) -> bool:
+    return resource.getrlimit(resource.RLIMIT_CORE)[1] > 0
+
+
+def _open_many_descriptors(_: Surroundings) -> bool:
+    first = os.open("/dev/null", os.O_RDONLY)
+    try:
+        return max(os.dup(first) for _number in range(256)) > 0
+    finally:
+        os.closerange(first, first + 256)
+
+
+def _type_into_terminal(_: Surroundings) -> bool:
+    try:
+        fcntl.ioctl(0, _TIOCSTI, b"x")
+        return True
+    except OSError as error:
+        return error.errno != errno.EPERM or _is_opened("/dev/tty")
+
+
+def _is_opened(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+        return True
+    except OSError:
+        return False
+
+
+def _allocate_heap(around: Surroundings) -> bool:
+    return bool(bytearray(2 * around["memory_mib"] * _MIB))
+
+
+def _allocate_shared(around: Surroundings) -> bool:
+    return bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB))
+
+
+def _allocate_in_children(around: Surroundings) -> bool:
+    """Half of the limit in each of four children, at the same time."""
+    children = []
+    for _number in range(4):
+        child = os.fork()
+        if child == 0:
+            kept = bytearray(around["memory_mib"] // 2 * _MIB)
+            kept[:: mmap.PAGESIZE] = b"x" * len(kept[:: mmap.PAGESIZE])
+            time.sleep(1.5)
+            os._exit(0)
+        children.append(child)
+    return all(os.waitpid(child, 0)[1] == 0 for child in children)
+
+
+def _start_many_processes(_: Surroundings) -> bool:
+    for _number in range(40):
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+    return True
+
+
+TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
+    "files: one of this machine can be read": _read_file,
+    "files: a link in /tmp leads out": _read_file_through_link,
+    "files: a folder other than /tmp can be written": _write_outside_tmp,
+    "files: settings of the kernel can be seen or written": _write_kernel_settings,
+    "files: one can grow over its limit": _fill_one_file,
+    "files: /tmp can hold more than its limit": _fill_tmp,
+    "files: a device of this machine is visible": _find_device,
+    "secrets: the environment of the generator can be read": _read_environment,
+    "secrets: a descriptor of the generator or of bubblewrap can be opened": _use_inherited_descriptor,
+    "processes: another of this machine can be signalled": _signal_other_process,
+    "processes: others of this machine are visible": _see_other_processes,
+    "network: a port of this machine can be reached": _connect_to_port,
+    "network: an abstract socket of this machine can be reached": _connect_to_abstract_socket,
+    "network: an interface other than loopback exists": _find_interface,
+    "network: sockets other than Unix, IP and netlink can be made": _open_other_socket,
+    "privileges: capabilities are left or can be gained": _gain_privileges,
+    "limits: they can be raised": _raise_limits,
+    "limits: core files can be left": _leave_core_file,
+    "limits: 256 descriptors can be opened": _open_many_descriptors,
+    "terminal: input can be forged": _type_into_terminal,
+    "memory: twice the limit can be allocated": _allocate_heap,
+    "memory: twice the limit can be shared": _allocate_shared,
+    "kernel: new namespaces (clone) are allowed": _clone_into_new_namespace,
+    **{
+        f"kernel: {what} is allowed": lambda _, x86=x86, arm=arm: _is_call_served(x86, arm)
+        for what, (_name, x86, arm) in _FORBIDDEN_CALLS.items()
+    },
+}
+"""Attempts that share one run."""
+ALONE: dict[str, Callable[[Surroundings], bool]] = {
+    "processes: 40 can be started": _start_many_processes,
+    "memory: processes together can have twice the limit": _allocate_in_children,
+}
+"""Attempts that use up what others need."""
+
+
+def _attempt(escape: Callable[[Surroundings], bool], around: Surroundings) -> str:
+    try:
+        return "escaped" if escape(around) else ""
+    except (OSError, MemoryError):
+        return ""
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    job = json.load(sys.stdin)
+    print(json.dumps({name: _attempt((TOGETHER | ALONE)[name], job["around"]) for name in job["names"]}))
