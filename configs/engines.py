@@ -126,11 +126,8 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
             require(own is None, key, "leave out what has a setting of its own", got=name, why=f"set {own} instead")
             close = get_close_matches(name, SAFE_ARGUMENTS, n=1, cutoff=0.8)
             must = "hold only arguments of vLLM that keep sampled tokens and their log-probabilities exact"
-            why = (
-                f"did you mean {close[0]}?"
-                if close
-                else "leave it out, or choose one of SAFE_ARGUMENTS in configs/engines.py"
-            )
+            allowed = "leave it out; SAFE_ARGUMENTS in configs/engines.py are allowed"
+            why = f"did you mean {close[0]}?" if close else allowed
             require(name in SAFE_ARGUMENTS, key, must, got=name, why=why)
 
     @property
