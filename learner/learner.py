@@ -34,6 +34,7 @@ from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.metrics.log import MetricsLog, Row
 from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.staging import check_first_step
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall.detector import StallDetector
 from slipstream.runtime.clock import Clock
@@ -254,6 +255,8 @@ class Learner:
                 "learner/checkpoint_s": self._checkpoint_s,
             },
         )
+        if self._step == 1:
+            check_first_step(row, run=self._run, limit=self._publisher.probe_limit)
         self._must_stop, self._checkpoint_s = self._meets_stop(row), 0.0
         is_candidate = is_evaluated and self._run.learner.checkpoint.best is not None
         if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):

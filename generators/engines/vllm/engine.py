@@ -160,6 +160,12 @@ class VllmEngine:
             experts=select_experts(output, layers=self._routed_layers),
         )
 
+    async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+        self._num_probes += 1
+        names = [f"probe-{self._num_probes}-{index}" for index in range(len(prompts))]
+        requests = zip(prompts, names, strict=True)
+        return await asyncio.gather(*(self.generate(prompt, sampling, request_id=name) for prompt, name in requests))
+
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._score(token_ids, num_likeliest=0)
 

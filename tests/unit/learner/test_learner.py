@@ -85,6 +85,8 @@ class FakeRanks:
 class FakePublisher:
     """Announces each version at once; every prompt is answered correctly while the learner waits."""
 
+    probe_limit = 1e-3
+
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self._version = 0
