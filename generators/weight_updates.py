@@ -67,7 +67,7 @@ async def probe(engine: Engine, update: Update) -> ProbeResult:
         (
             of_samples,
             "be the same for sampled tokens as for these tokens in a prompt",
-            "Something alters sampled tokens or their log-probabilities: look at plugins and patches of the engine",
+            "Something alters what the engine samples or reports: look for plugins and patches of it",
         ),
     ):
         # `not <=` rather than `>`: NaN must fail.

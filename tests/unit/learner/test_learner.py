@@ -16,6 +16,7 @@ from slipstream.configs.learner import BestConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestEntry
+from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
@@ -174,6 +175,19 @@ def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
     train(run, store)
     learner = msgspec.structs.replace(run.learner, stop=None)
     assert train(msgspec.structs.replace(run, resume=True, learner=learner), store) == list(range(1, 10))
+
+
+def test_a_first_step_with_other_log_probabilities_than_the_learners_ends_the_run(run: RunConfig):
+    class Offset(FakeRanks):
+        def train(self, **_: Any) -> dict[str, Any]:
+            moments = {"mismatch_mean": 0.01, "mismatch_ratio_mean": 0.99, "chi2": 0.99**2 - 1, "tokens": 64.0}
+            return super().train() | {f"learner/by_lag/0/{name}": value for name, value in moments.items()}
+
+    store, folder = make_store(), RunFolder(run)
+    with pytest.raises(SampledLogprobsError, match="over 64 tokens"):
+        make_learner(run, store, Offset(folder), FakePublisher).run()
+    assert store.run_state().step == 1
+    assert not folder.checkpoints.exists()
 
 
 def with_settings(run: RunConfig, *, best: BestConfig | None = None, **evaluation: Any) -> RunConfig:
