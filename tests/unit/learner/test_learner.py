@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.learner import BestConfig
@@ -168,6 +169,15 @@ def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
         *("buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction"),
     }
     assert set(msgspec.json.decode(folder.summary.read_bytes())) == keys_under(SUMMARY)
+
+
+def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
+    store = make_store()
+    train(run, store)
+    rows = [msgspec.json.decode(line) for line in RunFolder(run).metrics.read_bytes().splitlines()]
+    status = StatusReader(store, run).read()
+    assert status.last_row == rows[-1]
+    assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
 
 
 def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
