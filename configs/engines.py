@@ -33,31 +33,24 @@ _SET_BY_OTHERS = {
 }
 """Argument of vLLM -> setting that it follows from."""
 SAFE_ARGUMENTS = frozenset({
-    # memory
+    # memory and caches
     "block_size", "num_gpu_blocks_override", "cpu_offload_gb", "watermark", "disable_hybrid_kv_cache_manager",
+    "prefix_caching_hash_algo", "prefix_cache_retention_interval", "mamba_block_size", "mamba_cache_mode",
     # scheduling
     "async_scheduling", "scheduling_policy", "scheduler_reserve_full_isl", "max_num_active_seqs",
-    "max_num_scheduled_tokens", "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive",
-    "stream_interval", "disable_chunked_mm_input", "renderer_num_workers",
-    # caching
-    "prefix_caching_hash_algo", "prefix_cache_retention_interval", "prefix_match_unit", "mamba_block_size",
-    "mamba_cache_mode",
+    "max_num_scheduled_tokens", "long_prefill_token_threshold", "stream_interval", "disable_chunked_mm_input",
     # parallelism
     "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "disable_custom_all_reduce", "all2all_backend",
-    "decode_context_parallel_size", "dcp_comm_backend", "enable_shm_tensor_arena", "mm_encoder_tp_mode", "numa_bind",
-    "numa_bind_nodes", "numa_bind_cpus",
+    "decode_context_parallel_size", "dcp_comm_backend", "mm_encoder_tp_mode", "numa_bind", "numa_bind_nodes",
     # compilation and kernels
     "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level",
     "performance_mode", "attention_backend", "attention_config", "disable_cascade_attn", "moe_backend",
-    "linear_backend", "kernel_config", "ir_op_priority", "enable_flashinfer_autotune", "mamba_backend",
-    "gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend", "mm_encoder_attn_backend",
-    # loading
-    "download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads",
-    "safetensors_prefetch_block_size", "max_parallel_loading_workers",
-    # logging and profiling
-    "enable_log_requests", "enable_logging_iteration_details", "aggregate_engine_logging", "logging_config",
-    "log_level", "log_config_file", "jit_monitor_mode", "jit_monitor_verbose", "profiler_config", "kv_cache_metrics",
-    "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics", "enable_mm_processor_stats",
+    "linear_backend", "kernel_config", "enable_flashinfer_autotune", "mamba_backend", "gdn_prefill_backend",
+    "kda_prefill_backend", "kda_decode_backend", "mm_encoder_attn_backend",
+    # loading, logging, profiling
+    "download_dir", "safetensors_load_strategy", "max_parallel_loading_workers", "enable_log_requests",
+    "enable_logging_iteration_details", "aggregate_engine_logging", "logging_config", "log_level", "log_config_file",
+    "jit_monitor_mode", "profiler_config", "kv_cache_metrics", "cudagraph_metrics", "enable_mfu_metrics",
     "enable_layerwise_nvtx_tracing", "otlp_traces_endpoint", "collect_detailed_traces", "shutdown_timeout",
 })  # fmt: skip
 """Arguments of vLLM that change neither the model's function nor how tokens are sampled and scored. Kernels may round

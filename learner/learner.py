@@ -86,7 +86,6 @@ class Learner:
         self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
-        self._config_hash = config_hash(run)
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
@@ -330,7 +329,7 @@ class Learner:
                     payloads,
                     version=self._version,
                     seed=self._run.seed,
-                    config_hash=self._config_hash,
+                    config_hash=config_hash(self._run),
                     mixed_group_ids=mixed_ids,
                 )
                 with self._committing:

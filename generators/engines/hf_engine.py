@@ -369,7 +369,10 @@ class HfEngine:
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
             # The queue fails too: nobody would start decoding for it again.
-            self._fail([*batch, *self._queue], f"decoding failed: {type(error).__name__}: {error}")
+            for request in [*batch, *self._queue]:
+                if not request.completion.done():
+                    failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")
+                    request.completion.set_exception(failure)
             self._queue.clear()
 
     async def _decode_batch(self, requests: list[HfRequest]) -> None:
@@ -386,12 +389,6 @@ class HfEngine:
             vision=VisionModel(self._config.path) if any(request.images for request in requests) else None,
             routers=self._routers,
         )
-
-    @staticmethod
-    def _fail(requests: list[HfRequest], message: str) -> None:
-        for request in requests:
-            if not request.completion.done():
-                request.completion.set_exception(EngineDiedError(message))
 
     def _check_started(self) -> None:
         if self._model is None:
