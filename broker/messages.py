@@ -362,9 +362,9 @@ class UpdateApplied(Message):
     error: ErrorText = ""
     """Empty: loaded, checksums equal, probe within bounds."""
     probe_diff: float = 0.0
-    """Mean absolute difference of canary log-probabilities, nats."""
+    """Mean absolute difference of the probe's log-probabilities, nats."""
     probe_diff_max: float = 0.0
-    """Largest absolute difference of canary log-probabilities, nats."""
+    """Largest absolute difference of the probe's log-probabilities, nats."""
     pause_s: float = 0.0
     """Time for which generation was paused, seconds."""
     device: DeviceName = "cpu"

@@ -89,9 +89,10 @@ class WeightsConfig(Config):
     fetch_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating meanwhile."""
     max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
-    """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences,
-    nats; above it the generator gets no work. With a `model.dtype` below float32 three times the difference at the
-    first version, if that is more."""
+    """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences, and
+    between sampled tokens and the same tokens in a prompt, nats; above it the generator gets no work. With a
+    `model.dtype` below float32 three times the difference at the first version, if that is more. Beyond it, the tokens
+    of step 1 stop the run."""
 
 
 class LoggingConfig(Config):

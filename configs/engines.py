@@ -1,5 +1,6 @@
 """Inference engines of a generator."""
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -31,18 +32,29 @@ _SET_BY_OTHERS = {
     "lora_target_modules": "model.lora.targets",
 }
 """Argument of vLLM -> setting that it follows from."""
-_NEEDED = {
-    "skip_tokenizer_init",
-    "distributed_executor_backend",
-    "logprobs_mode",
-    "weight_transfer_config",
-    "worker_extension_cls",
-    "disable_log_stats",
-    "load_format",
-    "max_loras",
-    "lora_dtype",
-}
-"""Arguments of vLLM on which weight updates and exact log-probabilities rest."""
+SAFE_ARGUMENTS = frozenset({
+    # memory and caches
+    "block_size", "num_gpu_blocks_override", "cpu_offload_gb", "watermark", "disable_hybrid_kv_cache_manager",
+    "prefix_caching_hash_algo", "prefix_cache_retention_interval", "mamba_block_size", "mamba_cache_mode",
+    # scheduling
+    "async_scheduling", "scheduling_policy", "scheduler_reserve_full_isl", "max_num_active_seqs",
+    "max_num_scheduled_tokens", "long_prefill_token_threshold", "stream_interval", "disable_chunked_mm_input",
+    # parallelism
+    "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "disable_custom_all_reduce", "all2all_backend",
+    "decode_context_parallel_size", "dcp_comm_backend", "mm_encoder_tp_mode", "numa_bind", "numa_bind_nodes",
+    # compilation and kernels
+    "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level",
+    "performance_mode", "attention_backend", "attention_config", "disable_cascade_attn", "moe_backend",
+    "linear_backend", "kernel_config", "enable_flashinfer_autotune", "mamba_backend", "gdn_prefill_backend",
+    "kda_prefill_backend", "kda_decode_backend", "mm_encoder_attn_backend",
+    # loading, logging, profiling
+    "download_dir", "safetensors_load_strategy", "max_parallel_loading_workers", "enable_log_requests",
+    "enable_logging_iteration_details", "aggregate_engine_logging", "logging_config", "log_level", "log_config_file",
+    "jit_monitor_mode", "profiler_config", "kv_cache_metrics", "cudagraph_metrics", "enable_mfu_metrics",
+    "enable_layerwise_nvtx_tracing", "otlp_traces_endpoint", "collect_detailed_traces", "shutdown_timeout",
+})  # fmt: skip
+"""Arguments of vLLM that change neither the model's function nor how tokens are sampled and scored. Kernels may round
+differently, which the probe of every version limits."""
 
 Quantization = Literal[
     "fp8",
@@ -97,14 +109,19 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Longest time without a step while requests are open, seconds; then the generator exits and is started again."""
     extra: dict[str, Any] = {}
-    """Further arguments of vLLM's `AsyncEngineArgs` by name, such as `{block_size: 32, async_scheduling: false}`."""
+    """Further arguments of vLLM's `AsyncEngineArgs` by name, such as `{block_size: 32, async_scheduling: false}`: those
+    for memory, scheduling, caching, parallelism, kernels, loading and logging in `SAFE_ARGUMENTS` (configs/engines.py).
+    Arguments that could change the sampled tokens or their log-probabilities are refused."""
 
     def __post_init__(self) -> None:
         for name in self.extra:
             key, own = "generators.engine.extra", _SET_BY_OTHERS.get(name)
             require(own is None, key, "leave out what has a setting of its own", got=name, why=f"set {own} instead")
-            must = "leave vLLM's arguments alone on which weight updates and log-probabilities rest"
-            require(name not in _NEEDED, key, must, got=name, why="answers would not be what was sampled")
+            close = get_close_matches(name, SAFE_ARGUMENTS, n=1, cutoff=0.8)
+            must = "hold only arguments of vLLM that keep sampled tokens and their log-probabilities exact"
+            allowed = "leave it out; SAFE_ARGUMENTS in configs/engines.py are allowed"
+            why = f"did you mean {close[0]}?" if close else allowed
+            require(name in SAFE_ARGUMENTS, key, must, got=name, why=why)
 
     @property
     def num_workers(self) -> int:

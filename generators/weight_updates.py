@@ -21,7 +21,7 @@ from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch,
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.buffer.trajectory import Record
+from slipstream.buffer.trajectory import Record, Sampling
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 from slipstream.runtime.trace import Trace
@@ -29,6 +29,8 @@ from slipstream.runtime.trace import Trace
 log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
+_SAMPLED_TOKENS = 4
+"""Tokens that a probe samples behind the beginning of each canary sequence; each costs a decoding step."""
 _GIVEN_UP_S = 20.0
 """Time for the engine to end a broadcast that the learner has given up. A dead engine must be replaced before the
 learner ends its run for want of weights (`learner.dead_end.after_s`)."""
@@ -39,37 +41,60 @@ class _UnendedBroadcastError(EngineDiedError):
 
 
 class ProbeResult(Record):
-    """Absolute differences of canary log-probabilities, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
+    """Absolute differences of log-probabilities, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
 
     mean: float = 0.0
+    """The larger one of two means: over canary tokens, and over sampled tokens."""
     largest: float = 0.0
 
 
 async def probe(engine: Engine, update: Update) -> ProbeResult:
-    """Compare the engine's log-probabilities of the update's canary sequences with the learner's.
+    """Compare the engine's log-probabilities of canary sequences with the learner's, and of tokens that it samples with
+    those that it gives the same tokens in a prompt.
 
-    Raises UnverifiedWeightsError unless the mean difference is at most `update.max_probe_diff`.
+    Raises UnverifiedWeightsError unless both mean differences are at most `update.max_probe_diff`.
     """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            answers = await asyncio.gather(*(engine.prompt_logprobs(tokens) for tokens in update.canary_token_ids))
+            of_prompts, of_samples = await asyncio.gather(_prompt_diffs(engine, update), _sample_diffs(engine, update))
     except TimeoutError as error:
         raise UnverifiedWeightsError(
             f"the engine must answer the probe of version {update.version} within {_PROBE_TIMEOUT_S:g} s, got no "
             "answer: this generator takes no prompts until an update verifies. Is the engine overloaded, or paused?"
         ) from error
-    engine_logprobs = np.array([value for answer in answers for value in answer])
-    learner_logprobs = np.array([value for expected in update.canary_logprobs for value in expected])
-    differences = np.abs(engine_logprobs - learner_logprobs)
-    result = ProbeResult(float(differences.mean()), float(differences.max()))
-    # `not <=` rather than `>`: NaN must fail.
-    if not result.mean <= update.max_probe_diff:
-        raise UnverifiedWeightsError(
-            f"the engine's log-probabilities must agree with the learner's within {update.max_probe_diff:g} nats on "
-            f"average, got {result.mean:.3g} at version {update.version}: this generator takes no prompts until an "
-            "update verifies. Look for tied or renamed tensors, or a dtype that differs (weights.max_probe_diff)."
-        )
-    return result
+    for diffs, rule, remedy in (
+        (of_prompts, "agree with the learner's", "Look for tied or renamed tensors, or a dtype that differs"),
+        (
+            of_samples,
+            "be the same for sampled tokens as for these tokens in a prompt",
+            "Something alters what the engine samples or reports: look for plugins and patches of it",
+        ),
+    ):
+        # `not <=` rather than `>`: NaN must fail.
+        if not diffs.mean() <= update.max_probe_diff:
+            raise UnverifiedWeightsError(
+                f"the engine's log-probabilities must {rule} within {update.max_probe_diff:g} nats on average, got "
+                f"{diffs.mean():.3g} at version {update.version}: this generator takes no prompts until an update "
+                f"verifies. {remedy} (weights.max_probe_diff)."
+            )
+    return ProbeResult(float(max(of_prompts.mean(), of_samples.mean())), float(max(of_prompts.max(), of_samples.max())))
+
+
+async def _prompt_diffs(engine: Engine, update: Update) -> np.ndarray:
+    scores = await asyncio.gather(*(engine.prompt_logprobs(tokens) for tokens in update.canary_token_ids))
+    return np.abs(np.concatenate(scores) - np.concatenate(update.canary_logprobs))
+
+
+async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
+    # Prompt and response are together as long as the canary, for which every engine has room.
+    num_tokens = min(_SAMPLED_TOKENS, len(update.canary_token_ids[0]) // 2)
+    prompts = [tokens[:-num_tokens] for tokens in update.canary_token_ids]
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=num_tokens, seed=update.version)
+    answers = await engine.sample_probe(prompts, sampling)
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    scores = await asyncio.gather(*(engine.prompt_logprobs(text) for text in texts))
+    known = [score[-len(answer.token_ids) :] for score, answer in zip(scores, answers, strict=True)]
+    return np.abs(np.concatenate([answer.logprobs for answer in answers]) - np.concatenate(known))
 
 
 class WeightUpdates:

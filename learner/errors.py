@@ -21,6 +21,10 @@ class DivergenceError(LearnerError, ArithmeticError):
     """A loss or a gradient norm is not finite. The weights are those of the update before."""
 
 
+class SampledLogprobsError(LearnerError, ArithmeticError):
+    """The generators' log-probabilities of the first step's tokens are not those of the policy."""
+
+
 class CheckpointError(LearnerError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the run."""
 

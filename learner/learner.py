@@ -34,6 +34,7 @@ from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.metrics.log import MetricsLog, Row
 from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.staging import check_first_step
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall.detector import StallDetector
 from slipstream.runtime.clock import Clock
@@ -85,7 +86,6 @@ class Learner:
         self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
-        self._config_hash = config_hash(run)
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
@@ -254,6 +254,8 @@ class Learner:
                 "learner/checkpoint_s": self._checkpoint_s,
             },
         )
+        if self._step == 1:
+            check_first_step(row, run=self._run, limit=self._publisher.probe_limit)
         self._must_stop, self._checkpoint_s = self._meets_stop(row), 0.0
         is_candidate = is_evaluated and self._run.learner.checkpoint.best is not None
         if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):
@@ -327,7 +329,7 @@ class Learner:
                     payloads,
                     version=self._version,
                     seed=self._run.seed,
-                    config_hash=self._config_hash,
+                    config_hash=config_hash(self._run),
                     mixed_group_ids=mixed_ids,
                 )
                 with self._committing:

@@ -95,6 +95,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+        """Sample as `generate` does, without waiting for open requests. Raises EngineError."""
+        ...
+
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 values."""
         ...

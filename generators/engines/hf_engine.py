@@ -304,6 +304,15 @@ class HfEngine:
             self._decoding = asyncio.create_task(self._decode())
         return await request.completion
 
+    async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+        self._check_started()
+        requests = [HfRequest(prompt, sampling) for prompt in prompts]
+        # A batch of its own, decoded at once: in the queue it would wait until the current batch is complete.
+        batch = self._make_batch(requests)
+        while not batch.is_done:
+            batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
+        return [await request.completion for request in requests]
+
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return (await self.prompt_scores(token_ids)).own
 
@@ -360,26 +369,26 @@ class HfEngine:
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
             # The queue fails too: nobody would start decoding for it again.
-            self._fail([*batch, *self._queue], f"decoding failed: {type(error).__name__}: {error}")
+            for request in [*batch, *self._queue]:
+                if not request.completion.done():
+                    failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")
+                    request.completion.set_exception(failure)
             self._queue.clear()
 
     async def _decode_batch(self, requests: list[HfRequest]) -> None:
-        batch = HfBatch(
+        batch = self._make_batch(requests)
+        while not batch.is_done:
+            batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
+            await asyncio.sleep(0)
+
+    def _make_batch(self, requests: list[HfRequest]) -> HfBatch:
+        return HfBatch(
             requests,
             pad_token_id=self._pad_token_id,
             device=self._model.device,
             vision=VisionModel(self._config.path) if any(request.images for request in requests) else None,
             routers=self._routers,
         )
-        while not batch.is_done:
-            batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
-            await asyncio.sleep(0)
-
-    @staticmethod
-    def _fail(requests: list[HfRequest], message: str) -> None:
-        for request in requests:
-            if not request.completion.done():
-                request.completion.set_exception(EngineDiedError(message))
 
     def _check_started(self) -> None:
         if self._model is None:

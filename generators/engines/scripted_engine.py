@@ -70,6 +70,11 @@ class ScriptedEngine:
         reason = "stop" if length == len(script) else "length"
         return Completion(script[:length], [logprob] * length, spans, reason)
 
+    async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+        token_ids, spans = self._script(sampling.seed)[: sampling.max_tokens], [VersionSpan(0, self._version)]
+        scores = [await self.prompt_logprobs([*prompt, *token_ids]) for prompt in prompts]
+        return [Completion(token_ids, logprobs[-len(token_ids) :], spans, "length") for logprobs in scores]
+
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Return the last update's canary values, or uniform ones."""
         uniform = [-math.log(len(VOCABULARY))] * (len(token_ids) - 1)

@@ -65,6 +65,11 @@ class BackgroundPublisher:
             wait([self._in_flight])
         self._raise_error()
 
+    @property
+    def probe_limit(self) -> float:
+        """Largest mean difference that a probe may show, nats."""
+        return self._stager.probe_limit.nats
+
     def take_published(self) -> Published | None:
         """Result of the newest publish that ended since the last call; None if none did."""
         self._raise_error()

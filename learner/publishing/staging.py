@@ -1,6 +1,7 @@
 """Staging: copies a version's weights into flat buckets, so that the learner trains on while they are sent."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -16,13 +17,16 @@ from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.weights import buckets
 from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import WeightsConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.engines.engine import TrainEngine
+from slipstream.learner.errors import SampledLogprobsError
 
 _UNCALIBRATED_NATS = 0.3
 _CALIBRATION_FACTOR = 3.0
+_STANDARD_ERRORS = 6.0
 SEQUENCE_TOKENS = 16
 """Length of a canary sequence, tokens."""
 
@@ -90,6 +94,45 @@ class ProbeLimit:
         if not self._is_calibrated:
             self._is_calibrated, self.nats = True, max(self._floor, _CALIBRATION_FACTOR * diff)
             log.info("probe_calibrated", diff=diff, limit=self.nats)
+
+
+def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) -> None:
+    """Raise SampledLogprobsError unless the learner confirms the log-probabilities of the tokens sampled for step 1.
+
+    No update lies between sampling and scoring, so only rounding may differ. With r = p_learner / p_generator:
+
+    mean |log r| <= limit        |mean r - 1| <= max_probe_diff + 6 standard errors
+
+    Tokens that are sampled with the reported probabilities have E r = 1 however the two sides round. So the second rule
+    finds a constant error that the first one has to allow in bfloat16.
+
+    `row`: metrics of the step. `limit`: that of the probe, which version 0 has calibrated.
+    """
+    sampling, algorithm, prefix = run.generators.sampling, run.algorithm, "learner/by_lag/0/"
+    is_comparable = (
+        run.mode != "replay"
+        and not isinstance(run.generators.engine, ScriptedEngineConfig)
+        # The engine's values are of the truncated distribution, the learner's of the whole one.
+        and (sampling.top_p, max(sampling.top_k, 0)) == (1, 0)
+        # Otherwise metrics hold values after the first of several updates.
+        and (algorithm.updates_per_step == 1 or algorithm.needs_start_logprobs)
+        # A guest must not be able to stop the run; its answers are audited.
+        and not run.cluster.guests.names
+    )
+    if not is_comparable or f"{prefix}tokens" not in row:
+        return
+    num_tokens, distance, ratio = (row[prefix + name] for name in ("tokens", "mismatch_mean", "mismatch_ratio_mean"))
+    error = math.sqrt(max(0.0, row[f"{prefix}chi2"] + 1 - ratio**2) / num_tokens)
+    allowed = run.weights.max_probe_diff + _STANDARD_ERRORS * error
+    for what, found, most in (("mean |log r|", distance, limit), ("|mean r - 1|", abs(ratio - 1), allowed)):
+        if found > most:
+            raise SampledLogprobsError(
+                "generators must report the log-probabilities with which they sample, and those of step 1 must be the "
+                f"learner's: over {num_tokens:g} tokens {what} must be at most {most:.3g}, got {found:.3g}, with r = "
+                "p_learner / p_generator. Every gradient would be biased. Look for plugins and patches of the engine, "
+                "compare dtype, attention and quantization of generators.engine and model, or raise "
+                "weights.max_probe_diff if the difference is intended."
+            )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.generators.engines.engine import EngineLoad
+from slipstream.generators.engines.engine import Completion, EngineLoad
 from slipstream.generators.engines.vllm.environment import engine_environment
 from tests.contract.engines import (
     END,
@@ -174,6 +174,24 @@ def test_a_probe_beside_running_requests_gives_the_same_values(real: Rig):
 
     alone, beside = real.run(scenario())
     assert beside == pytest.approx(alone, abs=TOLERANCE)
+
+
+def test_a_probe_samples_as_generate_does_and_waits_for_no_response(rig: Rig):
+    prompts, sampling = [PROMPT, PROMPTS[3]], make_sampling(5, max_tokens=4)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        running = asyncio.create_task(
+            rig.generate([PROMPT] * 64, [make_sampling(s, max_tokens=100) for s in range(64)])
+        )
+        await asyncio.sleep(0)
+        sampled = await rig.engine.sample_probe(prompts, sampling)
+        assert not running.done()
+        await running
+        return sampled, await rig.generate(prompts, [sampling] * 2)
+
+    for sampled, expected in zip(*rig.run(scenario()), strict=True):
+        assert (sampled.token_ids, sampled.version_spans) == (expected.token_ids, expected.version_spans)
+        assert sampled.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(

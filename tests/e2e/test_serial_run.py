@@ -1,9 +1,11 @@
 """The serial run is deterministic, and stays what it is."""
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import read_table
 from safetensors.torch import load_file
 
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
@@ -13,6 +15,7 @@ from tests import runs
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "serial_3_steps.json"
+SYNCHRONOUS = "buffer.staleness.max_lag=0"
 FINAL = "runs/adapter/final_model"
 KEYS = ("learner/loss", "learner/reward_mean", "learner/grad_norm", "lag/mean", "version")
 SMALL = (
@@ -78,8 +81,31 @@ def test_another_seed_gives_another_run(folder: Path, first: list[dict[str, floa
     assert train(folder, "third", "seed=1") != first
 
 
+@pytest.fixture(scope="module")
+def synchronous(folder: Path) -> list[dict[str, float]]:
+    return train(folder, "synchronous", SYNCHRONOUS)
+
+
+def test_a_run_that_is_resumed_at_a_checkpoint_equals_one_without_a_break_bit_for_bit(
+    folder: Path, synchronous: list[dict[str, float]]
+):
+    changes = ("name=resumed", SYNCHRONOUS, "learner.checkpoint.every_steps=2")
+    runs.run_script(folder, "tests.e2e.resumed_serial", *SMALL, *changes)
+    assert [{key: row[key] for key in KEYS} for row in runs.metrics(folder, "resumed")] == synchronous
+    straight, resumed = (folder / "runs" / name for name in ("synchronous", "resumed"))
+    # The order of prompts, the tokens that were sampled, and their log-probabilities.
+    columns = ["id", "prompt_uid", "token_ids", "generator_logprobs", "version_spans", "steps"]
+    groups = [
+        sorted(read_table(path / "archive/shard-00000001.parquet", columns=columns).to_pylist(), key=itemgetter("id"))
+        for path in (straight, resumed)
+    ]
+    assert [each for each in groups[0] if each["steps"]] == [each for each in groups[1] if each["steps"]]
+    first, second = (load_file(path / "final_model/model.safetensors") for path in (straight, resumed))
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.usefixtures("synchronous")
 def test_max_lag_zero_is_exactly_on_policy(folder: Path):
-    train(folder, "synchronous", "buffer.staleness.max_lag=0")
     for row in runs.metrics(folder, "synchronous"):
         assert row["lag/max"] == 0
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)

@@ -99,13 +99,22 @@ def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_adapter_of_one(tmp_path):
+@pytest.mark.parametrize("trained", ["--lora", "--critic"])
+def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
     make_tiny_model(tmp_path / "model")
-    (alone, _), (together, _) = (
-        train(tmp_path, ranks=ranks, zero=3, out=f"ranks-{ranks}", extra=("--lora",)) for ranks in (1, 2)
+    (alone, expected), (together, metrics) = (
+        train(tmp_path, ranks=ranks, zero=3, out=f"ranks-{ranks}", extra=(trained, f"--microbatch={size}"))
+        for ranks, size in ((1, 8192), (2, 64))
     )
     base = load_file(tmp_path / "model" / "model.safetensors")
     assert largest_difference(alone, together) < 1e-5 < largest_difference(base, together)
+    assert metrics[0] == metrics[1]
+    # Values, losses and norms of gradients, also those of the critic; `computed_tokens` counts padding.
+    for one, two in zip(expected[0], metrics[0], strict=True):
+        assert two == pytest.approx(
+            one | {"learner/computed_tokens": two["learner/computed_tokens"]}, abs=1e-4, rel=1e-4
+        )
+        assert ("learner/critic_grad_norm" in two) == (trained == "--critic")
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ class VllmEngine:
         self._seed = seed
         self._llm: AsyncLLM | None = None
         self._end_token_ids: list[int] = []
-        self._names: CheckpointNames | None = None
+        self._names: CheckpointNames
         self._uncompared = Counter[str]()
         self._num_probes = 0
         self._routed_layers: list[int] = []
@@ -158,6 +158,13 @@ class VllmEngine:
             version_spans=[VersionSpan(span.start, int(span.version)) for span in answer.weight_versions],
             stop_reason="stop_string" if isinstance(answer.stop_reason, str) else answer.finish_reason,
             experts=select_experts(output, layers=self._routed_layers),
+        )
+
+    async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+        self._num_probes += 1
+        name = f"probe-{self._num_probes}"
+        return await asyncio.gather(
+            *(self.generate(prompt, sampling, request_id=f"{name}-{index}") for index, prompt in enumerate(prompts))
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -287,15 +294,12 @@ class VllmEngine:
         if self._config.kv_on_update == "recompute":
             # Preempts running requests: vLLM prefills their prompts and tokens again when it resumes.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
-        else:
-            await self._restart_prefills()
-
-    async def _restart_prefills(self) -> None:
-        """Restart requests without a token: their first span would rest on a prompt of the previous weights."""
-        states = self._running.output_processor.request_states.values()
+            return
+        # Restart requests without a token: their first span would rest on a prompt of the previous weights.
+        states = llm.output_processor.request_states.values()
         self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
         if self._to_restart:
-            await self._call(self._running.abort(list(self._to_restart)))
+            await self._call(llm.abort(list(self._to_restart)))
 
     async def _pop_weight_outcome(self) -> tuple[str, bool]:
         """Return the workers' first error (empty = none) and whether any of them wrote to its model."""
@@ -309,7 +313,7 @@ class VllmEngine:
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
         # A wrong layout is passed on rather than raised: the worker must still take part in the broadcast.
-        names, rejection = self._known_names, ""
+        names, rejection = self._names, ""
         try:
             WeightLayout(names, dtype=self._model.dtype).check(update.slots)
         except WeightTransferError as error:
@@ -383,12 +387,6 @@ class VllmEngine:
             return EngineDiedError("vLLM's engine process died without an error of its own, as one that is killed")
         kind = EngineDiedError if self._has_answered else EngineStartError
         return kind(f"vLLM's engine process died: {cause}")
-
-    @property
-    def _known_names(self) -> CheckpointNames:
-        if self._names is None:
-            raise EngineError("the engine must be started before it is updated: it is not running")
-        return self._names
 
     @property
     def _running(self) -> AsyncLLM:

@@ -1,7 +1,9 @@
 """WeightUpdates: commands are executed once and answered, superseded ones skipped, unprobed weights not verified."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+import re
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch,
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
+from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import Completion
+from slipstream.generators.engines.scripted_engine import VOCABULARY, ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
@@ -189,17 +193,31 @@ def test_an_engine_that_hangs_in_a_broadcast_is_dead_once_the_learner_has_given_
     scene.server.close()
 
 
-def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene) -> None:
+async def sampled_with_an_offset(prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+    """As the scripted engine does, 0.01 nats above its own log-probabilities of the same tokens in a prompt."""
+    logprob = 0.01 - math.log(len(VOCABULARY))
+    return [Completion([2], [logprob], [VersionSpan(0, 1)], "length") for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("method", "broken", "reason"),
+    [
+        ("prompt_logprobs", wrong, r"agree with the learner's within .*, got 7\.5 at version 2"),
+        ("sample_probe", sampled_with_an_offset, r"same for sampled tokens .*, got 0\.01 at version 2"),
+    ],
+)
+def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene, method: str, broken: Any, reason: str) -> None:
     async def script() -> None:
         scene.updates.submit(scene.serve(1))
         await scene.until(lambda: scene.updates.version == 1)
-        scene.engine.prompt_logprobs = wrong  # type: ignore[method-assign]
+        setattr(scene.engine, method, broken)
         scene.updates.submit(scene.serve(2))
         await scene.until(lambda: len(scene.sent) == 2)
 
     scene.play(script)
     assert not scene.updates.is_verified.is_set()
     assert scene.updates.version == 1
+    assert re.search(reason, scene.sent[1].error)
     assert [state for state, _ in scene.states[-2:]] == ["unsynced", "released"]
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.learner import BestConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestEntry
+from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
@@ -84,6 +86,8 @@ class FakeRanks:
 
 class FakePublisher:
     """Announces each version at once; every prompt is answered correctly while the learner waits."""
+
+    probe_limit = 1e-3
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -167,11 +171,33 @@ def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
     assert set(msgspec.json.decode(folder.summary.read_bytes())) == keys_under(SUMMARY)
 
 
+def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
+    store = make_store()
+    train(run, store)
+    rows = [msgspec.json.decode(line) for line in RunFolder(run).metrics.read_bytes().splitlines()]
+    status = StatusReader(store, run).read()
+    assert status.last_row == rows[-1]
+    assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
+
+
 def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
     store = make_store()
     train(run, store)
     learner = msgspec.structs.replace(run.learner, stop=None)
     assert train(msgspec.structs.replace(run, resume=True, learner=learner), store) == list(range(1, 10))
+
+
+def test_a_first_step_with_other_log_probabilities_than_the_learners_ends_the_run(run: RunConfig):
+    class Offset(FakeRanks):
+        def train(self, **_: Any) -> dict[str, Any]:
+            moments = {"mismatch_mean": 0.01, "mismatch_ratio_mean": 0.99, "chi2": 0.99**2 - 1, "tokens": 64.0}
+            return super().train() | {f"learner/by_lag/0/{name}": value for name, value in moments.items()}
+
+    store, folder = make_store(), RunFolder(run)
+    with pytest.raises(SampledLogprobsError, match="over 64 tokens"):
+        make_learner(run, store, Offset(folder), FakePublisher).run()
+    assert store.run_state().step == 1
+    assert not folder.checkpoints.exists()
 
 
 def with_settings(run: RunConfig, *, best: BestConfig | None = None, **evaluation: Any) -> RunConfig:

@@ -12,12 +12,16 @@ from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.load import load
+from slipstream.learner.errors import SampledLogprobsError
+from slipstream.learner.metrics.step_metrics import count_tokens, describe_by_lag
 from slipstream.learner.publishing.background import BackgroundPublisher
-from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, prompt_tokens
+from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, check_first_step, prompt_tokens
+from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
 from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.fake_generators import make_publisher
+from tests.unit.learner.metrics.test_token_stats import make_stats
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
 METADATA = [(name, shape, torch.float32) for name, shape in SHAPES.items()]
@@ -129,6 +133,50 @@ def test_below_float32_the_first_version_calibrates_the_probe():
 
 def test_in_float32_the_setting_alone_counts():
     assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
+
+
+def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str, float]:
+    """Metrics of 2,000 tokens whose log-probabilities differ by normal rounding; a share has an offset, too."""
+    own = -torch.rand(2000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = rounding * torch.randn(2000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    is_off = torch.arange(2000) < 2000 * share
+    stats = make_stats(2000, learner_logprobs=own, generator_logprobs=own + noise + offset * is_off)
+    return {f"learner/by_lag/{name}": value for name, value in describe_by_lag(count_tokens(stats)).items()}
+
+
+@pytest.mark.parametrize(
+    ("limit", "row"),
+    [
+        # A constant error: in float32, and in bfloat16, where its size is that of a usual rounding error.
+        (1e-3, {"rounding": 1e-7, "offset": 1e-2}),
+        (0.06, {"rounding": 0.02, "offset": 1e-2}),
+        (0.06, {"rounding": 0.02, "offset": -1e-2}),
+        # As speculative decoding reports them.
+        (0.06, {"rounding": 0.02, "offset": 0.6, "share": 0.2}),
+    ],
+)
+def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(
+    limit: float, row: dict[str, float]
+) -> None:
+    run = make_run(generators={"engine": {"kind": "hf"}})
+    check_first_step(first_row(**(row | {"offset": 0.0})), run=run, limit=limit)
+    with pytest.raises(SampledLogprobsError, match="those of step 1 must be the learner's"):
+        check_first_step(first_row(**row), run=run, limit=limit)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        ["generators.sampling.top_p=0.9"],
+        ["algorithm.updates_per_step=2", "algorithm.proximal=generator", "algorithm/correction=none"],
+        ["generators/engine=scripted"],
+    ],
+)
+def test_a_first_step_without_comparable_log_probabilities_is_not_judged(unlike: list[str]) -> None:
+    wrong, settings = first_row(rounding=0.0, offset=1.0), ["experiment=digits_cpu", "generators/engine=hf"]
+    with pytest.raises(SampledLogprobsError):
+        check_first_step(wrong, run=load(settings), limit=1e-3)
+    check_first_step(wrong, run=load([*settings, *unlike]), limit=1e-3)
 
 
 def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):

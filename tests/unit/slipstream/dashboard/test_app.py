@@ -133,6 +133,18 @@ def test_columns_are_those_that_were_asked_for(client):
     assert "learner/entropy" in found["keys"]
 
 
+def test_every_number_is_that_of_the_file(tmp_path, client):
+    rows = [json.loads(line) for line in (tmp_path / "mine/metrics.jsonl").read_text().splitlines()]
+    keys = {key for row in rows for key, value in row.items() if isinstance(value, int | float)}
+    served = client.get("/api/runs/mine/series", params={"keys": ",".join(keys)}).json()["columns"]
+    assert served.keys() == keys
+    for key in keys:
+        # Six digits are served.
+        assert served[key] == [
+            None if (value := row.get(key)) is None else pytest.approx(value, rel=5e-6) for row in rows
+        ]
+
+
 def test_too_many_columns_are_refused(client):
     assert client.get(f"/api/runs/mine/series?keys={','.join('x' * 201)}").status_code == 400
 

@@ -43,7 +43,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder() -> Path:
     """A run `mine` whose logs, metrics and settings hold secrets."""
-    run = load(["name=mine", "learner.max_steps=3", "generators.engine.extra={api_key: 'swordfish swordfish'}"])
+    run = load(["name=mine", "learner.max_steps=3", "generators.reward.arguments={api_key: 'swordfish swordfish'}"])
     files = RunFolder(run)
     files.open()
     files.token.write_text(RUN_TOKEN)

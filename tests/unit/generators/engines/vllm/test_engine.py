@@ -82,11 +82,6 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
     assert (arguments.block_size, arguments.async_scheduling) == (32, False)
 
 
-def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest() -> None:
-    with pytest.raises(EngineError, match=r"got 'blok_size': did you mean block_size\?"):
-        arguments_of(extra={"blok_size": 32})
-
-
 def test_chunked_prefill_is_refused_on_a_cpu() -> None:
     with pytest.raises(EngineError, match=r"chunked_prefill must be false or null on a CPU"):
         arguments_of(chunked_prefill=True)
@@ -97,14 +92,22 @@ def test_chunked_prefill_is_refused_on_a_cpu() -> None:
     [
         ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
         ({"data_parallel_size": 2}, r"set generators\.count instead"),
-        ({"logprobs_mode": "raw_logits"}, r"leave vLLM's arguments alone .* got logprobs_mode"),
+        ({"logprobs_mode": "raw_logits"}, r"log-probabilities exact, got logprobs_mode: leave it out"),
+        ({"speculative_config": {"method": "ngram"}}, r"got speculative_config: leave it out"),
+        ({"hf_overrides": {"rope_theta": 1.0}}, r"got hf_overrides: leave it out"),
+        ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
     ],
 )
-def test_an_argument_that_a_setting_decides_is_refused_by_name(extra: dict[str, Any], advice: str) -> None:
+def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(
+    extra: dict[str, Any], advice: str
+) -> None:
     with pytest.raises(ConfigError, match=advice):
         VllmEngineConfig(extra=extra)
 
 
-def test_every_argument_that_a_setting_decides_is_one_of_vllms() -> None:
-    names = {each.name for each in fields(AsyncEngineArgs)}
-    assert names >= engines._NEEDED | set(engines._SET_BY_OTHERS)
+def test_every_argument_that_is_named_is_one_of_vllms() -> None:
+    names, by_others = {each.name for each in fields(AsyncEngineArgs)}, set(engines._SET_BY_OTHERS)
+    assert names >= engines.SAFE_ARGUMENTS | by_others
+    defaults = AsyncEngineArgs(model="none")
+    # Fails for an argument that is set twice.
+    assert arguments_of(extra={name: getattr(defaults, name) for name in engines.SAFE_ARGUMENTS})
