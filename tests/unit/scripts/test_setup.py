@@ -115,3 +115,6 @@ def test_the_fixed_versions_are_what_the_project_asks_for(build: str, other: str
             )
     assert_none(unmet)
     assert pinned["torch"].endswith("+cpu") == (build == "cpu")
+    hashed = [line.split(" ")[0] for line in text("constraints/hashes.txt").splitlines() if " --hash=sha256:" in line]
+    assert len(hashed) == len(set(hashed))
+    assert {f"{name}=={version}" for name, version in pinned.items()} - set(hashed) <= {f"torch=={pinned['torch']}"}
