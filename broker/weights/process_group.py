@@ -73,16 +73,10 @@ def choose_backend(
     return "gloo" if obstacle or setting == "gloo" else "nccl"
 
 
-class Operation(Protocol):
-    """One operation of a backend, such as torch's Work."""
-
-    def wait(self, timeout: timedelta) -> object: ...
-
-
 class Backend(Protocol):
     """Common interface of UnixBackend, ProcessGroupGloo, and ProcessGroupNCCL, which only CUDA builds of torch have."""
 
-    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> Operation: ...
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "dist.Work | UnixBackend": ...
 
     def abort(self) -> None: ...
 
@@ -159,6 +153,7 @@ class ProcessGroup:
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
         """`is_aborted`: set by `abort`, and by its owner to end the wait for members."""
         self._own = own
+        self._phase = partial(naming_phase, own)
         self._device = device
         self._is_aborted = is_aborted or Event()
         self._is_on_host = device.type == "cpu"
@@ -220,9 +215,6 @@ class ProcessGroup:
     def _abort_backend(self) -> None:
         if (backend := self._backend) is None:
             return
-        if self._is_on_host:
-            _abort(backend)
-            return
         aborting = Thread(target=_abort, args=(backend,), name="abort-weights", daemon=True)
         aborting.start()
         aborting.join(_ABORT_S)
@@ -277,11 +269,6 @@ class ProcessGroup:
             yield
         finally:
             timer.cancel()
-
-    @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        with naming_phase(self._own, phase):
-            yield
 
 
 @contextmanager
