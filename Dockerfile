@@ -15,8 +15,9 @@ COPY . .
 # PyPI has torch for CUDA alone. Without git, which tells versions by tags, PKG-INFO does.
 RUN if [ "$BUILD" = cpu ]; then backend=--torch-backend=cpu; fi \
     && printf 'Metadata-Version: 2.1\nName: slipstream\nVersion: %s\n' "$VERSION" >PKG-INFO \
+    && awk 'NR == FNR { pinned[$1]; next } $1 in pinned' "constraints/$BUILD.txt" constraints/hashes.txt >hashes.txt \
     && VIRTUAL_ENV=/opt/slipstream uv pip install --no-cache ${backend:-} --constraints "constraints/$BUILD.txt" \
-        ".[$BUILD,loggers,ray,search,tasks]"
+        --constraints hashes.txt ".[$BUILD,loggers,ray,search,tasks]"
 
 FROM python:${PYTHON}-slim-bookworm
 # Kernels of DeepSpeed, Triton and torch.compile are compiled at the first start; KubeRay's probes call wget.

@@ -14,7 +14,7 @@ help: ## list the targets
 
 setup: $(INSTALLED) ## install into .venv: the GPU build on a machine with an NVIDIA GPU, else the CPU build
 
-$(INSTALLED): pyproject.toml constraints/cpu.txt constraints/gpu.txt
+$(INSTALLED): pyproject.toml constraints/cpu.txt constraints/gpu.txt constraints/hashes.txt
 	@scripts/setup.sh
 
 constraints: ## add what pyproject.toml asks for to the fixed versions in constraints/; ARGS=--upgrade renews all

@@ -61,11 +61,11 @@ class WeightsConfig(Config):
     """Publishing weights, applying them in the engines, and verifying the result."""
 
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
-    """`collective`: broadcast over NCCL (GPU) or Gloo (CPU). `snapshot`: each generator fetches every version whole and
-    generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed over inside one
-    process (serial mode). A generator may choose one of the first three for itself: `python -m generators
-    weights.transport=delta`. A joining generator always fetches its first version, and one on another machine fetches
-    deltas instead of broadcasts unless `cluster.trusted_network` is set."""
+    """`collective`: broadcast over NCCL (GPU), unix sockets or Gloo (CPU). `snapshot`: each generator fetches every
+    version whole and generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed
+    over inside one process (serial mode). A generator may choose one of the first three for itself: `python -m
+    generators weights.transport=delta`. A joining generator always fetches its first version, and one on another
+    machine fetches deltas instead of broadcasts unless `cluster.trusted_network` is set."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: chosen whenever generators join or leave, by where they are: NCCL if the learner and each of them have a
     GPU of their own, else `gloo`, through host memory. `nccl`: refused where it cannot work."""

@@ -179,12 +179,10 @@ def _build_engine(
 
 
 # --- the whole learner -----------------------------------------------------------------------------------------------
-def build_rank_group(
-    run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
-) -> RankGroup:
+def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0) -> RankGroup:
     """Build this rank's part of the learner. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-    ranks = join_ranks(rank=rank, size=size, device=device, rendezvous=rendezvous, silence_s=silence_s)
+    ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
     # Rank 0 has compared its own with the broker's.
     model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
     check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]

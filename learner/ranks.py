@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -30,6 +32,8 @@ has vanished is noticed by its silence, much earlier."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable by which NCCL's watchdog decides, when a process group is built, whether an error ends the process."""
+_RENDEZVOUS = "SLIPSTREAM_RANKS"
+"""Variable with the rendezvous of ranks on one machine, `file:///path`; without it they meet at MASTER_ADDR."""
 
 
 def launch_ranks(
@@ -54,18 +58,34 @@ def launch_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Before torchrun, which sets 1 for its ranks: a rank would then end when a generator dies in a broadcast.
     os.environ.setdefault(ERROR_HANDLING, "0")
-    meeting = ["--standalone", "--local-addr=127.0.0.1"]
-    if num_machines > 1:
-        meeting = meeting_of_machines(os.environ, num_machines=num_machines)
-    options = [*meeting, f"--nproc-per-node={num_here}"]
-    try:
-        torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
-    except ChildFailedError as failed:
-        _, failure = failed.get_first_failure()
-        raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
-    except SignalException as stopped:
-        raise SystemExit(128 + int(stopped.sigval)) from None
+    with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
+        if num_machines > 1:
+            meeting = meeting_of_machines(os.environ, num_machines=num_machines)
+        else:
+            meeting = _meeting_at_files(Path(folder))
+        options = [*meeting, f"--nproc-per-node={num_here}"]
+        try:
+            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+        except ChildFailedError as failed:
+            _, failure = failed.get_first_failure()
+            raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
+        except SignalException as stopped:
+            raise SystemExit(128 + int(stopped.sigval)) from None
     raise SystemExit(0)
+
+
+def _meeting_at_files(folder: Path) -> list[str]:
+    """Return torchrun's options for ranks of one machine, which meet at files of a private folder.
+
+    The stores of `torchrun --standalone` listen on every interface, and torchrun unpickles what anybody writes there.
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [
+        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun",
+        "--local-addr=127.0.0.1",
+    ]  # fmt: skip
 
 
 def meeting_of_machines(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
@@ -237,12 +257,12 @@ def join_ranks(
 ) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs.
 
-    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at
-    most `timeout_s`, which also bounds every later collective. Raises RankGroupError. Ranks that are silent for
-    `silence_s` end this process, by a RankWatch.
+    `rendezvous` is `tcp://host:port` or `file:///path`, by default that of the environment; one rank needs none. Blocks
+    until all ranks have joined, at most `timeout_s`, which also bounds every later collective. Raises RankGroupError.
+    Ranks that are silent for `silence_s` end this process, by a RankWatch.
     """
     if size > 1 and rendezvous is None:
-        raise RankGroupError(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
+        rendezvous = os.environ.get(_RENDEZVOUS, "env://")
     # DeepSpeed needs a group even for one rank; a process that builds several such learners keeps its first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)

@@ -69,18 +69,17 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     _set_environment(device, is_alone=run.learner.num_ranks == 1)
     os.environ.update(collective_environment(run.cluster))
-    rendezvous = "env://" if run.learner.num_ranks > 1 else None
     if run.mode == "sft":
-        sft = build_sft(run, device=device, rank=rank, rendezvous=rendezvous)
+        sft = build_sft(run, device=device, rank=rank)
         with observed(run, logs=RunFolder(run).logs) if rank == 0 else nullcontext():
             sft.run()
     elif rank == 0:
-        _run_first_rank(run, device=device, rendezvous=rendezvous)
+        _run_first_rank(run, device=device)
     else:
         folder = RunFolder(run)
         # The first rank of its machine finds none.
         folder.make()
-        rank_group = build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous)
+        rank_group = build_rank_group(run, folder=folder, device=device, rank=rank)
         exempt_from_collection()
         rank_group.worker_loop()
     if is_rank:
@@ -110,7 +109,7 @@ def return_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
+def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
     board = StatusBoard()
     deadline = Deadline(run.broker.join_timeout_s, what="a run to train")
     keys = derive_keys(wait_for_token(run, deadline=deadline), guests=run.cluster.guests.names)
@@ -139,7 +138,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
             retry_timeout_s=timeout_s,
             max_attempts=max_attempts,
         )
-        rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        rank_group = build_rank_group(run, folder=folder, device=device)
         snapshots = _make_snapshot_server(run, keys, folder)
         learner = build_learner(
             run,

@@ -8,6 +8,7 @@
 #   SLIPSTREAM_VLLM_CPU CPU build of vLLM in place of the one in pyproject.toml: path or address of a wheel. What goes with
 #                       it is not known: no version is fixed then.
 #   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    as for pip
+#   UV_NO_VERIFY_HASHES=1   accept files that differ from those of PyPI, such as wheels that were built elsewhere
 set -Eeuo pipefail  # -E: the trap below holds in functions, too
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -89,7 +90,11 @@ install() {
     if [ "$extra" = cpu ] && [ -n "${SLIPSTREAM_VLLM_CPU:-}" ]; then
         replace_vllm "$SLIPSTREAM_VLLM_CPU"
     else
-        arguments+=(--constraints "constraints/$extra.txt" --build-constraints "constraints/$extra.txt")
+        # A file whose hash is not among those of its version is refused.
+        awk 'NR == FNR { pinned[$1]; next } $1 in pinned' "constraints/$extra.txt" constraints/hashes.txt >"$venv/hashes.txt"
+        for each in "constraints/$extra.txt" "$venv/hashes.txt"; do
+            arguments+=(--constraints "$each" --build-constraints "$each")
+        done
     fi
     step="install slipstream[$extra,dev,ray] and its dependencies (about 2 GB; the package index must be reachable)"
     "$python" -m uv pip install "${arguments[@]}"
@@ -113,15 +118,23 @@ resolve() {
     # A find-links folder may hold the CPU build of torch, which the gpu build must not get.
     [ "$extra" = cpu ] || unset UV_FIND_LINKS
     "$python" -m uv pip compile pyproject.toml "${arguments[@]}" "$@" --quiet --no-annotate --python-version 3.11 \
-        --python-platform x86_64-manylinux_2_28 --custom-compile-command "make constraints" --output-file "constraints/$extra.txt"
+        --python-platform x86_64-manylinux_2_28 --custom-compile-command "make constraints" --generate-hashes \
+        --output-file "constraints/$extra.txt"
+    # Hashes get a file of their own, one line per version: pip takes them for all requirements or for none.
+    sed -i -e ':line' -e '/\\$/{N; s/ *\\\n */ /; b line}' "constraints/$extra.txt"
+    # The machine chooses where the CPU build of torch comes from, so that no hash of it holds for all.
+    grep -- --hash "constraints/$extra.txt" | grep -v +cpu >>"$venv/hashes.txt"
+    sed -i 's/ --hash.*//' "constraints/$extra.txt"
 }
 
 if [ "${1:-}" = constraints ]; then
     shift
     make_venv
     configure_uv
+    : >"$venv/hashes.txt"
     resolve cpu "$@"
     resolve gpu "$@"
+    LC_ALL=C sort -u "$venv/hashes.txt" >constraints/hashes.txt
     exit
 fi
 rm -f "$stamp"

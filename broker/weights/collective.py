@@ -1,4 +1,4 @@
-"""Collective transport: broadcasts over NCCL (GPUs) or Gloo (CPUs), in one process group per membership epoch.
+"""Collective transport: broadcasts over NCCL, Gloo or unix sockets, in one process group per membership epoch.
 
 The groups are built directly over a store that the learner keeps for the whole run, under a prefix per epoch.
 torch's default group, which DeepSpeed and vLLM each create for themselves, is neither needed nor touched, and a group
@@ -42,7 +42,7 @@ class CollectiveSender:
         `host` at the first of `ports` that is free, 0 for any.
         """
         self._device = torch.device(device)
-        self._host = host
+        self._own_host = folder or host
         self.address: tuple[str, int]
         """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
         self._store: dist.Store | None
@@ -78,7 +78,7 @@ class CollectiveSender:
             wire_device = torch.device("cpu") if backend == "gloo" else self._device
             self._group = ProcessGroup(own, device=wire_device, is_aborted=self._is_aborted)
             try:
-                self._group.open(self._store, own_host=self._host, timeout_s=timeout_s)
+                self._group.open(self._store, own_host=self._own_host, timeout_s=timeout_s)
             except WeightTransferError:
                 self._close_group()
                 raise
@@ -178,10 +178,11 @@ class CollectiveReceiver:
             self._group = None
 
 
-def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str]:
-    """Open the learner's rendezvous store; returns it with this machine's address. Raises RuntimeError, OSError."""
+def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
+    """Open the learner's rendezvous store; returns it with the `own_host` of a group. Raises RuntimeError, OSError."""
     if rendezvous.is_file(opening.host):
-        return rendezvous.open_file(opening.host), _LOOPBACK
+        store = rendezvous.open_file(opening.host)
+        return store, Path(store.path).parent
     own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
     return rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline)), own_host
 

@@ -1,4 +1,4 @@
-"""ProcessGroup: one rank's end of an epoch's process group, over Gloo or NCCL.
+"""ProcessGroup: one rank's end of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
 
 Building has three phases, all under the epoch's deadline:
     gather   every member registers; rank 0 then publishes a verdict: proceed, or which members are missing
@@ -12,11 +12,15 @@ On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HA
 otherwise NCCL's watchdog reacts to an error by ending the process.
 """
 
+import select
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from threading import Event, Thread, Timer
 from typing import Literal, Protocol
 
@@ -70,11 +74,77 @@ def choose_backend(
 
 
 class Backend(Protocol):
-    """Common interface of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
+    """Common interface of UnixBackend, ProcessGroupGloo, and ProcessGroupNCCL, which only CUDA builds of torch have."""
 
-    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> dist.Work: ...
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "dist.Work | UnixBackend": ...
 
     def abort(self) -> None: ...
+
+
+class UnixBackend:
+    """Broadcasts from rank 0 between processes of one machine, over unix sockets in a folder of their user's.
+
+    Gloo would listen at TCP ports, which take connections from every user of the machine. An operation runs in `wait`.
+    """
+
+    def __init__(self, store: dist.Store, own: EpochRank, *, folder: Path, timeout_s: float) -> None:
+        """Block until all ranks are connected. Raises OSError, RuntimeError."""
+        self._is_sender = own.rank == SENDER_RANK
+        self._peers: list[socket.socket] = []
+        self._buffer, self._deadline = memoryview(b""), time.monotonic() + timeout_s
+        if not self._is_sender:
+            self._peers.append(socket.socket(socket.AF_UNIX))
+            self._peers[0].settimeout(timeout_s)
+            self._peers[0].connect(store.get("socket"))
+            self._peers[0].setblocking(False)
+            return
+        # A name for each epoch: no member of an earlier one finds it.
+        path = folder / f"{rendezvous.FILE_NAME}{uuid.uuid4().hex[:8]}.s"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            try:
+                listening.listen(own.num_ranks)
+                store.set("socket", str(path))
+                while len(self._peers) < own.num_ranks - 1:
+                    listening.settimeout(seconds_left(self._deadline))
+                    self._peers.append(listening.accept()[0])
+                    self._peers[-1].setblocking(False)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def broadcast(self, tensor: Tensor, _root: int, *, timeout: timedelta) -> "UnixBackend":
+        self._buffer, self._deadline = memoryview(tensor.numpy()), time.monotonic() + timeout.total_seconds()
+        return self
+
+    def wait(self, _timeout: timedelta) -> None:
+        """Send to, or receive from, all peers at once. Raises OSError."""
+        left = {peer.fileno(): (peer, self._buffer) for peer in self._peers}
+        poll = select.poll()
+        for descriptor in left:
+            poll.register(descriptor, select.POLLOUT if self._is_sender else select.POLLIN)
+        while left:
+            ready = poll.poll(seconds_left(self._deadline) * 1000)
+            if not ready:
+                raise TimeoutError(f"{len(left)} of {len(self._peers)} connections timed out")
+            for descriptor, _ in ready:
+                peer, buffer = left.pop(descriptor)
+                moved = peer.send(buffer) if self._is_sender else peer.recv_into(buffer)
+                if moved == 0:
+                    raise ConnectionError("connection closed by the sender")
+                if moved < len(buffer):
+                    left[descriptor] = peer, buffer[moved:]
+                else:
+                    poll.unregister(descriptor)
+
+    def abort(self) -> None:
+        """End the operations of all ranks; from any thread."""
+        for peer in self._peers:
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        for peer in self._peers:
+            peer.close()
 
 
 class ProcessGroup:
@@ -83,20 +153,24 @@ class ProcessGroup:
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
         """`is_aborted`: set by `abort`, and by its owner to end the wait for members."""
         self._own = own
+        self._phase = partial(naming_phase, own)
         self._device = device
         self._is_aborted = is_aborted or Event()
-        self._is_gloo = device.type == "cpu"
-        self._double_buffer = None if self._is_gloo else DoubleBuffer(device)
+        self._is_on_host = device.type == "cpu"
+        self._double_buffer = None if self._is_on_host else DoubleBuffer(device)
         self._backend: Backend | None = None
 
-    def open(self, store: dist.Store, *, own_host: str, timeout_s: float) -> "ProcessGroup":
-        """Block until all ranks have joined. Raises WeightTransferError; the group is closed then."""
+    def open(self, store: dist.Store, *, own_host: str | Path, timeout_s: float) -> "ProcessGroup":
+        """Block until all ranks have joined. Raises WeightTransferError; the group is closed then.
+
+        `own_host`: address of this machine, or the folder in which ranks of one machine have their sockets.
+        """
         deadline = time.monotonic() + timeout_s
         # A prefix per epoch: late writes of an earlier epoch cannot be taken for this one's.
         prefixed = dist.PrefixStore(f"weights/epoch-{self._own.epoch}", store)
         with self._phase("gather"):
             rendezvous.gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
-        deadline = min(deadline, time.monotonic() + (_GLOO_CONNECT_S if self._is_gloo else _NCCL_CONNECT_S))
+        deadline = min(deadline, time.monotonic() + (_GLOO_CONNECT_S if self._is_on_host else _NCCL_CONNECT_S))
         with self._phase("connect"):
             self._backend = build_backend(
                 prefixed, self._own, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline)
@@ -127,7 +201,7 @@ class ProcessGroup:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Abort the running operation, as far as the backend supports it: Gloo has no way to."""
+        """Abort the running operation, as far as the backend supports it: Gloo does not."""
         self._is_aborted.set()
         self._abort_backend()
 
@@ -140,9 +214,6 @@ class ProcessGroup:
 
     def _abort_backend(self) -> None:
         if (backend := self._backend) is None:
-            return
-        if self._is_gloo:
-            _abort(backend)
             return
         aborting = Thread(target=_abort, args=(backend,), name="abort-weights", daemon=True)
         aborting.start()
@@ -188,7 +259,7 @@ class ProcessGroup:
     @contextmanager
     def _aborting_at(self, deadline: float) -> Iterator[None]:
         """Abort at the deadline what has no deadline of its own: NCCL's connecting."""
-        if self._is_gloo:
+        if self._is_on_host:
             yield
             return
         timer = Timer(seconds_left(deadline), self.abort)
@@ -198,11 +269,6 @@ class ProcessGroup:
             yield
         finally:
             timer.cancel()
-
-    @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        with naming_phase(self._own, phase):
-            yield
 
 
 @contextmanager
@@ -217,12 +283,14 @@ def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
 
 
 def build_backend(
-    store: dist.Store, own: EpochRank, *, own_host: str, device: torch.device, timeout_s: float
+    store: dist.Store, own: EpochRank, *, own_host: str | Path, device: torch.device, timeout_s: float
 ) -> Backend:
-    """Build the process group: NCCL for a GPU, else Gloo. Raises `TORCH_ERRORS`."""
+    """Build the process group: NCCL for a GPU, else unix sockets on one machine, else Gloo. Raises `TORCH_ERRORS`."""
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type != "cpu":
         return _build_nccl(store, own)
+    if isinstance(own_host, Path):
+        return UnixBackend(store, own, folder=own_host, timeout_s=timeout_s)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1

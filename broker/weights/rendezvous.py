@@ -66,14 +66,14 @@ def _bind_first(listener: socket.socket, host: str, ports: Iterable[int]) -> Non
 
 
 _FILE = "file://"
-_FILE_NAME = "rendezvous-"
+FILE_NAME = "rendezvous-"
 
 
 def create_file(folder: Path) -> str:
     """Return the address of a new store in `folder`; those of learners that were killed are deleted."""
-    for left_behind in folder.glob(f"{_FILE_NAME}*"):
+    for left_behind in folder.glob(f"{FILE_NAME}*"):
         left_behind.unlink(missing_ok=True)
-    path = folder.resolve() / f"{_FILE_NAME}{uuid.uuid4().hex}"
+    path = folder.resolve() / f"{FILE_NAME}{uuid.uuid4().hex}"
     path.touch(mode=0o600)
     return f"{_FILE}{path}"
 

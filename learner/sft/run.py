@@ -264,12 +264,12 @@ def check_sft(run: RunConfig) -> None:
         read_heldout(run)
 
 
-def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous: str | None = None) -> SftRun:
+def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
     """Build this rank's part. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     train, heldout = read_train(run), read_heldout(run)
     folder = RunFolder(run)
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-    ranks = join_ranks(rank=rank, size=size, device=device, rendezvous=rendezvous, silence_s=silence_s)
+    ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
     if ranks.is_first:
         folder.open()
     torch.manual_seed(run.seed)

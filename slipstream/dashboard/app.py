@@ -2,7 +2,7 @@
 
 GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, all one shell
 GET  /static/...                                          scripts, styles
-GET  /api/session  /api/meanings  /api/runs
+GET  /api/meanings  /api/runs
 GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
 GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
 POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}   .../pause {"off": false}
@@ -106,7 +106,6 @@ class Dashboard:
         return [
             *(Route(path, self._page) for path in pages),
             Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/api/session", self._session),
             Route("/api/meanings", self._meanings),
             Route("/api/runs", self._list),
             Route("/api/runs/{run}/series", self._series),
@@ -138,9 +137,6 @@ class Dashboard:
         if "run" in request.path_params:
             self._reader(request)
         return FileResponse(STATIC / "index.html")
-
-    async def _session(self, request: Request) -> Response:
-        return _json({"csrf": request.state.csrf})
 
     async def _meanings(self, _: Request) -> Response:
         return _json(await run_sync(read_meanings))

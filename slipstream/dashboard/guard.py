@@ -1,15 +1,15 @@
-"""Guard: lets nobody into the dashboard without its token, and no page of another site act for somebody who has it.
+"""Guard: admits to the dashboard only browsers that were given its token, and only its own pages.
 
-The address that the terminal prints holds the token once: the answer puts it into a cookie, which no script can read
-and no other site can send, and leads to an address without it. A request must name a host that the dashboard has, so
-that no name that an attacker points at this machine (DNS rebinding) is answered; one that changes anything must also
-carry a secret that only our own pages can read.
+The printed address holds the token. Its answer starts a session and removes the token from the address. The session's
+random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers do send it to every port of
+the host, so pages also carry a key, kept in storage that other ports cannot read: what a run contains is answered only
+with both. A request must name a host of the dashboard, which stops DNS rebinding.
 """
 
-import hashlib
 import hmac
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -22,13 +22,16 @@ from slipstream.configs.base import ConfigError
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
 """Environment variable with a token of the user's own; without it, every start makes another one."""
-CSRF_HEADER = "x-slipstream-csrf"
+KEY_HEADER = "x-slipstream-key"
+_MAX_SESSIONS = 64
+"""Sessions at a time; they end with the server, or when later ones take their place."""
 _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
 """Characters of a token: on the loopback interface, and where other machines can try to guess it."""
 _READING = ("GET", "HEAD")
-_ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title>
-<link rel="icon" href="/static/favicon.svg"><meta http-equiv="refresh" content="0;url=/"><a href="/">slipstream</a>"""
+_ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
+<meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
 _NO_TOKEN = "401: this page needs the token: open the address that `slipstream watch` printed in its terminal.\n"
+_NO_KEY = "403: only a page of this dashboard may ask for that: open the address that `slipstream watch` printed.\n"
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -65,13 +68,13 @@ class Guard:
         self._token = token
         self._hosts = {host.lower() for host in hosts}
         self._cookie = cookie
-        self.csrf = hmac.digest(token.encode(), b"slipstream/watch/csrf", hashlib.sha256).hex()
+        self._sessions: deque[str] = deque(maxlen=_MAX_SESSIONS)
+        self._key = secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["state"] = {**scope.get("state", {}), "csrf": self.csrf}
         headers = Headers(scope=scope)
         answer = self._refuse_host(headers) or self._enter(scope) or self._refuse(scope, headers)
 
@@ -94,14 +97,15 @@ class Guard:
         return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
 
     def _enter(self, scope: Scope) -> Response | None:
-        """Answer the address that was printed: cookie set, token gone from the address."""
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] != "/" or not given or not self._is_token(given):
+        """Answer the address that was printed: start a session, and lead to an address without the token."""
+        if scope["path"] != "/" or not _is_equal(_query(scope, "token"), self._token):
             return None
         # A page rather than a redirect: where the address was clicked in another site, browsers would not send the
         # strict cookie along to the target of a redirect.
-        response = HTMLResponse(_ENTER)
-        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+        response = HTMLResponse(_ENTER.format(key=self._key))
+        session = secrets.token_urlsafe(32)
+        self._sessions.append(session)
+        response.set_cookie(self._cookie, session, httponly=True, samesite="strict", path="/")
         return response
 
     def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
@@ -110,15 +114,22 @@ class Guard:
             cookies.load(headers.get("cookie", ""))
         except CookieError:
             return PlainTextResponse(_NO_TOKEN, 401)
-        if self._cookie not in cookies or not self._is_token(cookies[self._cookie].value):
+        given = cookies[self._cookie].value if self._cookie in cookies else ""
+        if not any(_is_equal(given, session) for session in self._sessions):
             return PlainTextResponse(_NO_TOKEN, 401)
-        if scope["method"] in _READING:
+        if scope["method"] in _READING and not scope["path"].startswith("/api/"):
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
-        if is_own and hmac.compare_digest(headers.get(CSRF_HEADER, "").encode(), self.csrf.encode()):
+        # In the query of a stream, for which a page cannot set headers.
+        if is_own and _is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
             return None
-        return PlainTextResponse("403: only a page of this dashboard may do that.\n", 403)
+        return PlainTextResponse(_NO_KEY, 403)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+
+def _query(scope: Scope, name: str) -> str:
+    return parse_qs(scope["query_string"].decode("latin-1")).get(name, [""])[0]
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(), secret.encode())

@@ -59,7 +59,7 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
     """
     raise_on_stop_signal()
     if run.learner.num_ranks == 1:
-        _run_rank_0(run, folder, rendezvous=None)
+        _run_rank_0(run, folder)
     # Needs no deadline: every collective of the ranks has one.
     elif code := run_kept(["slipstream.launch.replay", *overrides]):
         raise RankGroupError(
@@ -78,13 +78,13 @@ def main(overrides: list[str]) -> None:
     rank = int(os.environ["RANK"])
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     if rank == 0:
-        _run_rank_0(run, RunFolder(run), rendezvous="env://")
+        _run_rank_0(run, RunFolder(run))
     else:
         _run_other_rank(run, rank=rank)
     exit_rank()
 
 
-def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
+def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
     plan = plan_replay(run)
     groups = plan.groups
     if run.replay.reward is not None:
@@ -96,13 +96,13 @@ def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) ->
         names = image_names(payload for group in groups for payload in group.payloads)
         store.put_images(read_images(Path(run.replay.path), names))
 
-    run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
+    run_serial(run, folder, prepare_store=fill, device=_device(run))
 
 
 def _run_other_rank(run: RunConfig, *, rank: int) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous="env://").worker_loop()
+    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank).worker_loop()
 
 
 def _device(run: RunConfig) -> torch.device:

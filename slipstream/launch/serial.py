@@ -146,12 +146,10 @@ def run_serial(
     *,
     prepare_store: Callable[[RedisStore], None] = lambda _store: None,
     device: torch.device = _CPU,
-    rendezvous: str | None = None,
 ) -> None:
     """Train from beginning to end in this process.
 
-    `prepare_store` may fill the store before a role uses it. `device` and `rendezvous`: of the learner's rank 0, which
-    this process is; other ranks join by the rendezvous.
+    `prepare_store` may fill the store before a role uses it. `device`: of the learner's rank 0, which this process is.
     """
     # The store's server is a process of its own, and ends with this one.
     raise_on_stop_signal()
@@ -178,7 +176,7 @@ def run_serial(
                 clock=clock,
             )
         )
-        rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        rank_group = build_rank_group(run, folder=folder, device=device)
         learner = build_learner(
             run,
             rank_group=rank_group,

@@ -1,4 +1,4 @@
-"""Weight transport over Gloo: groups by TCP and by a file, then what only process groups do."""
+"""Weight transport over Gloo and over unix sockets, then what only process groups do."""
 
 import socket
 import time
@@ -78,9 +78,9 @@ def make_group(folder: Path | None = None) -> Group:
     return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
 
 
-@pytest.fixture(params=["gloo", "gloo by file"])
+@pytest.fixture(params=["gloo", "unix sockets"])
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
-    opened = make_group(tmp_path if request.param == "gloo by file" else None)
+    opened = make_group(tmp_path if request.param == "unix sockets" else None)
     yield opened
     opened.close()
 
@@ -182,27 +182,27 @@ def test_the_wait_of_a_receiver_for_a_broadcast_is_bounded(group: Group) -> None
 
 
 # --- process groups --------------------------------------------------------------------------------------------------
-def test_a_missing_member_is_named_to_all_others(gloo: Group) -> None:
-    opening = gloo.opening(1, num_members=3, timeout_s=TIMEOUT_S)
+def test_a_missing_member_is_named_to_all_others(group: Group) -> None:
+    opening = group.opening(1, num_members=3, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor() as threads:
-        joins = [threads.submit(gloo.receivers[i].open_epoch, opening, rank=rank) for i, rank in enumerate([1, 3])]
+        joins = [threads.submit(group.receivers[i].open_epoch, opening, rank=rank) for i, rank in enumerate([1, 3])]
         started = time.monotonic()
         with pytest.raises(WeightTransferError, match="epoch 1, rank 0 of 4: gather failed: rank 2 did not arrive"):
-            gloo.sender.open_epoch(1, num_members=3, timeout_s=0.5)
+            group.sender.open_epoch(1, num_members=3, timeout_s=0.5)
         for join in joins:
             with pytest.raises(WeightTransferError, match="rank 2 did not arrive"):
                 join.result(TIMEOUT_S)
     assert time.monotonic() - started < 3.0
-    gloo.open_epoch(2, members=[0, 2])
-    assert_same(gloo.update(make_weights(), members=[0, 2])[1], make_weights())
+    group.open_epoch(2, members=[0, 2])
+    assert_same(group.update(make_weights(), members=[0, 2])[1], make_weights())
 
 
-def test_a_late_member_fails_at_once(gloo: Group) -> None:
+def test_a_late_member_fails_at_once(group: Group) -> None:
     with pytest.raises(WeightTransferError):
-        gloo.sender.open_epoch(1, num_members=1, timeout_s=0.1)
+        group.sender.open_epoch(1, num_members=1, timeout_s=0.1)
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match="rank 1 did not arrive in time"):
-        gloo.receivers[0].open_epoch(gloo.opening(1, num_members=1), rank=1)
+        group.receivers[0].open_epoch(group.opening(1, num_members=1), rank=1)
     assert time.monotonic() - started < 3.0
 
 
@@ -215,19 +215,19 @@ def test_an_unreachable_learner_is_an_error_at_once(gloo: Group) -> None:
     assert time.monotonic() - started < 3.0
 
 
-def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: Group) -> None:
-    gloo.open_epoch(1, members=[0, 1])
-    gloo.receivers[1].close()
+def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
+    group.open_epoch(1, members=[0, 1])
+    group.receivers[1].close()
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
-        gloo.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
+        group.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="epoch 1, rank 1 of 3: broadcast of bucket"):
-        gloo.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=TIMEOUT_S)
+        group.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=TIMEOUT_S)
     assert time.monotonic() - started < TIMEOUT_S / 2
     with pytest.raises(WeightTransferError, match="must be open"):
-        gloo.sender.broadcast([], timeout_s=1.0)
-    gloo.open_epoch(2, members=[0])
-    assert_same(gloo.update(make_weights(), members=[0])[0], make_weights())
+        group.sender.broadcast([], timeout_s=1.0)
+    group.open_epoch(2, members=[0])
+    assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
 def listening_ports() -> set[tuple[str, int]]:
@@ -276,29 +276,31 @@ def test_the_default_group_of_torch_is_not_touched(gloo: Group, tmp_path: Path) 
             dist.destroy_process_group()
 
 
-def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: Group) -> None:
+def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> None:
     process = psutil.Process()
 
     def rounds(first: int, count: int) -> tuple[int, int]:
         for epoch in range(first, first + count):
             members = [0, 1, 2][: epoch % 3 + 1]
-            gloo.open_epoch(epoch, members=members)
-            gloo.update(make_weights(), members=members)
-        for end in gloo.receivers:
+            group.open_epoch(epoch, members=members)
+            group.update(make_weights(), members=members)
+        for end in group.receivers:
             end.close()
-        gloo.sender.open_epoch(first + count, num_members=0, timeout_s=1.0)
+        group.sender.open_epoch(first + count, num_members=0, timeout_s=1.0)
         return process.num_fds(), process.num_threads()
 
     before = rounds(1, 5)
     assert rounds(10, 100) == before
 
 
-def test_members_meet_at_a_file_that_nobody_else_reaches_and_that_is_gone_afterwards(tmp_path: Path) -> None:
+def test_members_on_one_machine_open_no_port_and_their_files_are_gone_afterwards(tmp_path: Path) -> None:
     left_behind = tmp_path / "rendezvous-of-a-killed-learner"
     left_behind.touch()
     listening = listening_ports()
     group = make_group(tmp_path)
     assert group.sender.address[0].startswith(f"file://{tmp_path}/rendezvous-")
+    group.open_epoch(1, members=[0, 1])
+    assert_same(group.update(make_weights(), members=[0, 1])[1], make_weights())
     assert listening_ports() <= listening
     (store,) = tmp_path.iterdir()
     assert store.stat().st_mode & 0o077 == 0

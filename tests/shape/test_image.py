@@ -26,6 +26,7 @@ def test_the_image_is_made_of_extras_that_there_are() -> None:
     assert set(installed.split(",")) <= offered
     assert {"cpu", "gpu"} <= offered
     assert '--constraints "constraints/$BUILD.txt"' in text("Dockerfile")
+    assert "--constraints hashes.txt" in text("Dockerfile")
     assert ("ARG", "BUILD=gpu") in INSTRUCTIONS
 
 

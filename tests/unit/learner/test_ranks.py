@@ -19,7 +19,7 @@ def test_one_rank_keeps_what_it_has():
 
 
 def test_several_ranks_need_a_rendezvous():
-    with pytest.raises(RankGroupError, match="2 learner ranks need a rendezvous"):
+    with pytest.raises(RankGroupError, match="2 learner ranks must meet at env://"):
         join_ranks(rank=0, size=2, device=CPU, timeout_s=1.0)
 
 

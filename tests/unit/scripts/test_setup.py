@@ -1,11 +1,14 @@
 """The set-up: which build is chosen, and that both are of the same versions."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -115,3 +118,34 @@ def test_the_fixed_versions_are_what_the_project_asks_for(build: str, other: str
             )
     assert_none(unmet)
     assert pinned["torch"].endswith("+cpu") == (build == "cpu")
+    hashed = [line.split(" ")[0] for line in text("constraints/hashes.txt").splitlines() if " --hash=sha256:" in line]
+    assert len(hashed) == len(set(hashed))
+    assert {f"{name}=={version}" for name, version in pinned.items()} - set(hashed) <= {f"torch=={pinned['torch']}"}
+
+
+def test_a_wheel_that_was_changed_is_refused_although_its_version_is_the_fixed_one(tmp_path: Path) -> None:
+    (version,) = re.findall(r"^idna==(.*)$", text("constraints/cpu.txt"), re.MULTILINE)
+    with zipfile.ZipFile(tmp_path / f"idna-{version}-py3-none-any.whl", "w") as wheel:
+        info = f"idna-{version}.dist-info"
+        wheel.writestr("idna/__init__.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: idna\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "idna/__init__.py,,\n")
+    # Installs, instead of the project and torch, that wheel alone.
+    (tmp_path / "python").write_text(
+        f'''#!/bin/bash
+        [ "$5" = --editable ] || exit 0
+        exec {sys.executable} -m uv pip install --offline --no-cache --no-index --no-deps --find-links {tmp_path} \\
+            --target {tmp_path}/installed idna "${{@:8}}"'''
+    )
+    (tmp_path / "python").chmod(0o755)
+    functions = (ROOT / "scripts/setup.sh").read_text().partition('rm -f "$stamp"')[0]
+    command = ["bash", "-c", f"{functions}\nvenv={tmp_path} python={tmp_path}/python\ninstall cpu"]
+    environment = os.environ | {"UV_FIND_LINKS": ""}
+    run = partial(
+        subprocess.run, command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=60, check=False
+    )
+    refused = run(env=environment)
+    assert refused.returncode != 0
+    assert f"Hash mismatch for `idna=={version}`" in refused.stderr
+    assert run(env=environment | {"UV_NO_VERIFY_HASHES": "1"}).returncode == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import anyio
@@ -10,7 +11,7 @@ from starlette.testclient import TestClient
 
 from slipstream.configs.base import ConfigError
 from slipstream.dashboard.app import make_app
-from slipstream.dashboard.guard import CSRF_HEADER
+from slipstream.dashboard.guard import KEY_HEADER
 from slipstream.dashboard.runs import Runs
 from slipstream.runtime.run_folder import RunFolder
 from tests.recorded_run import append_rows, make_config, make_row, record_run
@@ -21,7 +22,7 @@ TOKEN = "a-token-of-sixteen-and-more"
 def make_client(runs_dir: Path, *names: str) -> TestClient:
     app = make_app(Runs([*names, f"runs_dir={runs_dir}"]), token=TOKEN, hosts=["testserver"], cookie="watch")
     client = TestClient(app, raise_server_exceptions=False)
-    client.cookies.set("watch", TOKEN)
+    client.headers[KEY_HEADER] = re.search('name="key" content="([^"]+)"', client.get(f"/?token={TOKEN}").text)[1]
     return client
 
 
@@ -32,8 +33,7 @@ def client(tmp_path):
 
 
 def act(client, path, body):
-    csrf = client.get("/api/session").json()["csrf"]
-    return client.post(path, content=json.dumps(body), headers={CSRF_HEADER: csrf})
+    return client.post(path, content=json.dumps(body))
 
 
 # --- pages and files -------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Guard: who gets an answer of the dashboard, and what a page of it may do."""
 
+import re
+
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -9,22 +11,27 @@ from starlette.testclient import TestClient
 
 from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
-from slipstream.dashboard.guard import CSRF_HEADER, TOKEN_VARIABLE, Guard, find_token
+from slipstream.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
 
 TOKEN = "a-token-of-sixteen-and-more"
 COOKIE = "slipstream-8420"
 
 
-def make_client(*, cookie: str | None = TOKEN, base_url: str = "http://localhost:8420") -> TestClient:
+def make_client(*, is_in: bool = True, base_url: str = "http://localhost:8420") -> TestClient:
     async def answer(request):
-        return PlainTextResponse(f"{request.method} {request.state.csrf}")
+        return PlainTextResponse(request.method)
 
-    routes = [Route("/", answer), Route("/act", answer, methods=["POST"])]
+    routes = [Route("/", answer), Route("/api/runs", answer), Route("/act", answer, methods=["POST"])]
     guard = Middleware(Guard, token=TOKEN, hosts=("localhost", "127.0.0.1", "::1"), cookie=COOKIE)
     client = TestClient(Starlette(routes=routes, middleware=[guard]), base_url=base_url, follow_redirects=False)
-    if cookie is not None:
-        client.cookies.set(COOKIE, cookie)
+    if is_in:
+        enter(client)
     return client
+
+
+def enter(client: TestClient) -> str:
+    """Open the printed address; returns the key that its page keeps."""
+    return re.search('name="key" content="([^"]+)"', client.get(f"/?token={TOKEN}").text)[1]
 
 
 @pytest.mark.parametrize("host", ["localhost:8420", "127.0.0.1:9000", "LOCALHOST", "[::1]:8420"])
@@ -37,34 +44,59 @@ def test_a_request_to_a_name_of_this_machine_is_answered(host):
 )
 def test_a_request_to_any_other_name_is_a_bad_one_even_with_the_token(host):
     assert make_client().get("/", headers={"host": host}).status_code == 400
-    assert make_client(cookie=None).get(f"/?token={TOKEN}", headers={"host": host}).status_code == 400
+    assert make_client(is_in=False).get(f"/?token={TOKEN}", headers={"host": host}).status_code == 400
 
 
-@pytest.mark.parametrize("cookie", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "\x7f"])
-def test_without_the_token_nothing_is_shown_not_even_what_there_is(cookie):
-    client = make_client(cookie=cookie)
-    assert {client.get(path).status_code for path in ("/", "/nowhere", "/static/app.js")} == {401}
+@pytest.mark.parametrize("cookie", [None, "", "wrong", TOKEN, TOKEN + "x", "\x7f"])
+def test_without_a_session_nothing_is_shown_not_even_what_there_is(cookie):
+    client = make_client(is_in=False)
+    if cookie is not None:
+        client.cookies.set(COOKIE, cookie)
+    assert {client.get(path).status_code for path in ("/", "/nowhere", "/static/app.js", "/api/runs")} == {401}
     assert client.post("/act").status_code == 401
 
 
-def test_the_address_that_was_printed_sets_the_cookie_and_leads_to_one_without_the_token():
-    answer = make_client(cookie=None).get(f"/?token={TOKEN}")
-    assert answer.status_code == 200
-    attributes = answer.headers["set-cookie"].lower().split("; ")
-    assert attributes[0] == f"{COOKIE}={TOKEN}"
-    assert {"httponly", "samesite=strict", "path=/"} <= set(attributes)
-    assert 'content="0;url=/"' in answer.text
-    assert TOKEN not in answer.text
+def test_the_printed_address_starts_a_session_and_leads_to_an_address_without_the_token():
+    client = make_client(is_in=False)
+    first, second = client.get(f"/?token={TOKEN}"), client.get(f"/?token={TOKEN}")
+    assert first.status_code == 200
+    session, *attributes = first.headers["set-cookie"].split("; ")
+    assert session.startswith(f"{COOKIE}=")
+    assert session != second.headers["set-cookie"].split("; ")[0], "each session has its own random id"
+    assert {"httponly", "samesite=strict", "path=/"} <= {each.lower() for each in attributes}
+    assert '<script src="/static/enter.js">' in first.text
+    assert TOKEN not in first.text + str(first.headers)
+
+
+def test_sessions_are_bounded_and_the_newest_stay():
+    client = make_client()
+    oldest = client.cookies[COOKIE]
+    for _ in range(_MAX_SESSIONS):
+        assert client.get("/").status_code == 200
+        enter(client)
+    assert client.get("/").status_code == 200
+    client.cookies.clear()
+    assert client.get("/", headers={"cookie": f"{COOKIE}={oldest}"}).status_code == 401
+
+
+def test_the_cookie_alone_which_other_ports_receive_shows_nothing_of_a_run():
+    client = make_client(is_in=False)
+    key = enter(client)
+    assert {client.get(path).status_code for path in ("/api/runs", "/api/runs?key=", "/api/runs?key=wrong")} == {403}
+    assert client.get("/api/runs", headers={KEY_HEADER: key}).status_code == 200
+    assert client.get(f"/api/runs?key={key}").status_code == 200
+    client.cookies.clear()
+    assert client.get("/api/runs", headers={KEY_HEADER: key}).status_code == 401
 
 
 @pytest.mark.parametrize("path", [f"/act?token={TOKEN}", "/?token=wrong", f"/?token={TOKEN}x"])
 def test_no_other_address_and_no_other_token_does(path):
-    answer = make_client(cookie=None).get(path)
+    answer = make_client(is_in=False).get(path)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
 
 
-@pytest.mark.parametrize("client", [make_client(), make_client(cookie=None)])
+@pytest.mark.parametrize("client", [make_client(), make_client(is_in=False)])
 def test_every_answer_forbids_foreign_code_frames_and_referrers(client):
     headers = client.get("/").headers
     policy = headers["content-security-policy"]
@@ -77,17 +109,16 @@ def test_every_answer_forbids_foreign_code_frames_and_referrers(client):
 
 def test_a_page_of_the_dashboard_may_act():
     client = make_client()
-    csrf = client.get("/").text.split()[1]
-    own = {CSRF_HEADER: csrf, "origin": "http://localhost:8420", "sec-fetch-site": "same-origin"}
-    assert client.post("/act", headers=own).text.startswith("POST")
-    assert client.post("/act", headers={CSRF_HEADER: csrf}).status_code == 200
+    own = {KEY_HEADER: enter(client), "origin": "http://localhost:8420", "sec-fetch-site": "same-origin"}
+    assert client.post("/act", headers=own).text == "POST"
+    assert client.post("/act", headers={KEY_HEADER: own[KEY_HEADER]}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {CSRF_HEADER: ""},
-        {CSRF_HEADER: "0" * 64},
+        {KEY_HEADER: ""},
+        {KEY_HEADER: "0" * 64},
         {"origin": "http://evil.example"},
         {"origin": "null"},
         {"origin": "http://localhost:9999"},
@@ -97,7 +128,7 @@ def test_a_page_of_the_dashboard_may_act():
 )
 def test_a_page_of_another_site_may_not_act_although_the_browser_has_the_cookie(changed):
     client = make_client()
-    own = {CSRF_HEADER: client.get("/").text.split()[1], "origin": "http://localhost:8420"}
+    own = {KEY_HEADER: enter(client), "origin": "http://localhost:8420"}
     assert client.post("/act", headers=own | changed).status_code == 403
 
 
