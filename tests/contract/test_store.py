@@ -462,13 +462,14 @@ def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(s
         checkpoint(store, 4)
     checkpoint(store, 1)
     assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
-    assert store.roll_back(to_step=1, to_version=1) == 3
+    returned, fence = store.roll_back(to_step=1, to_version=1)
     state = store.run_state()
+    assert (returned, fence) == (3, state.fence)
     assert (state.step, state.version, state.announced_version) == (1, 1, 3)
     assert state.checkpoint == CheckpointPointer(1, 1, "step-00000001")
     assert store.ledger() == entries[:1]
     assert store.audit().is_sound
-    assert store.roll_back(to_step=1, to_version=1) == 0, "called twice"
+    assert store.roll_back(to_step=1, to_version=1) == (0, fence + 1), "called twice"
     assert claim(store, 2, 4).group_ids == ["1", "2", "3", "4"], "in the order of the first time"
 
 

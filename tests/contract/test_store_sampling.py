@@ -101,7 +101,7 @@ def test_a_roll_back_undoes_exactly_the_uses_after_the_checkpoint(reusing):
     take_step(reusing, 2, 2)
     take_step(reusing, 3, 2)
     assert (reusing.counts().used, reusing.counts().reusable) == (2, 1)
-    assert reusing.roll_back(to_step=1, to_version=1) == 2
+    assert reusing.roll_back(to_step=1, to_version=1)[0] == 2
     counts = reusing.counts()
     assert (counts.ready, counts.used, counts.reusable, counts.trained) == (1, 1, 1, GROUP_SIZE)
 

@@ -94,11 +94,11 @@ class WatchedStore(RedisStore):
             "pointed", "pointer_refused", lambda: super(WatchedStore, self).checkpoint(pointer, fence=fence), **facts
         )
 
-    def roll_back(self, *, to_step: int, to_version: int) -> int:
+    def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         self.journal.write("rolling_back", step=to_step, version=to_version)
-        returned = super().roll_back(to_step=to_step, to_version=to_version)
-        self.journal.write("rolled_back", step=to_step, version=to_version, fence=self.run_state().fence)
-        return returned
+        rolled = super().roll_back(to_step=to_step, to_version=to_version)
+        self.journal.write("rolled_back", step=to_step, version=to_version, fence=rolled[1])
+        return rolled
 
     def commit_version(self, version: int) -> None:
         super().commit_version(version)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage
-from slipstream.learner.background_save import BackgroundSaver, delete_checkpoint
+from slipstream.learner.background_save import BackgroundSaver, delete_folder
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 
@@ -58,15 +59,14 @@ def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
         write_durably(folder / "pointer", name.encode())
         for old in folder.glob("step-*"):
             if old.name != name:
-                delete_checkpoint(old)
+                delete_folder(old)
 
     for saver in savers:
         rank = saver._ranks.rank
-        writes = [lambda part, rank=rank: (part / f"rank-{rank}").write_text(f"{number} of {rank}")]
+        writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
         if rank == 0:
-            writes.append(lambda part: (part / "model").mkdir())
-            writes.append(lambda part: (part / "model" / "weights").write_text(str(number)))
-        saver.start(f"draft-{number}", writes, name=name, finish=finish)
+            writes["model/weights"] = partial(Path.write_text, data=str(number))
+        saver.start(writes, name=name, finish=finish)
     for saver in savers:
         saver.flush()
 
@@ -140,7 +140,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
     def fail(part: Path) -> None:
         raise PermissionError("no")
 
-    saver.start("draft-1", [fail], name="step-1", finish=lambda: None)
+    saver.start({"state": fail}, name="step-1", finish=lambda: None)
     while not saver._in_flight.done():
         time.sleep(0.01)
     with pytest.raises(PermissionError):
@@ -152,13 +152,13 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
-    first.start("draft-1", [], name="step-1", finish=lambda: None)
+    first.start({}, name="step-1", finish=lambda: None)
     ends_at = time.monotonic() + 10
     while "files of a checkpoint of rank-1" not in first.reason:
         assert time.monotonic() < ends_at
         time.sleep(0.01)
     assert not (tmp_path / "step-1").exists()
-    second.start("draft-1", [], name="step-1", finish=lambda: None)
+    second.start({}, name="step-1", finish=lambda: None)
     first.flush()
     assert first.reason == ""
     assert (tmp_path / "step-1").is_dir()
@@ -181,8 +181,8 @@ def make_machines(folder: Path, storages: list[ObjectFolder]) -> list[Background
 
 def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     rank = saver._ranks.rank
-    write = lambda part: (part / f"rank-{rank}").write_text(f"{number} of {rank}")  # noqa: E731
-    saver.start(f"draft-{number}", [write], name=f"step-{number}", finish=finish)
+    writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
+    saver.start(writes, name=f"step-{number}", finish=finish)
 
 
 class Held(StorageWait):
