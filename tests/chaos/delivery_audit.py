@@ -32,6 +32,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _offers_are_told_apart,
         _reported_at_once,
         _skipped_are_never_handed_out,
+        _answered_are_never_handed_out,
         _handed_out_again_for_a_reason,
         _lapsed_for_a_reason,
         _returned_are_not_departed,
@@ -41,6 +42,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _sent_under_verified_weights,
         _members_differ,
         _fences_differ,
+        _roll_backs_take_all_back,
         _commits_are_fenced,
         _checkpoints_are_fenced,
         _claims_lapse_for_a_reason,
@@ -177,6 +179,24 @@ def _skipped_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
             for lease in entry["leases"]:
                 if lease.partition("-")[0] in evidence.skipped:
                     yield f"{lease} was handed out to {entry['owner']}, though no group of it is stored: it was skipped"
+
+
+def _answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
+    answered_at: dict[tuple[str, int], float] = {}
+    for life in evidence.generators:
+        for trajectory_id, at in _first_acks(life).items():
+            group, _, rest = trajectory_id.partition("-")
+            place = (group, int(rest.partition("-")[2]))
+            answered_at[place] = min(at, answered_at.get(place, at))
+    for broker in evidence.brokers:
+        for entry in broker.of("leased"):
+            for lease, members in zip(entry["leases"], entry["members"], strict=True):
+                group = lease.partition("-")[0]
+                again = [
+                    member for member in members if answered_at.get((group, member), float("inf")) < entry["since"]
+                ]
+                if again or not members:
+                    yield f"{lease} was handed out for the members {members}, of which {again} had been acknowledged"
 
 
 def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
@@ -332,6 +352,22 @@ def _fences_differ(evidence: Evidence) -> Iterator[str]:
     for fence, times in fences.items():
         if times > 1:
             yield f"{times} claims have the fence {fence}"
+
+
+def _roll_backs_take_all_back(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.learners:
+        begun_at = life.began_at
+        for entry in life.of("rolling_back", "rolled_back"):
+            if entry["k"] == "rolling_back":
+                begun_at = entry["t"]
+                continue
+            wanted = [entry["step"], entry["version"], entry["fence"]]
+            found = [entry["found_step"], entry["found_version"], entry["found_fence"]]
+            others = (other for other in evidence.learners if other is not life)
+            kinds = ("rolling_back", "rolled_back", "committing", "committed", "version")
+            is_alone = not any(begun_at <= each["t"] <= entry["t"] for other in others for each in other.of(*kinds))
+            if found != wanted and is_alone:
+                yield f"a roll back to step, version and fence {wanted} left {found}"
 
 
 def _rolled_back_between(evidence: Evidence, life: Life, since: float, until: float, *, kind: str) -> bool:

@@ -18,6 +18,7 @@ from tests.contract.stores import (
     OLDEST_FIRST,
     SEED,
     answer,
+    check_state,
     checkpoint,
     claim,
     commit,
@@ -25,6 +26,7 @@ from tests.contract.stores import (
     fill,
     lease,
     make_ready,
+    make_redis_store,
     open_run,
     renew,
 )
@@ -417,6 +419,21 @@ def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
     fill(store, second)
     waiter.join(timeout=10)
     assert answers == [True]
+
+
+def test_a_claim_of_groups_that_move_meanwhile_takes_none_of_them(clock):
+    store = open_run(make_redis_store(clock))
+    make_ready(store, 3)
+    run, moved = store._run, []
+
+    def run_late(script, *arguments):
+        if script == "claim" and not moved:
+            moved.append(run("claim", 7, 60_000, "1"))
+        return run(script, *arguments)
+
+    store._run = run_late
+    assert claim(store, 1, 2).group_ids == ["0", "2"], "the second was taken for another step"
+    check_state(store)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

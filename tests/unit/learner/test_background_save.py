@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def test_the_files_of_all_ranks_become_one_folder(tmp_path):
     save(make_savers(tmp_path), 1, folder=tmp_path)
     assert assert_whole(tmp_path) == "step-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_pointer(tmp_path, monkeypatch):
+    done: list[tuple] = []
+
+    def record(name: str, note: Callable[..., tuple]) -> None:
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *arguments: (done.append(note(*arguments)), call(*arguments))[1])
+
+    inode = lambda path: os.stat(path).st_ino  # noqa: E731
+    record("fsync", lambda descriptor: ("sync", os.fstat(descriptor).st_ino))
+    for name in ("rename", "replace"):
+        record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
+    save(make_savers(tmp_path), 1, folder=tmp_path)
+
+    named_at = done.index((inode(tmp_path / "step-1"), inode(tmp_path)))
+    for path in (tmp_path / "step-1", *(tmp_path / "step-1").rglob("*")):
+        syncs = [at for at, each in enumerate(done) if each == ("sync", inode(path))]
+        entries = [at for at, (moved, folder) in enumerate(done) if moved != "sync" and folder == inode(path)]
+        assert any(max(entries, default=-1) < at < named_at for at in syncs), path
+    pointed_at = done.index((inode(tmp_path / "pointer"), inode(tmp_path)))
+    assert any(named_at < at < pointed_at for at, each in enumerate(done) if each == ("sync", inode(tmp_path)))
 
 
 def kill_at(count: int) -> None:

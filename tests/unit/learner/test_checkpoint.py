@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.sealed_folder import find_damage, seal
+from slipstream.configs.advantages import MovingBaselineConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import AdaptiveKlConfig, KlConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.checkpoint import Checkpoints, write_model
@@ -44,10 +47,23 @@ def steps(trainer, numbers):
     return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: f"{getattr(engine, 'zero_stage', 'torch')}")
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
+PLAIN, WITH_STATE = (
+    AlgorithmConfig(),
+    AlgorithmConfig(
+        advantage=MovingBaselineConfig(), kl=KlConfig(0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=10))
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("engine", "algorithm"),
+    [*((engine, PLAIN) for engine in ENGINES), (ENGINES[0], WITH_STATE)],
+    ids=["torch", *map(str, range(4)), "state of the objective"],
+)
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
-    run = make_run(make_model(tmp_path), learner={"engine": engine, "max_steps": 4, "optimizer": optimizer})
+    learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
+    run = make_run(make_model(tmp_path), learner=learner, algorithm=algorithm)
     straight = make_trainer(run)
     expected = steps(straight, range(4))
 
