@@ -184,10 +184,12 @@ def _skipped_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
 def _answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
     answered_at: dict[tuple[str, int], float] = {}
     for life in evidence.generators:
+        genuine = _genuine(life)
         for trajectory_id, at in _first_acks(life).items():
-            group, _, rest = trajectory_id.partition("-")
-            place = (group, int(rest.partition("-")[2]))
-            answered_at[place] = min(at, answered_at.get(place, at))
+            if trajectory_id in genuine:
+                lease, _, member = trajectory_id.rpartition("-")
+                place = (lease.partition("-")[0], int(member))
+                answered_at[place] = min(at, answered_at.get(place, at))
     for broker in evidence.brokers:
         for entry in broker.of("leased"):
             for lease, members in zip(entry["leases"], entry["members"], strict=True):

@@ -172,17 +172,15 @@ def _counter_problems(state: Snapshot) -> Iterator[str]:
 # --- rules of a run whose every step is published, and whose claims are trained on as a whole ------------------------
 def find_progress_problems(state: Snapshot) -> list[str]:
     """One sentence for each number of a run's progress that its ledger contradicts."""
-    run = state.hashes["run"]
-    step, ledger = state.number("run", "step"), state.ledger
-    pointer = decode(run["checkpoint"], CheckpointPointer) if run.get("checkpoint") else None
+    step, version, announced = (state.number("run", name) for name in ("step", "version", "announced_version"))
     problems = []
-    for name, highest in (("version", step), ("version", state.number("run", "announced_version"))):
-        if state.number("run", name) > highest:
-            problems.append(f"version {state.number('run', name)} is committed after {step} steps, of which {highest}")
-    if pointer and pointer.step > step:
+    if version > min(step, announced):
+        problems.append(f"version {version} is committed, the newest step is {step}, the newest announced {announced}")
+    encoded = state.hashes["run"].get("checkpoint")
+    if encoded and (pointer := decode(encoded, CheckpointPointer)).step > step:
         problems.append(f"the checkpoint covers step {pointer.step}, the run is at step {step}")
-    groups = [group for entry in ledger for group in entry.group_ids]
-    trained = sum(len(names) for entry in ledger for names in entry.trajectory_ids)
+    groups = [group for entry in state.ledger for group in entry.group_ids]
+    trained = sum(len(names) for entry in state.ledger for names in entry.trajectory_ids)
     implied = {"consumed": len(set(groups)), "uses": len(groups), "trained": trained}
     found = {"consumed": state.number("run", "consumed"), "uses": state.number("run", "uses")}
     return [*problems, *_differ("progress", found | {"trained": state.number("counters", "trained")}, implied)]

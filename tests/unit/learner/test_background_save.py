@@ -98,7 +98,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *arguments: (done.append(note(*arguments)), call(*arguments))[1])
 
-    inode = lambda path: os.stat(path).st_ino  # noqa: E731
+    inode = lambda path: Path(path).stat().st_ino  # noqa: E731
     record("fsync", lambda descriptor: ("sync", os.fstat(descriptor).st_ino))
     for name in ("rename", "replace"):
         record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
