@@ -12,6 +12,7 @@ import redis
 
 from slipstream.buffer.codec import decode
 from slipstream.buffer.records import CheckpointPointer, StepEntry
+from tests.chaos.evidence import Evidence, first_acks, genuine
 from tests.chaos.watched.journal import Life
 
 _READ = """
@@ -203,3 +204,42 @@ def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
         *_differ("groups left", left, {}),
         *_differ("the newest fence", max(state.number("run", "fence"), *fences), state.number("run", "fence")),
     ]
+
+
+# --- rules of the journals -------------------------------------------------------------------------------------------
+def answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
+    """One sentence for each lease that asks for what the store had acknowledged, or for nothing."""
+    answered_at: dict[tuple[str, int], float] = {}
+    for life in evidence.generators:
+        sent = genuine(life)
+        for trajectory_id, at in first_acks(life).items():
+            if trajectory_id in sent:
+                lease, _, member = trajectory_id.rpartition("-")
+                place = (lease.partition("-")[0], int(member))
+                answered_at[place] = min(at, answered_at.get(place, at))
+    for broker in evidence.brokers:
+        for entry in broker.of("leased"):
+            for lease, members in zip(entry["leases"], entry["members"], strict=True):
+                group = lease.partition("-")[0]
+                again = [
+                    member for member in members if answered_at.get((group, member), float("inf")) < entry["since"]
+                ]
+                if again or not members:
+                    yield f"{lease} was handed out for the members {members}, of which {again} had been acknowledged"
+
+
+def roll_backs_take_all_back(evidence: Evidence) -> Iterator[str]:
+    """One sentence for each roll back after which the store was elsewhere."""
+    for life in evidence.learners:
+        begun_at = life.began_at
+        for entry in life.of("rolling_back", "rolled_back"):
+            if entry["k"] == "rolling_back":
+                begun_at = entry["t"]
+                continue
+            wanted = [entry["step"], entry["version"], entry["fence"]]
+            found = [entry["found_step"], entry["found_version"], entry["found_fence"]]
+            others = (other for other in evidence.learners if other is not life)
+            kinds = ("rolling_back", "rolled_back", "committing", "committed", "version")
+            is_alone = not any(begun_at <= each["t"] <= entry["t"] for other in others for each in other.of(*kinds))
+            if found != wanted and is_alone:
+                yield f"a roll back to step, version and fence {wanted} left {found}"
