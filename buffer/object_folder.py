@@ -12,7 +12,7 @@ Invariant: a folder counts once it has its manifest, which is written after ever
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -160,14 +160,11 @@ class ObjectFolder:
         for path in (*(path for path in into.rglob("*") if path.is_dir()), into):
             sync_path(path)
 
-    def prune(self, *, keep: int, pinned: Set[str]) -> None:
-        """Delete all folders within this one but the newest `keep` that count and those `pinned`. Raises StorageError.
-
-        No upload may be under way: those that were cut short are deleted, too.
-        """
-        kept = {*self.names()[-keep:], *pinned}
-        for name in sorted({PurePosixPath(name).parts[0] for name in self.objects()} - kept):
-            self.child(name).delete()
+    def prune(self, *, is_kept: Callable[[str], bool]) -> None:
+        """Delete the folders within this one, also those of uploads cut short, unless kept. Raises StorageError."""
+        for name in sorted({PurePosixPath(name).parts[0] for name in self.objects()}):
+            if not is_kept(name):
+                self.child(name).delete()
 
     def delete(self) -> None:
         """Delete the folder with its files, so that it stops counting first. Raises StorageError."""

@@ -44,7 +44,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
     for folder in parts:
         for name in read_checksums(folder):
             (into / name).parent.mkdir(parents=True, exist_ok=True)
-            if (folder / name).exists():
+            if not (into / name).exists():
                 (folder / name).rename(into / name)
     for path in (*(path for path in into.rglob("*") if path.is_dir()), into):
         sync_path(path)

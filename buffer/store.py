@@ -243,8 +243,10 @@ class Store(Protocol):
         """
         ...
 
-    def roll_back(self, *, to_step: int, to_version: int) -> int:
-        """Resume from a checkpoint: groups claimed, or used after `to_step`, are ready again. Return their number.
+    def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
+        """Resume from a checkpoint: groups claimed, or used after `to_step`, are ready again.
+
+        Return their number and the new RunState.fence, which is greater than that of any learner before.
 
         Ledger entries after `to_step` are removed. Announced versions stay announced: trajectories of versions that
         were taken back may still arrive. A live claim counts as an attempt: a group that ends every learner that

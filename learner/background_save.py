@@ -8,22 +8,21 @@ Invariant: one save is in flight. Its threads make no collectives, which would g
 of one folder meet in the draft, where a rank's files appear as a whole; the first ranks of several folders leave word
 at the rendezvous, and only when all have, rank 0 names the checkpoint and calls `finish`.
 
-<folder>/draft-5f3a09c1/rank-0/  a rank's files, sealed: of the save in flight, or what a crash left of one
+<folder>/draft-step-00000050/rank-0/  a rank's files, sealed: of the save in flight, or what a crash left of one
 """
 
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 import msgspec
 import structlog
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from slipstream.buffer.durable_files import sync_path, write_durably
 from slipstream.buffer.object_folder import ObjectFolder
@@ -31,9 +30,10 @@ from slipstream.buffer.sealed_folder import CHECKSUMS, checksums_of, merge, read
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.disk import DiskWait
+from slipstream.runtime.model_files import weight_map
 
 Write = Callable[[Path], object]
-"""Writes a part of a rank's files into a folder."""
+"""Writes one file, or the folder of a model."""
 
 _POLL_S = 0.02
 _LAST_SAVE_S = 60.0
@@ -113,7 +113,7 @@ def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
     if ranks.size == 1:
         return [0]
     (name,) = ranks.broadcast_bytes([uuid.uuid4().hex.encode()] if ranks.is_first else None)
-    meeting = folder / f"draft-ranks-{name.decode()}"
+    meeting = folder / f"ranks-{name.decode()}"
     meeting.mkdir(parents=True, exist_ok=True)
     (meeting / str(ranks.rank)).touch()
     ranks.barrier()
@@ -159,12 +159,12 @@ class BackgroundSaver:
         """Wait of the save in flight for the object store; else empty. Callable from any thread."""
         return self._storage.wait.reason if self._storage else ""
 
-    def start(self, draft: str, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
+    def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         """Write this rank's files, which become the folder `name` with those of the others; then rank 0 calls `finish`.
 
-        None may be in flight. A full disk is waited for.
+        `writes`: by what each of them writes. None may be in flight. A full disk is waited for.
         """
-        self._draft = self._folder / draft
+        self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
     def run(self, work: Callable[[], object]) -> None:
@@ -198,7 +198,7 @@ class BackgroundSaver:
             self._in_flight.result()
 
     # --- the thread ----------------------------------------------------------------------------------------------
-    def _write(self, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
+    def _write(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         began_at, draft = time.monotonic(), self._draft
         own = draft / f"rank-{self._ranks.rank}"
         self._disk.retry(lambda: _write_sealed(own, writes), what="a checkpoint", path=self._folder)
@@ -271,28 +271,36 @@ def run_beside(work: Callable[[], object], *, name: str) -> Future[None]:
     return ended
 
 
-def _write_sealed(folder: Path, writes: Sequence[Write]) -> None:
-    """Write one rank's files: `folder` is there once they are durable, and nothing is left of a write that fails."""
+def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
+    """Write one rank's files: `folder` is there once they are durable, and nothing is left of a write that fails.
+
+    Raises CheckpointError if a file is missing then: a later learner deletes the draft of one that it has replaced.
+    """
     temporary = folder.with_suffix(".tmp")
     try:
         temporary.mkdir(parents=True)
-        for write in writes:
-            write(temporary)
+        for name, write in writes.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            write(temporary / name)
         seal(temporary)
+        sealed = read_checksums(temporary)
+        for name in writes:
+            weights = [f"{name}/{file}" for file in weight_map(str(temporary / name))]
+            if name not in sealed and not (weights and sealed.keys() >= {f"{name}/config.json", *weights}):
+                raise CheckpointError(
+                    f"{temporary / name} must be there when its checkpoint is sealed, but another process has deleted "
+                    "it: start again with resume=true unless another learner has gone on with this run."
+                )
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     temporary.rename(folder)
 
 
-def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint. First its name: a crash must not leave a part of it that seems the newest."""
-    doomed = folder.with_name(f"draft-{folder.name}")
-    folder.rename(doomed)
+def delete_folder(folder: Path) -> None:
+    """Delete a checkpoint or a draft. First its name: a part of it must neither seem the newest nor be given a name."""
+    doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
+    # Two learners may delete the same.
+    with suppress(FileNotFoundError):
+        folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def write_tensors(folder: Path, *, name: str, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, perhaps in a folder of its own."""
-    (folder / name).parent.mkdir(exist_ok=True)
-    save_file(tensors, folder / name)

@@ -12,12 +12,12 @@ with `storage_uri` the object store has all of them before the pointer moves.
 <folder>/step-00000050/reference/        the reference policy, where it is refreshed
 <folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, where there is one
 <folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before anything is loaded
+<folder>/step-00000100.31/               of the learner that resumed with fencing token 31: each writes its own names
 """
 
 import random
-import shutil
+import re
 import time
-import uuid
 from collections.abc import Callable, Iterable, Set
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import structlog
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.buffer.durable_files import write_durably
@@ -36,7 +37,7 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
-from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_checkpoint, write_tensors
+from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_folder
 from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
 from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
@@ -51,6 +52,8 @@ from slipstream.runtime.model_files import weight_files
 _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
+_NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
+"""Step and life in the name of a checkpoint or of its draft; the first life of a run goes without."""
 
 log = structlog.get_logger(__name__)
 
@@ -103,13 +106,21 @@ class Checkpoints:
             storage=self._storage,
         )
         """Writes what `save` has copied."""
+        self.life = 1
+        """Greater than that of any learner that wrote into this folder before: it must neither meet nor delete this
+        one's files. The store's fencing token, or `begin_life`."""
+
+    def begin_life(self) -> None:
+        """Begin a life after all those that the folder and the object store show, for a learner without a store."""
+        seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
+        # Learners on other machines, whose folders this one does not see, begin at other times.
+        first = int(time.time()) if self._storage else 1
+        self.life = max([first, *(1 + life for life, _ in map(_age, seen))])
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints in this rank's folder, or else in the object store, oldest first."""
-        folders = [path.parent for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
-        if not folders and self._storage:
-            return self._storage.names()
-        return [folder.name for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)]
+        names = [path.parent.name for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
+        return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def newest_model(self) -> str:
         """Place of the newest checkpoint's model, in words; empty without a checkpoint."""
@@ -123,16 +134,17 @@ class Checkpoints:
     def prune(self, *, pinned: Set[str]) -> None:
         """Delete all but the newest `keep`, and none that is `pinned`, here and in the object store.
 
-        Other machines follow when the next save begins.
+        Those of later lives stay. Other machines follow when the next save begins.
         """
         keep = self._run.learner.checkpoint.keep
-        self._keep({*self.names()[-keep:], *pinned})
+        self._keep({*self.names()[-keep:], *pinned}, life=self.life)
         if self._run_storage and self._storage:
             best = self._folder.parent / BEST_FILE
             # Before its predecessor goes.
             if best.is_file():
                 self._run_storage.write(BEST_FILE, best.read_bytes())
-            self._storage.prune(keep=keep, pinned=pinned)
+            kept = {*sorted(self._storage.names(), key=_age)[-keep:], *pinned}
+            self._storage.prune(is_kept=lambda name: name in kept or _age(name)[0] > self.life)
 
     def upload(self, folders: Iterable[Path]) -> None:
         """Begin to send folders of the run to the object store, if there is one; `saver.flush` waits for it."""
@@ -147,10 +159,10 @@ class Checkpoints:
 
             self.saver.run(work)
 
-    def _keep(self, names: Set[str]) -> None:
+    def _keep(self, names: Set[str], *, life: int) -> None:
         for folder in self._folder.glob("step-*"):
-            if folder.name not in names:
-                delete_checkpoint(folder)
+            if folder.name not in names and _age(folder.name)[0] <= life:
+                delete_folder(folder)
 
     @cached_property
     def _base(self) -> dict[str, str]:
@@ -169,50 +181,33 @@ class Checkpoints:
         """
         began_at = time.monotonic()
         self.saver.flush()
-        chosen = [part.encode() for part in self._begin(step)] if self._ranks.is_first else None
-        name, draft, *kept = (part.decode() for part in self._ranks.broadcast_bytes(chosen))
-        if self._folders.is_leader and not self._ranks.is_first:
-            self._delete_drafts(but=draft)
-            self._keep(set(kept))
+        chosen = [f"step-{step:08d}" + f".{self.life}" * (self.life > 1)]
+        chosen += [folder.name for folder in self._folder.glob("step-*")]
+        found = self._ranks.broadcast_bytes([each.encode() for each in chosen] if self._ranks.is_first else None)
+        name, *kept = (each.decode() for each in found)
+        if self._folders.is_leader:
+            life, _ = _age(name)
+            for leftover in (*self._folder.glob("draft*"), *self._folder.glob("deleted-*")):
+                if _age(leftover.name)[0] < life:
+                    delete_folder(leftover)
+            self._keep(set(kept), life=life)
         pointer = CheckpointPointer(step, version, name)
         waited_s = time.monotonic() - began_at
         writes = self._copy(step=step, version=version)
         log.info("checkpoint", name=name, waited_s=round(waited_s, 3), stall_s=round(time.monotonic() - began_at, 3))
         self._seed_generators(step=step)
-        self.saver.start(draft, writes, name=name, finish=lambda: finish(pointer))
+        self.saver.start(writes, name=name, finish=lambda: finish(pointer))
         return pointer
 
-    def _begin(self, step: int) -> list[str]:
-        """Return the name of the checkpoint, that of its draft, and those of all before it that are kept.
-
-        What crashes left of earlier ones is deleted.
-        """
-        self._delete_drafts()
-        # A name of its own, in which no rank of a learner before this one can write.
-        mark = uuid.uuid4().hex[:8]
-        # For an object store that holds of the whole name: a learner that was replaced may still run elsewhere.
-        first = f"step-{step:08d}-{mark}" if self._run.storage_uri else f"step-{step:08d}"
-        # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
-        names = [first, *(f"{first}.{repeat}" for repeat in range(2, 1000))]
-        name = next(name for name in names if not (self._folder / name).exists())
-        return [name, f"draft-{mark}", *(folder.name for folder in self._folder.glob("step-*"))]
-
-    def _delete_drafts(self, *, but: str = "") -> None:
-        # Another rank may have begun to write the new one.
-        for draft in self._folder.glob("draft*"):
-            if draft.name != but:
-                shutil.rmtree(draft, ignore_errors=True)
-
-    def _copy(self, *, step: int, version: int) -> list[Write]:
-        """Copy this rank's part of the state to host memory; returns what writes it. Collective."""
+    def _copy(self, *, step: int, version: int) -> dict[str, Write]:
+        """Copy this rank's part of the state to host memory; returns what writes each file or model. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
-        writes: list[Write] = [
-            partial(write_tensors, name=STATE_FILE.format(rank), tensors=trainer.engine.copy_state()),
-        ]
+        states = STATE_FILE.format(rank)
+        writes: dict[str, Write] = {states: partial(save_file, trainer.engine.copy_state())}
         weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
         if is_first:
-            writes.append(lambda folder: write_model(trainer, folder / "model", weights=weights, run=self._run))
+            writes["model"] = lambda folder: write_model(trainer, folder, weights=weights, run=self._run)
             state = CheckpointState(
                 step=step,
                 version=version,
@@ -224,24 +219,19 @@ class Checkpoints:
                 num_ranks=self._ranks.size,
                 objective=trainer.objective.state.save(),
             )
-            writes.append(lambda folder: self._write_state(folder / _STATE, state))
+            writes[_STATE] = lambda path: self._write_state(path, state)
         if critic := trainer.critic:
-            moments = critic.engine.copy_state()
-            writes.append(
-                partial(write_tensors, name=f"{_CRITIC}/{STATE_FILE.format(rank)}", tensors=moments),
-            )
+            writes[f"{_CRITIC}/{states}"] = partial(save_file, critic.engine.copy_state())
             values = gather_to_first(critic.engine, ranks=self._ranks)
             if is_first:
                 model = critic.engine.model
-                writes.append(lambda folder: save_value_model(model, folder / _CRITIC / "model", weights=values))
+                writes[f"{_CRITIC}/model"] = lambda folder: save_value_model(model, folder, weights=values)
         # Without a refresh, the reference is the initial policy.
         if reference := trainer.reference:
             frozen = gather_to_first(reference, ranks=self._ranks)
             if is_first:
                 policy, config = reference.model, self._run.model
-                writes.append(
-                    lambda folder: save_pretrained(policy, folder / _REFERENCE, weights=frozen, config=config)
-                )
+                writes[_REFERENCE] = lambda folder: save_pretrained(policy, folder, weights=frozen, config=config)
         return writes
 
     def _write_state(self, path: Path, state: CheckpointState) -> None:
@@ -340,6 +330,12 @@ class Checkpoints:
         )
         policy = load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
         return {name: weight.detach() for name, weight in named_weights(policy.causal_lm)}
+
+
+def _age(name: str) -> tuple[int, int]:
+    """Life and step in the name of a checkpoint or draft, which order checkpoints by age; (0, 0) in any other name."""
+    found = _NAME.match(name)
+    return (int(found[2] or 1), int(found[1])) if found else (0, 0)
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:

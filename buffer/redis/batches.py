@@ -168,8 +168,9 @@ class RedisBatches(RedisConnection):
             steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
         return sum(self._run("retire_step", step) for step in steps)
 
-    def roll_back(self, *, to_step: int, to_version: int) -> int:
-        return self._run("roll_back", to_step, to_version, self._max_attempts)
+    def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
+        num_returned, fence = self._run("roll_back", to_step, to_version, self._max_attempts)
+        return num_returned, fence
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         key, entries = self._key("ledger"), list[bytes | None]()

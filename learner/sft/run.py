@@ -161,6 +161,7 @@ class SftRun:
         (found,) = self._ranks.broadcast_bytes([newest] if newest else None)
         for name in msgspec.json.decode(found):
             self._step = self._saved_step = self._checkpoints.restore(name).step
+        self._checkpoints.begin_life()
         if self._best:
             self._best.resume()
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))

@@ -8,7 +8,8 @@ told to hold a lease, and who let it go. A rule that depends on time leaves out 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tests.chaos.evidence import SLACK_S, Evidence
+from tests.chaos.evidence import SLACK_S, Evidence, first_acks, genuine
+from tests.chaos.state_audit import answered_are_never_handed_out, roll_backs_take_all_back
 from tests.chaos.watched.journal import Entry, Life
 
 _MAX_NAMED = 5
@@ -32,6 +33,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _offers_are_told_apart,
         _reported_at_once,
         _skipped_are_never_handed_out,
+        answered_are_never_handed_out,
         _handed_out_again_for_a_reason,
         _lapsed_for_a_reason,
         _returned_are_not_departed,
@@ -41,6 +43,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _sent_under_verified_weights,
         _members_differ,
         _fences_differ,
+        roll_backs_take_all_back,
         _commits_are_fenced,
         _checkpoints_are_fenced,
         _claims_lapse_for_a_reason,
@@ -57,18 +60,6 @@ def _sent(life: Life) -> dict[str, list[Entry]]:
     return sent
 
 
-def _genuine(life: Life) -> dict[str, Entry]:
-    return {each["id"]: each for each in life.of("put") if each["purpose"] == "train" and not each["spoiled"]}
-
-
-def _first_acks(life: Life) -> dict[str, float]:
-    acks: dict[str, float] = {}
-    for entry in life.of("acked"):
-        for trajectory_id in entry["ids"]:
-            acks.setdefault(trajectory_id, entry["t"])
-    return acks
-
-
 def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
     first_sent: dict[tuple[str, str], float] = {}
     for life in evidence.generators:
@@ -76,7 +67,7 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
             copy = (entry["id"], entry["content"])
             first_sent[copy] = min(entry["t"], first_sent.get(copy, entry["t"]))
     for life in evidence.generators:
-        puts, acks = _genuine(life), _first_acks(life)
+        puts, acks = genuine(life), first_acks(life)
         for trajectory_id, at in acks.items():
             if trajectory_id not in puts:
                 continue
@@ -101,7 +92,7 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
 def _acknowledged_to_its_sender(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
         sent = _sent(life)
-        for trajectory_id in _first_acks(life):
+        for trajectory_id in first_acks(life):
             if trajectory_id not in sent:
                 yield f"{trajectory_id} was acknowledged to {life.role}, which never sent it"
 
@@ -127,7 +118,7 @@ def _survivors_are_answered(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
         if evidence.successor_began_at(life) < float("inf") or life.of("bye"):
             continue
-        answered = set(_first_acks(life)) | {entry["id"] for entry in life.of("nacked") if entry["fatal"]}
+        answered = set(first_acks(life)) | {entry["id"] for entry in life.of("nacked") if entry["fatal"]}
         for entry in life.of("put"):
             if entry["id"] not in answered and entry["t"] < ends_at:
                 yield f"{entry['id']} of {life.role} was never answered"
@@ -135,9 +126,9 @@ def _survivors_are_answered(evidence: Evidence) -> Iterator[str]:
 
 def _genuine_is_not_refused(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
-        genuine, offered = _genuine(life), {entry["id"] for entry in life.of("offered")}
+        sent, offered = genuine(life), {entry["id"] for entry in life.of("offered")}
         for entry in life.of("nacked"):
-            if entry["fatal"] and entry["id"] in genuine and entry["id"] not in offered:
+            if entry["fatal"] and entry["id"] in sent and entry["id"] not in offered:
                 yield f"{entry['id']} of {life.role} was refused for good: {entry['reason']}"
 
 

@@ -84,3 +84,17 @@ class Evidence:
                 if served_at + SLACK_S >= since:
                     return False
         return not any(began is not None and began <= until for began in away.values())
+
+
+def genuine(life: Life) -> dict[str, Entry]:
+    """Undamaged trajectories to train on that a process wrote down before it sent them, by id."""
+    return {each["id"]: each for each in life.of("put") if each["purpose"] == "train" and not each["spoiled"]}
+
+
+def first_acks(life: Life) -> dict[str, float]:
+    """Time of the first acknowledgement of each id."""
+    acks: dict[str, float] = {}
+    for entry in life.of("acked"):
+        for trajectory_id in entry["ids"]:
+            acks.setdefault(trajectory_id, entry["t"])
+    return acks

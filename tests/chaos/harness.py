@@ -18,6 +18,13 @@ from tests.chaos.outcome import Outcome, Stored, read_archive, read_lineage
 from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
 from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
+from tests.chaos.state_audit import (
+    Snapshot,
+    find_end_problems,
+    find_progress_problems,
+    find_state_problems,
+    read_snapshot,
+)
 from tests.chaos.watched.journal import Journal, read_journals
 
 _TICK_S = 0.02
@@ -25,7 +32,8 @@ _STORE_TIMEOUT_S = 10.0
 _RESTART_TIMEOUT_S = 60.0
 _GUARD_TIMEOUT_S = 30.0
 _LIAR = 2
-_MAX_ARCHIVE_PROBLEMS = 5
+_MAX_NAMED = 5
+_AUDIT_EVERY_S = 0.5
 _LAST_S = 0.5
 _ANSWER_S = 20.0
 """Longest wait for the last answers, after the run's end: a peer that was cut off joins anew after a silence."""
@@ -43,6 +51,9 @@ class Harness:
         self.journal = Journal(stage.journals, "harness")
         self.archive_problems: list[str] = []
         """Defects of the archive at the deaths of its writer."""
+        self.state_problems: dict[str, None] = {}
+        """Contradictions within the store, as they were seen."""
+        self._next_audit_at = 0.0
         self.stored: list[Stored] = []
         """The archive at the end."""
         self.missed_acts: list[str] = []
@@ -140,6 +151,7 @@ class Harness:
             )
         self.poll_until(self._is_answered, timeout_s=_ANSWER_S)
         self.poll_until(lambda: False, timeout_s=_LAST_S)
+        self._audit_state()
         self.journal.write("end")
 
     def outcome(self) -> Outcome:
@@ -178,7 +190,8 @@ class Harness:
             max_lag=pace.max_lag,
             skipped=outcome.skipped,
         )
-        return [*self.archive_problems[:_MAX_ARCHIVE_PROBLEMS], *find_delivery_problems(evidence)]
+        seen = [*self.archive_problems[:_MAX_NAMED], *list(self.state_problems)[:_MAX_NAMED]]
+        return [*seen, *find_end_problems(self._read_state(), lives), *find_delivery_problems(evidence)]
 
     def end(self) -> None:
         """Kill the roles that are left, the store last."""
@@ -238,6 +251,8 @@ class Harness:
         self._next_read_at = time.monotonic() + self.stage.pace.read_every_s
         try:
             progress = self._read_progress()
+            if time.monotonic() >= self._next_audit_at:
+                self._audit_state()
         except ReplayBufferError:
             progress = {}
         if steps := progress.get("learner"):
@@ -299,6 +314,17 @@ class Harness:
 
     def _note(self, event: str, role: str) -> None:
         self.journal.write(event, role=role)
+        self._next_audit_at = 0.0
+
+    def _audit_state(self) -> None:
+        """Record what contradicts itself in the store: after each strike, and now and then."""
+        self._next_audit_at = time.monotonic() + _AUDIT_EVERY_S
+        state = self._read_state()
+        self.state_problems |= dict.fromkeys([*find_state_problems(state), *find_progress_problems(state)])
+
+    def _read_state(self) -> Snapshot:
+        with self.store._mapped_errors():
+            return read_snapshot(self.store._client, f"{{{NAME}}}:")
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
         kind = ColdProcess if is_cold or self._is_cold else WarmProcess

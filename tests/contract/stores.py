@@ -19,6 +19,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Sampling
 from tests.builders import make_packed
+from tests.chaos.state_audit import find_state_problems, read_snapshot
 from tests.memory_store.store import MemoryStore
 
 GROUP_SIZE = 2
@@ -65,6 +66,14 @@ def shared_server() -> EmbeddedRedis:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.stop)
     return server
+
+
+def check_state(store: AnyStore) -> None:
+    """No key of a Redis store contradicts another."""
+    if isinstance(store, RedisStore):
+        admin = redis.Redis.from_url(shared_server().url)
+        assert find_state_problems(read_snapshot(admin, store._prefix)) == []
+        admin.close()
 
 
 def open_run(store: AnyStore, **overrides: object) -> AnyStore:

@@ -159,12 +159,12 @@ def test_a_file_that_changed_on_the_disk_is_not_sent(tmp_path, uri):
     assert root.names() == []
 
 
-def test_the_newest_and_the_pinned_are_kept_and_what_was_cut_short_is_deleted(tmp_path, uri):
+def test_what_is_not_kept_and_what_was_cut_short_is_deleted(tmp_path, uri):
     folder, root = make_folder(tmp_path / "step", {"weights": b"1"}), ObjectFolder(uri, StorageWait(0))
     for step in range(1, 5):
         send(folder, root.child(f"step-{step}"))
     root.child("step-9").upload(folder, checksums_of(folder))
-    root.prune(keep=2, pinned={"step-1"})
+    root.prune(is_kept=lambda name: name in {"step-1", "step-3", "step-4"})
     assert root.names() == ["step-1", "step-3", "step-4"]
     assert {name.split("/")[0] for name in root.objects()} == {"step-1", "step-3", "step-4"}
 

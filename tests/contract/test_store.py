@@ -18,6 +18,7 @@ from tests.contract.stores import (
     OLDEST_FIRST,
     SEED,
     answer,
+    check_state,
     checkpoint,
     claim,
     commit,
@@ -25,6 +26,7 @@ from tests.contract.stores import (
     fill,
     lease,
     make_ready,
+    make_redis_store,
     open_run,
     renew,
 )
@@ -419,6 +421,21 @@ def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
     assert answers == [True]
 
 
+def test_a_claim_of_groups_that_move_meanwhile_takes_none_of_them(clock):
+    store = open_run(make_redis_store(clock))
+    make_ready(store, 3)
+    run, moved = store._run, []
+
+    def run_late(script, *arguments):
+        if script == "claim" and not moved:
+            moved.append(run("claim", 7, 60_000, "1"))
+        return run(script, *arguments)
+
+    store._run = run_late
+    assert claim(store, 1, 2).group_ids == ["0", "2"], "the second was taken for another step"
+    check_state(store)
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
     make_ready(store, 3)
@@ -462,13 +479,14 @@ def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(s
         checkpoint(store, 4)
     checkpoint(store, 1)
     assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
-    assert store.roll_back(to_step=1, to_version=1) == 3
+    returned, fence = store.roll_back(to_step=1, to_version=1)
     state = store.run_state()
+    assert (returned, fence) == (3, state.fence)
     assert (state.step, state.version, state.announced_version) == (1, 1, 3)
     assert state.checkpoint == CheckpointPointer(1, 1, "step-00000001")
     assert store.ledger() == entries[:1]
     assert store.audit().is_sound
-    assert store.roll_back(to_step=1, to_version=1) == 0, "called twice"
+    assert store.roll_back(to_step=1, to_version=1) == (0, fence + 1), "called twice"
     assert claim(store, 2, 4).group_ids == ["1", "2", "3", "4"], "in the order of the first time"
 
 

@@ -100,7 +100,7 @@ def test_a_step_that_is_under_way_ends_and_its_groups_are_neither_reused_nor_rea
     commit(store, held)
     assert (store.counts().used, store.counts().reusable) == (2, 1)
     assert_reconciled(store)
-    assert store.roll_back(to_step=0, to_version=0) == 1
+    assert store.roll_back(to_step=0, to_version=0)[0] == 1
     assert claim(store, 1, 1).group_ids == [honest]
     assert store.counts().reasons == {"quarantined: guest: mallory": 1}
     assert_reconciled(store)

@@ -101,9 +101,14 @@ def test_a_roll_back_undoes_exactly_the_uses_after_the_checkpoint(reusing):
     take_step(reusing, 2, 2)
     take_step(reusing, 3, 2)
     assert (reusing.counts().used, reusing.counts().reusable) == (2, 1)
-    assert reusing.roll_back(to_step=1, to_version=1) == 2
+    assert reusing.roll_back(to_step=1, to_version=1)[0] == 2
     counts = reusing.counts()
     assert (counts.ready, counts.used, counts.reusable, counts.trained) == (1, 1, 1, GROUP_SIZE)
+    limited = SamplingRules(reuse=ReuseConfig(max_uses=3, fresh_fraction=0.5, samples_per_insert=1.5))
+    take_step(reusing, 2, 2, limited)
+    reusing.set_phase("finishing")
+    checkpoint(reusing, 2)
+    assert [group.steps for group in reusing.finished(limit=9)] == [[2], [1, 2]]
 
 
 @pytest.mark.parametrize("ending", ["rejected", "lapsed"])

@@ -32,6 +32,7 @@ from tests.contract.stores import (
     GROUP_SIZE,
     answer,
     audit,
+    check_state,
     checkpoint,
     commit,
     make_memory_store,
@@ -252,6 +253,10 @@ class Twins(RuleBasedStateMachine):
         finished = self.both(lambda store: store.finished(limit=limit))
         self.both(lambda store: store.forget([group.id for group in finished]))
 
+    @rule()
+    def look_at_every_key(self) -> None:
+        check_state(self.stores[1])
+
     # --- versions and evaluations ---
     @rule(version=st.integers(0, 3), committed=st.booleans())
     def raise_version(self, version: int, committed: bool) -> None:
@@ -277,6 +282,7 @@ class Twins(RuleBasedStateMachine):
         assert memory == msgspec.structs.replace(redis, run_id=memory.run_id)
 
     def teardown(self) -> None:
+        check_state(self.stores[1])
         for store in self.stores:
             store.close()
 

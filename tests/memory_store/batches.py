@@ -173,7 +173,7 @@ class MemoryBatches(MemoryState):
                 self._end(group_id, "retired")
         return len(used.group_ids) - len(kept)
 
-    def roll_back(self, *, to_step: int, to_version: int) -> int:
+    def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         with self._changed:
             run = self._opened()
             # In the order of the sorted set in Redis: groups must come back in the same order in both stores.
@@ -188,7 +188,7 @@ class MemoryBatches(MemoryState):
             run.fence += 1
             run.learner_fence = run.fence
             run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)
-            return num_returned
+            return num_returned, run.fence
 
     def _undo_uses(self, group_ids: list[str], *, to_step: int) -> int:
         for group_id in group_ids:

@@ -2,7 +2,7 @@
 -- Keys: run, claims, claim_fences, claimed:*, used:*, used_steps, commit_fences, reusable, ready, ledger, consumed_at,
 --   counters, bell, group:*
 -- Arguments: to_step, to_version, max_attempts
--- Returns: number of groups back in the queue
+-- Returns: number of groups back in the queue, the new fence
 -- Atomic because step, versions, ledger and groups must go back together. The new fence shuts out the learner of
 -- before: its commits and checkpoints are refused from this instant on.
 if not run_exists() then return NORUN end
@@ -47,6 +47,7 @@ end
 -- `announced_version` stays: trajectories of versions that were taken back may still arrive.
 local consumed = redis.call('HGET', key('consumed_at'), ARGV[2]) or 0
 redis.call('HSET', run, 'step', ARGV[2], 'version', ARGV[3], 'consumed', consumed, 'consumed_by_version', consumed)
-redis.call('HSET', run, 'learner_fence', redis.call('HINCRBY', run, 'fence', 1))
+local fence = redis.call('HINCRBY', run, 'fence', 1)
+redis.call('HSET', run, 'learner_fence', fence)
 ring_bell()
-return returned
+return {returned, fence}

@@ -4,6 +4,7 @@ A repeat after a lost answer is part of the protocol, so it repeats some claims 
 """
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,9 +30,11 @@ class WatchedStore(RedisStore):
 
     # --- the broker's side -------------------------------------------------------------------------------------------
     def lease(self, *, owner: str, **settings: Any) -> list[Any]:  # type: ignore[override]
+        since = time.time()
         leases = super().lease(owner=owner, **settings)
-        if ids := [lease.id for lease in leases if lease.purpose == "train"]:
-            self.journal.write("leased", owner=owner, leases=ids)
+        if trained := [lease for lease in leases if lease.purpose == "train"]:
+            ids, members = [lease.id for lease in trained], [lease.indices for lease in trained]
+            self.journal.write("leased", owner=owner, leases=ids, members=members, since=since)
         return leases
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
@@ -94,11 +97,13 @@ class WatchedStore(RedisStore):
             "pointed", "pointer_refused", lambda: super(WatchedStore, self).checkpoint(pointer, fence=fence), **facts
         )
 
-    def roll_back(self, *, to_step: int, to_version: int) -> int:
+    def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         self.journal.write("rolling_back", step=to_step, version=to_version)
-        returned = super().roll_back(to_step=to_step, to_version=to_version)
-        self.journal.write("rolled_back", step=to_step, version=to_version, fence=self.run_state().fence)
-        return returned
+        rolled = super().roll_back(to_step=to_step, to_version=to_version)
+        state = self.run_state()
+        found = {"found_step": state.step, "found_version": state.version, "found_fence": state.fence}
+        self.journal.write("rolled_back", step=to_step, version=to_version, fence=rolled[1], **found)
+        return rolled
 
     def commit_version(self, version: int) -> None:
         super().commit_version(version)

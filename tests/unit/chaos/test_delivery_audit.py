@@ -37,10 +37,15 @@ def make_generator() -> list[Entry]:
     ]
 
 
+def rolled_back(at: float, *, fence: int, version: int = 0) -> Entry:
+    found = {"found_step": 0, "found_version": version, "found_fence": fence}
+    return entry(at, "rolled_back", step=0, version=0, fence=fence, **found)
+
+
 def make_learner() -> list[Entry]:
     return [
         entry(0.1, "rolling_back", step=0, version=0),
-        entry(0.2, "rolled_back", step=0, version=0, fence=1),
+        rolled_back(0.2, fence=1),
         entry(0.3, "version", version=0),
         entry(3.0, "claimed", step=1, fence=2, groups=["0"]),
         entry(3.1, "committing", step=1, fence=2, groups=["0"]),
@@ -54,7 +59,13 @@ STORED = [
     Stored("0-0-0", ("0", "train/0", 0), "content of 0-0-0", "x", "retired"),
     Stored("0-0-1", ("0", "train/0", 1), "content of 0-0-1", "y", "retired"),
 ]
-BROKER = [entry(1.35, "leased", owner=OWNER, leases=["0-0"])]
+
+
+def leased(at: float, name: str, *, to: str = OWNER, members: tuple[int, ...] = (0, 1)) -> Entry:
+    return entry(at, "leased", owner=to, leases=[name], members=[members], since=at - 0.01)
+
+
+BROKER = [leased(1.35, "0-0")]
 
 
 def problems(
@@ -118,18 +129,13 @@ def test_what_is_stored_with_another_content_is_found():
 
 def test_a_prompt_that_was_skipped_and_handed_out_is_found():
     assert problems(skipped=(1,)) == []
-    leased = [entry(1.36, "leased", owner=OWNER, leases=["1-0"])]
-    (problem,) = problems(broker=leased, skipped=(1,))
+    (problem,) = problems(broker=[leased(1.36, "1-0")], skipped=(1,))
     assert problem == f"1-0 was handed out to {OWNER}, though no group of it is stored: it was skipped"
-
-
-def leased_again(*, to: str, at: float) -> Entry:
-    return entry(at, "leased", owner=to, leases=["0-1"])
 
 
 SECOND = Life("generator-0", 6, [entry(5.0, "hello", incarnation="z"), entry(5.2, "welcome", broker="b")])
 SECOND_LEARNER = Life("learner", 7, [
-    entry(4.0, "rolling_back", step=0, version=0), entry(4.1, "rolled_back", step=0, version=0, fence=9)
+    entry(4.0, "rolling_back", step=0, version=0), rolled_back(4.1, fence=9)
 ])  # fmt: skip
 
 
@@ -172,7 +178,13 @@ SECOND_LEARNER = Life("learner", 7, [
         ),
         ({"more": [entry(4.0, "overdue", id="0-0-0")]}, "overdue"),
         ({"harness": [entry(4.0, "overadmitted", admitted=9, limit=8)]}, "overadmitted"),
-        ({"broker": [leased_again(to="generator-1/c", at=4.0)]}, "still held 0-0"),
+        ({"broker": [leased(2.1, "0-1", to="generator-1/c")]}, "still held 0-0"),
+        ({"broker": [leased(4.0, "0-1", to="generator-1/c")]}, "[0, 1] had been acknowledged"),
+        ({"broker": [leased(2.1, "0-1", to="generator-1/c", members=())]}, "for the members ()"),
+        (
+            {"learner": [entry(5.0, "rolling_back", step=0, version=0), rolled_back(5.1, fence=9, version=1)]},
+            "left [0, 1, 9]",
+        ),
         ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])]}, "was there all the time"),
         ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])], "lives": [SECOND]}, "had been welcomed"),
         (
@@ -246,10 +258,10 @@ def test_a_strike_explains_a_lapse():
     assert problems(broker=[entry(20.0, "lapsed", leases=[["0-0", OWNER]])], harness=struck) == []
 
 
-@pytest.mark.parametrize(("returned_at", "is_found"), [(3.0, False), (5.0, True)])
+@pytest.mark.parametrize(("returned_at", "is_found"), [(1.8, False), (2.1, True)])
 def test_a_liar_that_names_its_own_lease_has_returned_it_though_it_does_so_again_later(returned_at, is_found):
     more = [entry(returned_at, "lied", leases=["0-0"]), entry(6.0, "returned", leases=["0-0"])]
-    found = problems(more=more, broker=[leased_again(to="generator-1/c", at=4.0)])
+    found = problems(more=more, broker=[leased(1.9, "0-1", to="generator-1/c")])
     assert [problem[:3] for problem in found] == ["0-1"] * is_found
 
 

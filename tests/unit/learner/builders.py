@@ -172,6 +172,12 @@ def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in critic.engine.gather_parameters()} if critic else {}
 
 
+def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints]:
+    """A trainer, and its checkpoints below the folder."""
+    trainer = make_trainer(run)
+    return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
+
+
 def save(checkpoints: Checkpoints, *, step: int, version: int | None = None) -> str:
     """Save a checkpoint and wait until it is durable; its name. The version is the step's number by default."""
     pointer = checkpoints.save(step=step, version=step if version is None else version)

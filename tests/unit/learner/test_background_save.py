@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage
-from slipstream.learner.background_save import BackgroundSaver, delete_checkpoint
+from slipstream.learner.background_save import BackgroundSaver, delete_folder
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 
@@ -58,15 +60,14 @@ def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
         write_durably(folder / "pointer", name.encode())
         for old in folder.glob("step-*"):
             if old.name != name:
-                delete_checkpoint(old)
+                delete_folder(old)
 
     for saver in savers:
         rank = saver._ranks.rank
-        writes = [lambda part, rank=rank: (part / f"rank-{rank}").write_text(f"{number} of {rank}")]
+        writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
         if rank == 0:
-            writes.append(lambda part: (part / "model").mkdir())
-            writes.append(lambda part: (part / "model" / "weights").write_text(str(number)))
-        saver.start(f"draft-{number}", writes, name=name, finish=finish)
+            writes["model/weights"] = partial(Path.write_text, data=str(number))
+        saver.start(writes, name=name, finish=finish)
     for saver in savers:
         saver.flush()
 
@@ -88,6 +89,28 @@ def test_the_files_of_all_ranks_become_one_folder(tmp_path):
     save(make_savers(tmp_path), 1, folder=tmp_path)
     assert assert_whole(tmp_path) == "step-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_pointer(tmp_path, monkeypatch):
+    done: list[tuple] = []
+
+    def record(name: str, note: Callable[..., tuple]) -> None:
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *arguments: (done.append(note(*arguments)), call(*arguments))[1])
+
+    inode = lambda path: Path(path).stat().st_ino  # noqa: E731
+    record("fsync", lambda descriptor: ("sync", os.fstat(descriptor).st_ino))
+    for name in ("rename", "replace"):
+        record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
+    save(make_savers(tmp_path), 1, folder=tmp_path)
+
+    named_at = done.index((inode(tmp_path / "step-1"), inode(tmp_path)))
+    for path in (tmp_path / "step-1", *(tmp_path / "step-1").rglob("*")):
+        syncs = [at for at, each in enumerate(done) if each == ("sync", inode(path))]
+        entries = [at for at, (moved, folder) in enumerate(done) if moved != "sync" and folder == inode(path)]
+        assert any(max(entries, default=-1) < at < named_at for at in syncs), path
+    pointed_at = done.index((inode(tmp_path / "pointer"), inode(tmp_path)))
+    assert any(named_at < at < pointed_at for at, each in enumerate(done) if each == ("sync", inode(tmp_path)))
 
 
 def kill_at(count: int) -> None:
@@ -140,7 +163,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
     def fail(part: Path) -> None:
         raise PermissionError("no")
 
-    saver.start("draft-1", [fail], name="step-1", finish=lambda: None)
+    saver.start({"state": fail}, name="step-1", finish=lambda: None)
     while not saver._in_flight.done():
         time.sleep(0.01)
     with pytest.raises(PermissionError):
@@ -152,13 +175,13 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
-    first.start("draft-1", [], name="step-1", finish=lambda: None)
+    first.start({}, name="step-1", finish=lambda: None)
     ends_at = time.monotonic() + 10
     while "files of a checkpoint of rank-1" not in first.reason:
         assert time.monotonic() < ends_at
         time.sleep(0.01)
     assert not (tmp_path / "step-1").exists()
-    second.start("draft-1", [], name="step-1", finish=lambda: None)
+    second.start({}, name="step-1", finish=lambda: None)
     first.flush()
     assert first.reason == ""
     assert (tmp_path / "step-1").is_dir()
@@ -181,8 +204,8 @@ def make_machines(folder: Path, storages: list[ObjectFolder]) -> list[Background
 
 def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     rank = saver._ranks.rank
-    write = lambda part: (part / f"rank-{rank}").write_text(f"{number} of {rank}")  # noqa: E731
-    saver.start(f"draft-{number}", [write], name=f"step-{number}", finish=finish)
+    writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
+    saver.start(writes, name=f"step-{number}", finish=finish)
 
 
 class Held(StorageWait):

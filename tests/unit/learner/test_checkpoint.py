@@ -1,5 +1,4 @@
 import random
-import shutil
 import time
 
 import msgspec
@@ -10,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.sealed_folder import seal
+from slipstream.configs.advantages import MovingBaselineConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import AdaptiveKlConfig, KlConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
-from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
@@ -20,7 +21,7 @@ from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 from tests.unit.learner.builders import (
     CPU,
-    make_alone,
+    make_checkpoints,
     make_groups,
     make_model,
     make_run,
@@ -33,19 +34,27 @@ from tests.unit.learner.builders import (
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
 
-def make_checkpoints(run, folder):
-    trainer = make_trainer(run)
-    return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
-
-
 def steps(trainer, numbers):
     return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: f"{getattr(engine, 'zero_stage', 'torch')}")
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
+PLAIN, WITH_STATE = (
+    AlgorithmConfig(),
+    AlgorithmConfig(
+        advantage=MovingBaselineConfig(), kl=KlConfig(0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=10))
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("engine", "algorithm"),
+    [*((engine, PLAIN) for engine in ENGINES), (ENGINES[0], WITH_STATE)],
+    ids=["torch", *map(str, range(4)), "state of the objective"],
+)
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
-    run = make_run(make_model(tmp_path), learner={"engine": engine, "max_steps": 4, "optimizer": optimizer})
+    learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
+    run = make_run(make_model(tmp_path), learner=learner, algorithm=algorithm)
     straight = make_trainer(run)
     expected = steps(straight, range(4))
 
@@ -94,18 +103,6 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
     checkpoints.prune(pinned={"step-00000004"})
     assert checkpoints.names() == ["step-00000003", "step-00000004"]
-
-
-def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
-    run = make_run(make_model(tmp_path))
-    _, checkpoints = make_checkpoints(run, tmp_path)
-    first = save(checkpoints, step=1)
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(folder / "step-00000001", folder / "draft")  # died before the rename
-    shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the store pointed at it
-    again = save(checkpoints, step=2, version=5)
-    assert again == "step-00000002.2", "the folder of the one that does not count is not taken"
-    assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
 
 
 def test_a_checkpoint_from_before_layouts_could_change_is_refused_in_one_sentence(tmp_path):

@@ -67,8 +67,20 @@ def test_a_nack_defers_a_trajectory_or_removes_it():
     outbox.reject(Nack("0-0-1", "malformed", is_fatal=True))
     assert len(outbox) == 1
     assert ids(outbox.pop_sendable()) == []
+    outbox.add(*make_packed(index=2, group_size=3))
+    assert ids(outbox.pop_sendable()) == ["0-0-2"], "what is deferred delays no other"
     clock.now = 1.0
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
+
+
+def test_a_nack_that_comes_after_a_reconnect_delays_nothing():
+    outbox = make_outbox()
+    outbox.add(*make_packed(index=0))
+    outbox.add(*make_packed(index=1))
+    outbox.pop_sendable()
+    outbox.resend_all()
+    outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
+    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
 
 
 def test_it_is_over_credit_only_while_trajectories_wait():
@@ -83,7 +95,8 @@ def test_it_is_over_credit_only_while_trajectories_wait():
 def test_unanswered_trajectories_are_resent():
     """Frames in transit on a connection that breaks for an instant are lost silently."""
     clock = FakeClock(0.0)
-    outbox = make_outbox(messages=2, clock=clock)
+    payload_bytes = len(make_packed(index=0)[1])
+    outbox = make_outbox(messages=2, size_bytes=2 * payload_bytes, clock=clock)
     for index in range(3):
         outbox.add(*make_packed(index=index, group_size=3))
     assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]

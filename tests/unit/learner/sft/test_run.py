@@ -132,7 +132,7 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     folder = Path(run.runs_dir) / run.name
     assert 0 < step < 40
     assert json.loads((folder / "best.json").read_text())["value"] == losses[step]
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-{step:08d}", "step-00000040"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-{step:08d}", "step-00000040.2"]
     kept = load_file(folder / f"checkpoints/step-{step:08d}/model/model.safetensors")
     exported = load_file(folder / "best_model/model.safetensors")
     assert equal(kept, exported)
