@@ -18,8 +18,9 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -38,9 +39,9 @@ from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_checkpoint, write_tensors
 from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
-from slipstream.learner.engines.engine import ModelEngine
+from slipstream.learner.engines.engine import ModelEngine, check_finite
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
-from slipstream.learner.errors import CheckpointError, ModelError
+from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
@@ -103,6 +104,8 @@ class Checkpoints:
             storage=self._storage,
         )
         """Writes what `save` has copied."""
+        self._poisoned = set[str]()
+        """Checkpoints that `restore_finite` found not to be finite."""
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints in this rank's folder, or else in the object store, oldest first."""
@@ -111,9 +114,18 @@ class Checkpoints:
             return self._storage.names()
         return [folder.name for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)]
 
+    def with_remedy(self, error: DivergenceError) -> DivergenceError:
+        """Wait for the save in flight; return the error with how to continue from the newest checkpoint."""
+        self.saver.join()
+        if not (model := self.newest_model()):
+            return DivergenceError(f"{error} There is no checkpoint to continue from: start a new run.")
+        resume = "" if self._run.is_one_process else "resume=true continues from it; "
+        begin = f"{resume}a new run with other settings can begin with model.path={model}"
+        return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
+
     def newest_model(self) -> str:
-        """Place of the newest checkpoint's model, in words; empty without a checkpoint."""
-        if not (names := self.names()):
+        """Place of the newest finite checkpoint's model, in words; empty without one."""
+        if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]
         if self._storage and not folder.is_dir():
@@ -165,7 +177,8 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`; on return its state is copied, and its name settled.
 
         Waits for the save before, and raises what that raised. Once the checkpoint is durable, rank 0 calls `finish`
-        in the thread that wrote it; in a serial run all that happens before the return.
+        in the thread that wrote it; in a serial run all that happens before the return. The caller checks the weights;
+        raises DivergenceError unless the state of optimizer and objective is finite.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -207,9 +220,11 @@ class Checkpoints:
         """Copy this rank's part of the state to host memory; returns what writes it. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
-        writes: list[Write] = [
-            partial(write_tensors, name=STATE_FILE.format(rank), tensors=trainer.engine.copy_state()),
-        ]
+        files = {STATE_FILE.format(rank): trainer.engine.copy_state()}
+        if trainer.critic:
+            files[f"{_CRITIC}/{STATE_FILE.format(rank)}"] = trainer.critic.engine.copy_state()
+        self._check_state(files.values(), step=step)
+        writes: list[Write] = [partial(write_tensors, name=name, tensors=tensors) for name, tensors in files.items()]
         weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
         if is_first:
             writes.append(lambda folder: write_model(trainer, folder / "model", weights=weights, run=self._run))
@@ -226,10 +241,6 @@ class Checkpoints:
             )
             writes.append(lambda folder: self._write_state(folder / _STATE, state))
         if critic := trainer.critic:
-            moments = critic.engine.copy_state()
-            writes.append(
-                partial(write_tensors, name=f"{_CRITIC}/{STATE_FILE.format(rank)}", tensors=moments),
-            )
             values = gather_to_first(critic.engine, ranks=self._ranks)
             if is_first:
                 model = critic.engine.model
@@ -244,6 +255,19 @@ class Checkpoints:
                 )
         return writes
 
+    def _check_state(self, moments: Iterable[dict[str, Tensor]], *, step: int) -> None:
+        """Raise DivergenceError unless the moments, and the numbers of the objective, are finite. Collective."""
+        carried = {
+            f"objective/{key}": torch.tensor(value) for key, value in self._trainer.objective.state.save().items()
+        }
+        check_finite(
+            chain(carried.items(), *(each.items() for each in moments)),
+            what="the state of the optimizer and the objective",
+            step=step,
+            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
+            ranks=self._ranks,
+        )
+
     def _write_state(self, path: Path, state: CheckpointState) -> None:
         # Here, because the files of a large base take long to read.
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, base=self._base)))
@@ -256,6 +280,22 @@ class Checkpoints:
         random.seed(drawn)
 
     # --- restoring -----------------------------------------------------------------------------------------------
+    def restore_finite(self, names: Sequence[str]) -> CheckpointState:
+        """Load the first of these checkpoints that holds finite numbers alone. Raises CheckpointError."""
+        for name in names:
+            state = self.restore(name)
+            try:
+                self._trainer.check_weights(step=state.step)
+                self._check_state([self._trainer.engine.copy_state()], step=state.step)
+                return state
+            except DivergenceError as error:
+                self._poisoned.add(name)
+                log.warning("checkpoint_not_finite", name=name, error=str(error))
+        raise CheckpointError(
+            f"{self._folder} must hold a checkpoint of finite numbers, got NaN or infinity in {', '.join(names)}: "
+            "start a new run with a lower learner.optimizer.learning_rate."
+        )
+
     def restore(self, name: str) -> CheckpointState:
         """Load a checkpoint into the trainer. Raises CheckpointError, and for damaged files before it loads any."""
         folder = self._folder / name

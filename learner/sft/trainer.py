@@ -42,10 +42,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Make one optimizer update; returns its metrics, the same on all ranks.
-
-        Raises DivergenceError, with the weights of the step before.
-        """
+        """Make one optimizer update; returns its metrics, the same on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         microbatches = self._trainer.collate(to_samples(demonstrations))
         losses, num_impossible = [], []

@@ -22,7 +22,7 @@ from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance
 from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.batching.microbatch import Microbatch, recompute
-from slipstream.learner.engines.engine import TrainEngine, check_loss
+from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
@@ -189,7 +189,7 @@ class Critic:
             sums += found.cpu()
             check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
             rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
-            norms.append(self.engine.step(learning_rate=rate))
+            norms.append(take_step(self.engine, learning_rate=rate, step=step))
             self.num_updates += 1
         loss, clipped, kept = self._ranks.sum(sums).tolist()
         return describe_values(batch.tokens) | {
