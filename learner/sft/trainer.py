@@ -63,7 +63,7 @@ class SftTrainer:
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
         """Move the parameters; return the metrics of every objective."""
-        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
+        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
             **self._trainer.gradients.report(self._ranks),

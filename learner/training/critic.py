@@ -8,6 +8,7 @@ correction has rejected for the whole step have no loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -162,12 +163,20 @@ class Critic:
     """
 
     def __init__(
-        self, config: CriticConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks, total_updates: int
+        self,
+        config: CriticConfig,
+        *,
+        engine: TrainEngine[ValueModel],
+        ranks: Ranks,
+        num_steps: int,
+        updates_per_step: int,
     ) -> None:
-        """`total_updates`: updates of the whole run, over which the learning rate is scheduled."""
+        """`num_steps` of the whole run, over which the learning rate is scheduled."""
         self._config = config
         self._ranks = ranks
-        self._total_updates = total_updates
+        self._learning_rate = partial(
+            learning_rate, config=config.optimizer, num_steps=num_steps, updates_per_step=updates_per_step
+        )
         self.engine = engine
         """Holds the critic's parameters and optimizer."""
         self.num_updates = 0
@@ -188,7 +197,7 @@ class Critic:
             found = torch.stack([self._backward(batch.tokens.take(m.indices), m) for m in microbatches]).sum(0)
             sums += found.cpu()
             check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
-            rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
+            rate = self._learning_rate(self.num_updates)
             norms.append(take_step(self.engine, learning_rate=rate, step=step))
             self.num_updates += 1
         loss, clipped, kept = self._ranks.sum(sums).tolist()

@@ -278,9 +278,9 @@ class Trainer:
 
     def _learning_rate(self, update: int) -> float:
         """Scheduled over the steps in which the policy learns, not those in which it waits for the critic."""
-        num_steps = self._run.learner.max_steps - (self._run.algorithm.critic.warmup_steps if self.critic else 0)
-        total = num_steps * self._run.algorithm.updates_per_step
-        return learning_rate(update, config=self._run.learner.optimizer, total_updates=total)
+        algorithm, config = self._run.algorithm, self._run.learner.optimizer
+        num_steps = self._run.learner.max_steps - (algorithm.critic.warmup_steps if self.critic else 0)
+        return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=algorithm.updates_per_step)
 
     def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """This rank's share of an optimizer update, on its device."""

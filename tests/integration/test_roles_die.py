@@ -220,7 +220,7 @@ step, norms = TorchEngine.step, []
 def step_to_nan(self, **settings):
     norms.append(step(self, **settings))
     if len(norms) == 4:
-        dict(self.held_weights())["model.norm.weight"].detach()[0] = float("nan")
+        dict(self.gather_parameters())["model.norm.weight"][0] = float("nan")
     return norms[-1]
 
 
@@ -237,7 +237,7 @@ def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not
     (folder / "planted.py").write_text(PLANTED)
     own = ["algorithm/advantage=custom", "algorithm.advantage.function=planted:centred", "learner.max_steps=8"]
     own += ["learner.checkpoint.every_steps=2", *(["experiment=digits_serial"] if mode == "serial" else [])]
-    base = [word for word in SMALL if mode == "async" or "scripted" not in word and "seconds_per_token" not in word]
+    base = [word for word in SMALL if mode == "async" or ("scripted" not in word and "seconds_per_token" not in word)]
     with Run(folder, f"nan-{mode}", *own, base=base).ended_at_last() as run:
         assert run.await_end() == 2, run.printed[-3000:]
     cause = "the learner's weights must be finite after step 4, got NaN or infinity in model.norm.weight"
