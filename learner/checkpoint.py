@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -39,7 +38,7 @@ from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_checkpoint, write_tensors
 from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
-from slipstream.learner.engines.engine import ModelEngine, check_finite
+from slipstream.learner.engines.engine import gather_to_first
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
@@ -223,7 +222,7 @@ class Checkpoints:
         files = {STATE_FILE.format(rank): trainer.engine.copy_state()}
         if trainer.critic:
             files[f"{_CRITIC}/{STATE_FILE.format(rank)}"] = trainer.critic.engine.copy_state()
-        self._check_state(files.values(), step=step)
+        trainer.check_state(files.values(), step=step)
         writes: list[Write] = [partial(write_tensors, name=name, tensors=tensors) for name, tensors in files.items()]
         weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
         if is_first:
@@ -255,19 +254,6 @@ class Checkpoints:
                 )
         return writes
 
-    def _check_state(self, moments: Iterable[dict[str, Tensor]], *, step: int) -> None:
-        """Raise DivergenceError unless the moments, and the numbers of the objective, are finite. Collective."""
-        carried = {
-            f"objective/{key}": torch.tensor(value) for key, value in self._trainer.objective.state.save().items()
-        }
-        check_finite(
-            chain(carried.items(), *(each.items() for each in moments)),
-            what="the state of the optimizer and the objective",
-            step=step,
-            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
-            ranks=self._ranks,
-        )
-
     def _write_state(self, path: Path, state: CheckpointState) -> None:
         # Here, because the files of a large base take long to read.
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, base=self._base)))
@@ -286,7 +272,7 @@ class Checkpoints:
             state = self.restore(name)
             try:
                 self._trainer.check_weights(step=state.step)
-                self._check_state([self._trainer.engine.copy_state()], step=state.step)
+                self._trainer.check_state([self._trainer.engine.copy_state()], step=state.step)
                 return state
             except DivergenceError as error:
                 self._poisoned.add(name)
@@ -393,20 +379,6 @@ def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], r
     """Write gathered weights in transformers format, and the tokenizer."""
     size = run.learner.checkpoint.max_shard_size
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
-
-
-def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
-    """Copies of all parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective.
-
-    A tied one is copied once.
-    """
-    first = dict[int, str]()
-    owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
-    copies = dict[str, Tensor]()
-    for name, tensor in engine.gather_parameters(is_whole=is_whole):
-        if ranks.is_first:
-            copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
-    return copies
 
 
 def _read_state(folder: Path) -> CheckpointState:

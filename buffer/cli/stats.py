@@ -53,7 +53,7 @@ class _Totals:
         self.tokens: list[float] = []
         self.response_tokens: list[float] = []
         self.lags: list[float] = []
-        """Of the oldest model-written token, once for each step that trained on the trajectory."""
+        """Lag of the oldest model-written token, once for each step that trained on the trajectory."""
         self.lags_of_tokens = Counter[int]()
         """Lag -> model-written tokens, each once for each step that trained on it, as `lag/histogram` has them."""
 

@@ -145,3 +145,17 @@ def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> f
         return engine.step(learning_rate=learning_rate)
     except DivergenceError as error:
         raise DivergenceError(f"step {step}: {error}") from None
+
+
+def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
+    """Copies of all parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective.
+
+    A tied one is copied once.
+    """
+    first = dict[int, str]()
+    owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
+    copies = dict[str, Tensor]()
+    for name, tensor in engine.gather_parameters(is_whole=is_whole):
+        if ranks.is_first:
+            copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
+    return copies

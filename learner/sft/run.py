@@ -26,8 +26,8 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import Checkpoints, gather_to_first, write_model
-from slipstream.learner.engines.engine import check_finite
+from slipstream.learner.checkpoint import Checkpoints, write_model
+from slipstream.learner.engines.engine import check_finite, gather_to_first
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import SftFile, read_heldout, read_train

@@ -7,7 +7,7 @@ Invariant: all ranks get the same groups and make the same updates; how tokens a
 changes no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -295,6 +295,17 @@ class Trainer:
         check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))
         if self.critic:
             check(self.critic.engine.held_weights(), what="the critic's weights", remedy=lower(OPTIMIZER_SETTING))
+
+    def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
+        """Raise DivergenceError unless the moments of optimizers, and the numbers of the objective, are finite."""
+        carried = {f"objective/{key}": torch.tensor(value) for key, value in self.objective.state.save().items()}
+        check_finite(
+            chain(carried.items(), *(each.items() for each in moments)),
+            what="the state of the optimizer and the objective",
+            step=step,
+            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
+            ranks=self._ranks,
+        )
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each.
