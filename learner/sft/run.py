@@ -9,7 +9,7 @@ bit, and all ranks agree without communication.
 
 import time
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, write_model
-from slipstream.learner.engines.engine import check_finite, gather_to_first
+from slipstream.learner.engines.engine import gather_to_first
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import SftFile, read_heldout, read_train
@@ -192,13 +192,12 @@ class SftRun:
         """Measure rows with the current weights. Raises DivergenceError unless their loss is finite."""
         self._trainer.check_weights(step=self._step)
         measured = self._sft.measure(rows)
-        check_finite(
-            [("eval/loss", torch.tensor(measured["eval/loss"]))],
-            what="the evaluation loss",
-            step=self._step,
-            remedy="the weights are finite, so look for overflow in model.dtype",
-            ranks=self._ranks,
-        )
+        # Equal on all ranks, which therefore raise together.
+        if not isfinite(loss := measured["eval/loss"]):
+            raise DivergenceError(
+                f"the evaluation loss must be finite after step {self._step}, got {loss}: the weights are finite, so "
+                "look for overflow in model.dtype."
+            )
         return measured
 
     def _add_row(self, metrics: dict[str, float]) -> None:

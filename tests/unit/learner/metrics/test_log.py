@@ -33,6 +33,7 @@ def train(
     clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
+    clock.now += 60.0
     log.start_training(step=steps.start - 1)
     for step in steps:
         clock.now += 1.0
