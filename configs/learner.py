@@ -91,11 +91,11 @@ class OptimizerConfig(Config):
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Term added to the denominator."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight decay, decoupled from the gradient."""
+    """Weight decay, decoupled from the gradient; parameters of one dimension, norms and biases, do not decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Length of the linear warm-up, optimizer updates."""
+    """Length of the linear warm-up, steps, each of `algorithm.updates_per_step` optimizer updates."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Global gradient norm above which gradients are scaled down."""
 

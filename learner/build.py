@@ -123,8 +123,8 @@ def _build_critic(
         run, model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING, ranks=ranks, device=device
     )
     chooser.check(model, setting=PATH_SETTING, path=chosen.path)
-    total = run.learner.max_steps * run.algorithm.updates_per_step
-    return Critic(config, engine=engine, ranks=ranks, total_updates=total)
+    num_steps, num_updates = run.learner.max_steps, run.algorithm.updates_per_step
+    return Critic(config, engine=engine, ranks=ranks, num_steps=num_steps, updates_per_step=num_updates)
 
 
 def _load_frozen_models(

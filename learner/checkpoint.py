@@ -18,7 +18,7 @@ with `storage_uri` the object store has all of them before the pointer moves.
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
@@ -39,9 +39,9 @@ from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_folder
 from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
-from slipstream.learner.engines.engine import ModelEngine
+from slipstream.learner.engines.engine import gather_to_first
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
-from slipstream.learner.errors import CheckpointError, ModelError
+from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
@@ -106,6 +106,8 @@ class Checkpoints:
             storage=self._storage,
         )
         """Writes what `save` has copied."""
+        self._poisoned = set[str]()
+        """Checkpoints that `restore_finite` found not to be finite."""
         self.life = 1
         """Greater than that of any learner that wrote into this folder before: it must neither meet nor delete this
         one's files. The store's fencing token, or `begin_life`."""
@@ -122,9 +124,18 @@ class Checkpoints:
         names = [path.parent.name for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
+    def with_remedy(self, error: DivergenceError) -> DivergenceError:
+        """Wait for the save in flight; return the error with how to continue from the newest checkpoint."""
+        self.saver.join()
+        if not (model := self.newest_model()):
+            return DivergenceError(f"{error} There is no checkpoint to continue from: start a new run.")
+        resume = "" if self._run.is_one_process else "resume=true continues from it; "
+        begin = f"{resume}a new run with other settings can begin with model.path={model}"
+        return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
+
     def newest_model(self) -> str:
-        """Place of the newest checkpoint's model, in words; empty without a checkpoint."""
-        if not (names := self.names()):
+        """Place of the newest finite checkpoint's model, in words; empty without one."""
+        if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]
         if self._storage and not folder.is_dir():
@@ -177,7 +188,8 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`; on return its state is copied, and its name settled.
 
         Waits for the save before, and raises what that raised. Once the checkpoint is durable, rank 0 calls `finish`
-        in the thread that wrote it; in a serial run all that happens before the return.
+        in the thread that wrote it; in a serial run all that happens before the return. The caller checks the weights;
+        raises DivergenceError unless the state of optimizer and objective is finite.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -204,7 +216,11 @@ class Checkpoints:
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
         states = STATE_FILE.format(rank)
-        writes: dict[str, Write] = {states: partial(save_file, trainer.engine.copy_state())}
+        files = {states: trainer.engine.copy_state()}
+        if trainer.critic:
+            files[f"{_CRITIC}/{states}"] = trainer.critic.engine.copy_state()
+        trainer.check_state(files.values(), step=step)
+        writes: dict[str, Write] = {name: partial(save_file, tensors) for name, tensors in files.items()}
         weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
         if is_first:
             writes["model"] = lambda folder: write_model(trainer, folder, weights=weights, run=self._run)
@@ -221,7 +237,6 @@ class Checkpoints:
             )
             writes[_STATE] = lambda path: self._write_state(path, state)
         if critic := trainer.critic:
-            writes[f"{_CRITIC}/{states}"] = partial(save_file, critic.engine.copy_state())
             values = gather_to_first(critic.engine, ranks=self._ranks)
             if is_first:
                 model = critic.engine.model
@@ -246,6 +261,22 @@ class Checkpoints:
         random.seed(drawn)
 
     # --- restoring -----------------------------------------------------------------------------------------------
+    def restore_finite(self, names: Sequence[str]) -> CheckpointState:
+        """Load the first of these checkpoints that holds finite numbers alone. Raises CheckpointError."""
+        for name in names:
+            state = self.restore(name)
+            try:
+                self._trainer.check_weights(step=state.step)
+                self._trainer.check_state([self._trainer.engine.copy_state()], step=state.step)
+                return state
+            except DivergenceError as error:
+                self._poisoned.add(name)
+                log.warning("checkpoint_not_finite", name=name, error=str(error))
+        raise CheckpointError(
+            f"{self._folder} must hold a checkpoint of finite numbers, got NaN or infinity in {', '.join(names)}: "
+            "start a new run with a lower learner.optimizer.learning_rate."
+        )
+
     def restore(self, name: str) -> CheckpointState:
         """Load a checkpoint into the trainer. Raises CheckpointError, and for damaged files before it loads any."""
         folder = self._folder / name
@@ -349,20 +380,6 @@ def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], r
     """Write gathered weights in transformers format, and the tokenizer."""
     size = run.learner.checkpoint.max_shard_size
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
-
-
-def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
-    """Copies of all parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective.
-
-    A tied one is copied once.
-    """
-    first = dict[int, str]()
-    owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
-    copies = dict[str, Tensor]()
-    for name, tensor in engine.gather_parameters(is_whole=is_whole):
-        if ranks.is_first:
-            copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
-    return copies
 
 
 def _read_state(folder: Path) -> CheckpointState:

@@ -18,7 +18,7 @@ class BatchError(LearnerError, ValueError):
 
 
 class DivergenceError(LearnerError, ArithmeticError):
-    """A loss or a gradient norm is not finite. The weights are those of the update before."""
+    """A loss, a gradient norm, or the state that an update left is not finite. Nothing of that step may be saved."""
 
 
 class SampledLogprobsError(LearnerError, ArithmeticError):

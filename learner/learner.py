@@ -108,7 +108,8 @@ class Learner:
         return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def run(self) -> None:
-        """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved."""
+        """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved, and
+        DivergenceError, with none that is not finite."""
         try:
             self._start()
             if self._run.evaluation.only:
@@ -121,9 +122,8 @@ class Learner:
         except DeadEndError as dead_end:
             self._save_failed(dead_end)
             raise
-        except DivergenceError:
-            self._saver.join()  # the newest checkpoint, to resume from, may still be in flight
-            raise
+        except DivergenceError as error:
+            raise self._rank_group.checkpoints.with_remedy(error) from None
 
     # --- start and end -------------------------------------------------------------------------------------------
     def _start(self) -> None:
@@ -134,9 +134,9 @@ class Learner:
                 "continue it with resume=true, or choose another name."
             )
         if state.checkpoint:
-            self._rank_group.restore(state.checkpoint)
-            self._saved = state.checkpoint
-            self._step, self._version = state.checkpoint.step, state.checkpoint.version
+            restored = self._rank_group.restore(state.checkpoint)
+            self._saved = state.checkpoint if restored.step == state.checkpoint.step else None
+            self._step, self._version = restored.step, restored.version
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
@@ -345,7 +345,7 @@ class Learner:
         self._reason = f"publishing version {self._version}"
         with self._account.phase("publishing"):
             # The canary first: weights are gathered while they are consumed, and no command may come between.
-            canary = self._rank_group.canary()
+            canary = self._rank_group.canary(step=self._step)
             weights = self._rank_group.weights()
             self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
 

@@ -12,7 +12,7 @@ from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
 from slipstream.configs.run import RunConfig
-from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.checkpoint import Checkpoints, CheckpointState, save_model
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
@@ -52,11 +52,11 @@ class Operation(Command):
         "keep_alive", "shutdown",
     ]  # fmt: skip
     step: int = 0
-    """Last step that a checkpoint covers."""
+    """Last step that the weights include."""
     version: int = 0
     """Policy version of the weights."""
     path: str = ""
-    """Name of the checkpoint to restore, or folder of the model to save."""
+    """Folder of the model to save."""
 
 
 class RankGroup:
@@ -106,16 +106,20 @@ class RankGroup:
         self._broadcast("gather_weights")
         return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
-    def canary(self) -> Canary:
-        """Canary sequences and their log-probabilities under the current weights."""
-        self._broadcast("compute_canary")
-        return self.trainer.canary()
+    def canary(self, *, step: int) -> Canary:
+        """Canary sequences and their log-probabilities under the current weights: see Trainer."""
+        self._broadcast("compute_canary", step=step)
+        return self.trainer.canary(step=step)
 
     def save_checkpoint(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
     ) -> CheckpointPointer:
-        """Begin a checkpoint: see Checkpoints. Only the store's pointer makes it the one that a resume loads."""
+        """Begin a checkpoint: see Checkpoints. Only the store's pointer makes it the one that a resume loads.
+
+        Raises DivergenceError, with nothing written, unless all that it covers is finite.
+        """
         self._broadcast("save_checkpoint", step=step, version=version)
+        self.trainer.canary(step=step)
         return self.checkpoints.save(step=step, version=version, finish=finish)
 
     def flush_checkpoint(self) -> None:
@@ -123,10 +127,13 @@ class RankGroup:
         self._broadcast("flush_checkpoint")
         self.checkpoints.saver.flush()
 
-    def restore(self, pointer: CheckpointPointer) -> None:
-        """Load a checkpoint into the trainer. Raises CheckpointError."""
-        self._broadcast("restore_checkpoint", path=pointer.name)
-        self.checkpoints.restore(pointer.name)
+    def restore(self, pointer: CheckpointPointer) -> CheckpointState:
+        """Load a checkpoint, or the newest before it if it is not finite. Raises CheckpointError."""
+        names = self.checkpoints.names()
+        older = names[: names.index(pointer.name)] if pointer.name in names else []
+        candidates = [pointer.name, *reversed(older)]
+        self._ranks.broadcast_bytes([encode(Operation("restore_checkpoint")), *map(str.encode, candidates)])
+        return self.checkpoints.restore_finite(candidates)
 
     def save_model(self, folder: Path) -> None:
         """Write weights and tokenizer in transformers format. Raises OSError when the disk is full; repeatable."""
@@ -161,9 +168,8 @@ class RankGroup:
                 return
             try:
                 self._execute(command, payloads)
-            except DivergenceError:
-                self.checkpoints.saver.join()
-                raise
+            except DivergenceError as error:
+                raise self.checkpoints.with_remedy(error) from None
 
     def _execute(self, command: TrainStep | Operation, payloads: list[bytes]) -> None:
         match command:
@@ -173,14 +179,15 @@ class RankGroup:
             case Operation("gather_weights"):
                 # Gathering needs every rank, though only rank 0 keeps the result.
                 deque(self.trainer.engine.gather_parameters(), maxlen=0)
-            case Operation("compute_canary"):
-                self.trainer.canary()
+            case Operation("compute_canary", step=step):
+                self.trainer.canary(step=step)
             case Operation("save_checkpoint", step=step, version=version):
+                self.trainer.canary(step=step)
                 self.checkpoints.save(step=step, version=version)
             case Operation("flush_checkpoint"):
                 self.checkpoints.saver.flush()
-            case Operation("restore_checkpoint", path=name):
-                self.checkpoints.restore(name)
+            case Operation("restore_checkpoint"):
+                self.checkpoints.restore_finite([name.decode() for name in payloads])
             case Operation("save_model", path=folder):
                 save_model(self.trainer, Path(folder), run=self._run, ranks=self._ranks)
 
@@ -200,6 +207,8 @@ class RankGroup:
                 max_lags=command.max_lags,
                 num_mixed=command.num_mixed,
             )
+            # Before the step is committed: what trained to NaN is trained on again.
+            self.trainer.check_weights(step=command.step)
         # Versions of mixed groups count another run's updates: they have no lag here.
         own = groups[: len(groups) - command.num_mixed]
         return metrics | _lag_metrics(own, learner_version=command.version)

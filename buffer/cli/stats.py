@@ -1,5 +1,6 @@
 """Statistics of trajectories, and the results of verify."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.table import Table
@@ -8,6 +9,7 @@ from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import ArchiveCheck
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, StoredTrajectory
 from slipstream.buffer.cli.show import distribution
+from slipstream.buffer.trajectory import lag_histogram
 from slipstream.runtime.console import add_row, make_table
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -51,6 +53,9 @@ class _Totals:
         self.tokens: list[float] = []
         self.response_tokens: list[float] = []
         self.lags: list[float] = []
+        """Lag of the oldest model-written token, once for each step that trained on the trajectory."""
+        self.lags_of_tokens = Counter[int]()
+        """Lag -> model-written tokens, each once for each step that trained on it, as `lag/histogram` has them."""
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
         # A trajectory trained on twice has two lags; one whose reward function failed has no reward. Rewards are those
@@ -68,6 +73,8 @@ class _Totals:
         self.response_tokens.append(stored.response_tokens)
         learner_versions = [step_versions[step] for step in stored.steps if step in step_versions]
         self.lags += [version - stored.oldest_version for version in learner_versions]
+        for version in learner_versions:
+            self.lags_of_tokens.update(lag_histogram([trajectory], learner_version=version))
 
 
 class TrajectoryStats:
@@ -100,10 +107,13 @@ class TrajectoryStats:
 
 
 def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
-    numbers = ("groups", "trajectories", "mean reward", "right", "failed", "mean tokens", "mean response", "mean lag")
+    columns = ("groups", "trajectories", "mean reward", "right", "failed")
+    numbers = (*columns, "mean tokens", "mean response", "mean lag of tokens")
     table = make_table(title, *numbers, numbers=numbers)
     for kind, totals in kinds.items():
-        means = (_mean(totals.tokens), _mean(totals.response_tokens), _mean(totals.lags))
+        num_lags = totals.lags_of_tokens.total()
+        lag = f"{sum(lag * n for lag, n in totals.lags_of_tokens.items()) / num_lags:.4g}" if num_lags else "-"
+        means = (_mean(totals.tokens), _mean(totals.response_tokens), lag)
         right = f"{totals.num_correct / max(1, totals.num_sampled):.1%}"
         counts = (len(totals.groups), len(totals.tokens), _mean(totals.rewards), right, totals.num_failed)
         add_row(table, kind, *counts, *means)
@@ -113,7 +123,7 @@ def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
 def _distributions(totals: _Totals) -> Table:
     table = make_table("", *_POINTS, numbers=_POINTS)
     measures = {"reward": totals.rewards, "tokens": totals.tokens, "response tokens": totals.response_tokens}
-    for name, values in (measures | {"lag": totals.lags}).items():
+    for name, values in (measures | {"lag of the oldest token": totals.lags}).items():
         if values:
             add_row(table, name, *distribution(values))
     return table

@@ -3,7 +3,7 @@
 `segments` names the segment of each value, 0 <= segment < num_segments; sizes may differ, and an empty segment has sum,
 mean and extremes 0. Values may stand in any order, except for `to_rows`. Standard deviations are the population's
 (divided by n). Deviations are taken from the smallest value before the mean is: equal values then give exactly 0, not a
-rounding error.
+rounding error. So does, in `centred`, a value that equals the mean.
 """
 
 import torch
@@ -53,9 +53,16 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
 
 
 def centred(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Values minus the mean of their segment; exactly 0 where all are equal."""
-    above = above_lowest(values, segments)
-    return above - means(above, segments, num_segments=count(segments))[segments]
+    """Values minus the mean of their segment; exactly 0 where that is the rounding error of n values.
+
+    |x_i - mean(x)| <= (n / 2 + 1) * machine epsilon * (max(x) - min(x)) counts as 0: n - 1 sums, a division and two
+    differences of numbers up to max(x) - min(x) round by at most half an epsilon each.
+    """
+    above, num_segments = above_lowest(values, segments), count(segments)
+    found = above - means(above, segments, num_segments=num_segments)[segments]
+    error = torch.finfo(values.dtype).eps * (sizes(segments, num_segments=num_segments) / 2 + 1)
+    bound = error * maxima(above, segments, num_segments=num_segments)
+    return torch.where(found.abs() <= bound[segments], 0, found)
 
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:

@@ -134,6 +134,15 @@ class ShardedModel(Generic[M]):
                 # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.
                 yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
 
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.model.weights():
+            if hasattr(tensor, "ds_tensor"):
+                # The shards of the last ranks are padded with whatever was in memory.
+                begin = self._ranks.rank * tensor.partition_numel()
+                yield name, tensor.ds_tensor[: max(0, tensor.ds_numel - begin)]
+            else:
+                yield name, tensor
+
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # All ranks take part in what makes the tensors, but only rank 0 keeps them where it deals out the shards.

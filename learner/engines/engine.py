@@ -1,4 +1,4 @@
-"""TrainEngine: the protocol of DeepSpeed and plain torch, and the checks for divergence that both share."""
+"""TrainEngine: the protocol of DeepSpeed and plain torch, and the checks for divergence."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,28 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
     if is_bad.item():
         raise DivergenceError(
             f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}: lower "
-            f"{setting}.learning_rate or resume from the newest checkpoint."
+            f"{setting}.learning_rate."
         )
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
+    """Raise DivergenceError on all ranks if a tensor of any holds NaN or infinity. Collective.
+
+    `what` names the tensors. `step`: last step that they include; 0 before the first.
+    """
+    named = list(tensors)
+    # A sum is finite only if all of its terms are, and takes one pass without a copy. Finite terms may overflow it.
+    sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
+    are_finite = torch.stack(sums).isfinite().tolist() if sums else []
+    broken = [
+        name
+        for (name, tensor), is_finite in zip(named, are_finite, strict=True)
+        if not is_finite and not tensor.isfinite().all()
+    ]
+    if ranks.max(torch.tensor([float(bool(broken))])).item():
+        first = next(filter(None, ranks.gather_bytes("".join(broken[:1]).encode()))).decode()
+        when = f"after step {step}" if step else "before the first step, in model.path"
+        raise DivergenceError(f"{what} must be finite {when}, got NaN or infinity in {first}: {remedy}.")
 
 
 def check_grad_norm(norm: float, *, setting: str) -> float:
@@ -32,7 +52,7 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
     if not math.isfinite(norm):
         raise DivergenceError(
             f"the gradient norm must be finite, got {norm}: lower {setting}.learning_rate, or look at "
-            "learner/nonfinite_fraction for bad log-probabilities; the weights are those of the update before."
+            "learner/nonfinite_fraction for bad log-probabilities."
         )
     return norm
 
@@ -81,6 +101,9 @@ class ModelEngine(Protocol[M]):
         A parameter that is not sharded is yielded itself: copy it before the next step.
         """
 
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank holds of the trained parameters and of the buffers: all, or its shards with ZeRO-3."""
+
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Inverse of `gather_parameters`; with ZeRO-3 rank 0's tensors count, and the others may give none."""
 
@@ -114,3 +137,25 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         """Load unsharded parameters, and optimizer state that an engine of any layout wrote. Raises CheckpointError."""
+
+
+def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:
+    """`TrainEngine.step`; its error names the number of the step."""
+    try:
+        return engine.step(learning_rate=learning_rate)
+    except DivergenceError as error:
+        raise DivergenceError(f"step {step}: {error}") from None
+
+
+def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
+    """Copies of all parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective.
+
+    A tied one is copied once.
+    """
+    first = dict[int, str]()
+    owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
+    copies = dict[str, Tensor]()
+    for name, tensor in engine.gather_parameters(is_whole=is_whole):
+        if ranks.is_first:
+            copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
+    return copies

@@ -17,15 +17,16 @@ from slipstream.learner.engines.engine import Trainable
 from slipstream.learner.errors import CheckpointError
 
 
-def learning_rate(update: int, *, config: OptimizerConfig, total_updates: int) -> float:
+def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
     """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured shape.
 
-    `linear` and `cosine` reach zero after `total_updates`; `constant` stays at the peak.
+    `linear` and `cosine` reach zero after `num_steps`; `constant` stays at the peak.
     """
-    if update < config.warmup_steps:
-        return config.learning_rate * (update + 1) / config.warmup_steps
-    span = max(1, total_updates - config.warmup_steps)
-    progress = min(1.0, (update - config.warmup_steps) / span)
+    warmup = config.warmup_steps * updates_per_step
+    if update < warmup:
+        return config.learning_rate * (update + 1) / warmup
+    span = max(1, num_steps * updates_per_step - warmup)
+    progress = min(1.0, (update - warmup) / span)
     return config.learning_rate * _SHAPES[config.schedule](progress)
 
 
@@ -42,9 +43,14 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that require gradients."""
+    """AdamW over the parameters that require gradients. Norms and biases, which have one dimension, do not decay."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Of a sharded parameter, the shape is that of the whole.
+    vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
+    matrices = [each for each in trained if all(each is not vector for vector in vectors)]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.epsilon,

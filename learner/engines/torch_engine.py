@@ -34,6 +34,9 @@ class WholeModel(Generic[M]):
         for name, parameter in self.model.weights(is_whole=is_whole):
             yield name, parameter.detach()
 
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.weights()
+
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         held = dict(self.model.weights())

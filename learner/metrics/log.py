@@ -60,7 +60,7 @@ class MetricsLog:
         self._processor = ProcessorTime()
         self._times = Growth({})
         self._own_rows = 0
-        self._started_at = clock()
+        self._started_at = self._row_at = clock()
         self._ended_at = clock()
         self._resumed_at_s = 0.0
         self._before: dict[Purpose, EvaluationResult] = {}
@@ -81,7 +81,10 @@ class MetricsLog:
         kept = self._rows(up_to_step=step)
         self._step_tokens.roll_back(to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
-        self._started_at = self._clock() - self._resumed_at_s
+        self._row_at = self._clock()
+        self._started_at = self._row_at - self._resumed_at_s
+        # From now on: the time before training has no tokens.
+        self._tokens = Rate(window_s=10.0, clock=self._clock)
         roles = self._store.roles()
         self._generated = Growth(_generated_tokens(roles))
         self.account.restart()
@@ -110,14 +113,15 @@ class MetricsLog:
         if tokens:
             self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
+        began_at, self._row_at = self._row_at, self._clock()
         row: Row = {
             "step": step,
             "version": version,
-            "time_s": round(self._clock() - self._started_at, 3),
+            "time_s": round(self._row_at - self._started_at, 3),
             **metrics,
             **times,
         }
-        row["learner/tokens_per_s"] = self._tokens.per_s
+        row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
         row["generators/tokens_per_s"] = self._generated_per_s(version)
         row |= _publish_row(published) | (evaluated or {})
         self._own_rows += 1
@@ -150,6 +154,7 @@ class MetricsLog:
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
+        lags = [(int(lag), count) for row in rows for lag, count in row["lag/histogram"].items()]
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
@@ -163,7 +168,7 @@ class MetricsLog:
             "steps": step,
             "generated_tokens_per_s": self._generated.total / own_seconds,
             "learner_tokens_per_s": self._tokens.total / own_seconds,
-            "lag_mean": sum(row["lag/mean"] for row in rows) / max(1, len(rows)),
+            "lag_mean": sum(lag * count for lag, count in lags) / max(1, sum(count for _, count in lags)),
             "lag_max": max((int(row["lag/max"]) for row in rows), default=0),
             "logprob_diff_max": max((row.get("weights/probe_diff_max", 0.0) for row in rows), default=0.0),
             "seed": self._run.seed,

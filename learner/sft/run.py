@@ -9,7 +9,7 @@ bit, and all ranks agree without communication.
 
 import time
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import msgspec
@@ -26,7 +26,8 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import Checkpoints, gather_to_first, write_model
+from slipstream.learner.checkpoint import Checkpoints, write_model
+from slipstream.learner.engines.engine import gather_to_first
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import SftFile, read_heldout, read_train
@@ -149,18 +150,17 @@ class SftRun:
             while self._step < self._num_steps:
                 self._train_one_step()
             self._finish()
-        except DivergenceError:
-            self._checkpoints.saver.join()
-            raise
+        except DivergenceError as error:
+            raise self._checkpoints.with_remedy(error) from None
         finally:
             self._folder.unlock()
 
     def _start(self) -> None:
         # Rank 0 alone lists the checkpoints: another rank might see one that was finished meanwhile.
-        newest = msgspec.json.encode(self._checkpoints.names()[-1:]) if self._ranks.is_first else None
-        (found,) = self._ranks.broadcast_bytes([newest] if newest else None)
-        for name in msgspec.json.decode(found):
-            self._step = self._saved_step = self._checkpoints.restore(name).step
+        newest_first = msgspec.json.encode(self._checkpoints.names()[::-1]) if self._ranks.is_first else None
+        (found,) = self._ranks.broadcast_bytes([newest_first] if newest_first else None)
+        if names := msgspec.json.decode(found):
+            self._step = self._saved_step = self._checkpoints.restore_finite(names).step
         self._checkpoints.begin_life()
         if self._best:
             self._best.resume()
@@ -168,18 +168,19 @@ class SftRun:
         if self._log:
             self._log.start(step=self._step)
         if self._step == 0 and self._heldout:
-            self._add_row(self._sft.measure(self._heldout))
+            self._add_row(self._measure(self._heldout))
 
     def _train_one_step(self) -> None:
         started_at = self._clock()
         step = self._step + 1
         metrics = self._sft.step(choose_rows(self._run, self._train, step=step), step=step)
+        self._trainer.check_weights(step=step)
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
         every, is_last = self._run.sft.heldout_every_steps, step == self._num_steps
         is_due = bool(self._heldout) and (is_last or (every > 0 and step % every == 0))
-        measured = self._sft.measure(self._heldout) if is_due else {}
+        measured = self._measure(self._heldout) if is_due else {}
         self._add_row(metrics | times | measured)
         if measured and self._run.learner.checkpoint.best:
             self._checkpoint()
@@ -187,6 +188,18 @@ class SftRun:
         # The last step's checkpoint is written by `_finish`.
         elif step % self._run.learner.checkpoint.every_steps == 0 and not is_last:
             self._checkpoint()
+
+    def _measure(self, rows: Sequence[Any]) -> dict[str, float]:
+        """Measure rows with the current weights. Raises DivergenceError unless their loss is finite."""
+        self._trainer.check_weights(step=self._step)
+        measured = self._sft.measure(rows)
+        # Equal on all ranks, which therefore raise together.
+        if not isfinite(loss := measured["eval/loss"]):
+            raise DivergenceError(
+                f"the evaluation loss must be finite after step {self._step}, got {loss}: the weights are finite, so "
+                "look for overflow in model.dtype."
+            )
+        return measured
 
     def _add_row(self, metrics: dict[str, float]) -> None:
         if self._log:
@@ -197,6 +210,8 @@ class SftRun:
         return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
     def _checkpoint(self) -> None:
+        # Weights that are finite may still compute NaN.
+        self._measure((self._heldout or self._train)[:1])
         pinned = self._best.pinned if self._best else set()
         self._newest = self._checkpoints.save(
             step=self._step,

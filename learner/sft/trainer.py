@@ -42,10 +42,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Make one optimizer update; returns its metrics, the same on all ranks.
-
-        Raises DivergenceError, with the weights of the step before.
-        """
+        """Make one optimizer update; returns its metrics, the same on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         microbatches = self._trainer.collate(to_samples(demonstrations))
         losses, num_impossible = [], []
@@ -66,7 +63,7 @@ class SftTrainer:
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
         """Move the parameters; return the metrics of every objective."""
-        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
+        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
             **self._trainer.gradients.report(self._ranks),

@@ -8,6 +8,7 @@ correction has rejected for the whole step have no loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance
 from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.batching.microbatch import Microbatch, recompute
-from slipstream.learner.engines.engine import TrainEngine, check_loss
+from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
@@ -162,12 +163,20 @@ class Critic:
     """
 
     def __init__(
-        self, config: CriticConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks, total_updates: int
+        self,
+        config: CriticConfig,
+        *,
+        engine: TrainEngine[ValueModel],
+        ranks: Ranks,
+        num_steps: int,
+        updates_per_step: int,
     ) -> None:
-        """`total_updates`: updates of the whole run, over which the learning rate is scheduled."""
+        """`num_steps` of the whole run, over which the learning rate is scheduled."""
         self._config = config
         self._ranks = ranks
-        self._total_updates = total_updates
+        self._learning_rate = partial(
+            learning_rate, config=config.optimizer, num_steps=num_steps, updates_per_step=updates_per_step
+        )
         self.engine = engine
         """Holds the critic's parameters and optimizer."""
         self.num_updates = 0
@@ -188,8 +197,8 @@ class Critic:
             found = torch.stack([self._backward(batch.tokens.take(m.indices), m) for m in microbatches]).sum(0)
             sums += found.cpu()
             check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
-            rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
-            norms.append(self.engine.step(learning_rate=rate))
+            rate = self._learning_rate(self.num_updates)
+            norms.append(take_step(self.engine, learning_rate=rate, step=step))
             self.num_updates += 1
         loss, clipped, kept = self._ranks.sum(sums).tolist()
         return describe_values(batch.tokens) | {

@@ -7,7 +7,7 @@ Invariant: all ranks get the same groups and make the same updates; how tokens a
 changes no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -24,7 +24,7 @@ from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.images import PromptImages
 from slipstream.learner.batching.microbatch import Microbatch, Sample, recompute
-from slipstream.learner.engines.engine import TrainEngine, check_loss
+from slipstream.learner.engines.engine import TrainEngine, check_finite, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.metrics.step_metrics import StepMetrics
@@ -33,7 +33,7 @@ from slipstream.learner.objective.loss_inputs import describe_advantages, learni
 from slipstream.learner.objective.objective import Objective
 from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.critic import Critic
+from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.images import takes_images
@@ -104,8 +104,7 @@ class Trainer:
         `weights`: factor of each group's loss, default 1. `max_lags`: lag beyond which tokens of each group leave the
         loss, None = none, default `buffer.staleness.max_lag`. `num_mixed`: groups at the end that are another run's.
 
-        Raises BatchError, RankGroupError, and DivergenceError: the weights are then those of the update before, and the
-        trainer is of no further use.
+        Raises BatchError, RankGroupError, and DivergenceError: the trainer is then of no further use.
         """
         # All that needs no gradient, once and on the whole batch.
         with self.account.phase("batch"):
@@ -256,7 +255,7 @@ class Trainer:
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
         # Only now: the check has waited for the backward passes of a device.
         with self.account.phase("optimizer"):
-            norm = self.engine.step(learning_rate=learning_rate)
+            norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
         self.num_updates += 1
         return norm
@@ -279,9 +278,9 @@ class Trainer:
 
     def _learning_rate(self, update: int) -> float:
         """Scheduled over the steps in which the policy learns, not those in which it waits for the critic."""
-        num_steps = self._run.learner.max_steps - (self._run.algorithm.critic.warmup_steps if self.critic else 0)
-        total = num_steps * self._run.algorithm.updates_per_step
-        return learning_rate(update, config=self._run.learner.optimizer, total_updates=total)
+        algorithm, config = self._run.algorithm, self._run.learner.optimizer
+        num_steps = self._run.learner.max_steps - (algorithm.critic.warmup_steps if self.critic else 0)
+        return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=algorithm.updates_per_step)
 
     def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """This rank's share of an optimizer update, on its device."""
@@ -289,6 +288,37 @@ class Trainer:
         microbatches = collate(samples, layout=self._layout, rank=rank, num_ranks=num_ranks)
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
-    def canary(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""
-        return self._canary_ids.tolist(), canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
+    def check_weights(self, *, step: int) -> None:
+        """Raise DivergenceError unless the weights of policy and critic, which include `step`, are finite."""
+        check = partial(check_finite, step=step, ranks=self._ranks)
+        lower = "lower {}.learning_rate, or raise its epsilon".format
+        check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))
+        if self.critic:
+            check(self.critic.engine.held_weights(), what="the critic's weights", remedy=lower(OPTIMIZER_SETTING))
+
+    def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
+        """Raise DivergenceError unless the moments of optimizers, and the numbers of the objective, are finite."""
+        carried = {f"objective/{key}": torch.tensor(value) for key, value in self.objective.state.save().items()}
+        check_finite(
+            chain(carried.items(), *(each.items() for each in moments)),
+            what="the state of the optimizer and the objective",
+            step=step,
+            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
+            ranks=self._ranks,
+        )
+
+    def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each.
+
+        Raises DivergenceError unless these and the weights, which include `step`, are finite.
+        """
+        self.check_weights(step=step)
+        logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
+        check_finite(
+            [("the probe", torch.tensor(logprobs))],
+            what="the learner's log-probabilities",
+            step=step,
+            remedy="its weights are finite, so look for overflow in model.dtype",
+            ranks=self._ranks,
+        )
+        return self._canary_ids.tolist(), logprobs

@@ -1,5 +1,6 @@
 """Settings of TRL 1.16's GRPO trainers, translated, over the defaults of its `GRPOConfig`."""
 
+from math import ceil
 from typing import Any
 
 from slipstream.configs.base import ConfigError
@@ -209,7 +210,13 @@ def _optimizer(all_of: Translation) -> None:
     total = all_of.take("max_steps")
     if not steps and ratio and total and total > 0:
         steps = int(ratio * total)
-    all_of.put("learner.optimizer.warmup_steps", steps or 0)
+    all_of.put("learner.optimizer.warmup_steps", ceil((steps or 0) / _updates_per_step(all_of)))
+
+
+def _updates_per_step(all_of: Translation) -> int:
+    """TRL counts optimizer updates, Slipstream generated batches."""
+    size = all_of.take("steps_per_generation") or all_of.take("gradient_accumulation_steps")
+    return max(1, size // all_of.take("gradient_accumulation_steps"))
 
 
 def _generation(all_of: Translation) -> None:
@@ -241,11 +248,8 @@ def _staleness(all_of: Translation) -> None:
 
 def _schedule(all_of: Translation) -> None:
     total = all_of.take("max_steps")
-    updates = 1
+    updates = _updates_per_step(all_of)
     if total and total > 0:
-        # TRL counts optimizer updates, Slipstream generated batches.
-        size = all_of.take("steps_per_generation") or all_of.take("gradient_accumulation_steps")
-        updates = max(1, size // all_of.take("gradient_accumulation_steps"))
         all_of.put("learner.max_steps", max(1, total // updates))
     else:
         all_of.notes.append("num_train_epochs: set learner.max_steps to rows / groups_per_step * epochs.")

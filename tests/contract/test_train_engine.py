@@ -1,6 +1,8 @@
 """Contract of every TrainEngine: plain torch, and DeepSpeed at each ZeRO stage, on one CPU rank."""
 
 import itertools
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.engines import deepspeed_engine
+from slipstream.learner.engines.engine import check_finite
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
@@ -32,11 +35,12 @@ from tests.unit.learner.builders import (
     zero,
 )
 
+NAMED = r"the weights must be finite after step 4, got NaN or infinity in model\.norm\.weight: start again\."
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
 SETTINGS = {
     "whole": {},
-    "split": {"learner": {"tokens_per_microbatch": 64}},
+    "split": {"learner": {"tokens_per_microbatch": 64, "optimizer": OptimizerConfig(weight_decay=10.0)}},
     "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }
@@ -243,6 +247,19 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(tmp_path, engine):
     with pytest.raises(DivergenceError, match="gradient norm must be finite"):
         engine.step(learning_rate=1e-3)
     assert largest_difference(before, copied(engine)) == 0
+
+
+@every_engine
+def test_a_weight_that_is_not_finite_is_named_and_an_overflowing_sum_is_none(tmp_path, engine):
+    engine = make_engine(tmp_path, engine)
+    check = partial(check_finite, what="the weights", step=4, remedy="start again", ranks=make_alone())
+    largest = torch.finfo(torch.float32).max
+    for value, expected in ((largest, nullcontext()), (float("-inf"), pytest.raises(DivergenceError, match=NAMED))):
+        changed = {name: weight.clone() for name, weight in engine.gather_parameters()}
+        changed["model.norm.weight"][-2:] = value
+        engine.load_parameters(changed.items())
+        with expected:
+            check(engine.held_weights())
 
 
 @every_engine

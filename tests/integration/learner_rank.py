@@ -112,7 +112,7 @@ def main() -> None:
     # Rank 0 alone knows which ones all machines have finished.
     found = ranks.broadcast_bytes([name.encode() for name in checkpoints.names()] if ranks.is_first else None)
     if found:
-        checkpoints.restore(found[-1].decode())
+        checkpoints.restore_finite([found[-1].decode()])
     assert ranks.broadcast_bytes([] if ranks.is_first else None) == []
     if args.die:
         os._exit(1)

@@ -211,6 +211,52 @@ def test_a_learner_that_falls_over_an_error_is_restarted_from_its_checkpoint(fol
     assert_reconciled(run)
 
 
+PLANTED = """
+from slipstream.learner.engines.torch_engine import TorchEngine
+
+step, norms = TorchEngine.step, []
+
+
+def step_to_nan(self, **settings):
+    norms.append(step(self, **settings))
+    if len(norms) == 4:
+        dict(self.gather_parameters())["model.norm.weight"][0] = float("nan")
+    return norms[-1]
+
+
+TorchEngine.step = step_to_nan
+
+
+def centred(inputs):
+    return inputs.rewards - inputs.rewards.mean()
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", "serial"])
+def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not_saved(folder: Path, mode: str) -> None:
+    (folder / "planted.py").write_text(PLANTED)
+    own = ["algorithm/advantage=custom", "algorithm.advantage.function=planted:centred", "learner.max_steps=8"]
+    own += ["learner.checkpoint.every_steps=2", *(["experiment=digits_serial"] if mode == "serial" else [])]
+    base = [word for word in SMALL if mode == "async" or ("scripted" not in word and "seconds_per_token" not in word)]
+    with Run(folder, f"nan-{mode}", *own, base=base).ended_at_last() as run:
+        assert run.await_end() == 2, run.printed[-3000:]
+    cause = "the learner's weights must be finite after step 4, got NaN or infinity in model.norm.weight"
+    assert cause in run.printed
+    assert "step-00000002/model." in run.printed.replace("\n", "")
+    assert ("resume=true" in run.printed) == (mode == "async")
+    # No generator is blamed, and what was committed is finite.
+    assert "evicted" not in run.printed + (run.log("learner") if mode == "async" else "")
+    assert [path.name for path in (run.path / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert run.steps == 3
+    assert not (run.path / "final_model").exists()
+    if mode == "async":
+        (folder / "planted.py").write_text(PLANTED.replace("== 4", "== 0"))
+        with Run(folder, run.name, *own, "resume=true").ended_at_last() as resumed:
+            assert resumed.await_end() == 0, resumed.printed[-3000:]
+        assert_all_steps_once(resumed, 8)
+        assert_reconciled(resumed)
+
+
 @contextmanager
 def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A run in a terminal of its own, which is closed by the end of the block."""

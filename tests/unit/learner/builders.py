@@ -178,6 +178,25 @@ def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints
     return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
 
 
+def plant_nan(trainer: Trainer, *, update: int) -> None:
+    """Have that update leave NaN in a weight, after a finite loss and a finite gradient norm."""
+    step = trainer.engine.step
+
+    def step_to_nan(*, learning_rate: float) -> float:
+        norm = step(learning_rate=learning_rate)
+        if trainer.num_updates + 1 == update:
+            fill_with_nan(trainer)
+        return norm
+
+    trainer.engine.step = step_to_nan  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def fill_with_nan(trainer: Trainer) -> None:
+    """Fill a weight of the policy with NaN."""
+    dict(trainer.engine.held_weights())["model.norm.weight"].fill_(float("nan"))
+
+
 def save(checkpoints: Checkpoints, *, step: int, version: int | None = None) -> str:
     """Save a checkpoint and wait until it is durable; its name. The version is the step's number by default."""
     pointer = checkpoints.save(step=step, version=step if version is None else version)

@@ -1,5 +1,6 @@
 """The worker loop executes rank 0's commands and waits while there is none."""
 
+import re
 import traceback
 from collections import deque
 from functools import wraps
@@ -8,14 +9,26 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.buffer.codec import encode, pack
+from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Trajectory, VersionSpan
 from slipstream.learner.algorithms import policy_losses
 from slipstream.learner.algorithms.policy_losses import ppo_clip
+from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.errors import DivergenceError
 from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, Operation, RankGroup
+from slipstream.learner.training import trainer as trainer_module
 from slipstream.runtime.time_account import TimeAccount
 from tests.builders import make_run
-from tests.unit.learner.builders import make_alone, make_groups, make_model, make_response, make_trainer
+from tests.unit.learner.builders import (
+    make_alone,
+    make_groups,
+    make_model,
+    make_response,
+    make_trainer,
+    plant_nan,
+    save,
+)
 from tests.unit.learner.builders import make_run as make_learner_run
 
 
@@ -42,6 +55,8 @@ class FakeTrainer:
     def step(self, groups: list[list[Trajectory]], **_: object) -> dict[str, float]:
         return {}
 
+    def check_weights(self, *, step: int) -> None: ...
+
 
 def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> RankGroup:
     saver = SimpleNamespace(raise_error=lambda: None)
@@ -55,6 +70,11 @@ def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
     _, payload = pack(answer, lease_id="1-0", purpose="train", group_size=1)
     rank_group = make_rank_group(FakeRanks(), trainer=FakeTrainer())
     return rank_group.train(step=1, version=learner_version, payloads=[[payload]])
+
+
+def make_payloads() -> list[list[bytes]]:
+    groups = make_groups()
+    return [[pack(member, lease_id="1-0", purpose="train", group_size=4)[1] for member in group] for group in groups]
 
 
 def test_the_worker_loop_waits_for_the_next_command_after_keep_alive():
@@ -101,8 +121,52 @@ def test_the_formula_of_a_loss_is_at_most_nine_frames_below_the_loop(tmp_path, m
     monkeypatch.setattr(policy_losses, "ppo_clip", recorded)
     run = make_learner_run(make_model(tmp_path))
     rank_group = RankGroup(run=run, trainer=make_trainer(run), ranks=make_alone(), checkpoints=None)
-    payloads = [[pack(member, lease_id="1-0", purpose="train", group_size=4)[1] for member in g] for g in make_groups()]
-    rank_group.train(step=1, version=0, payloads=payloads)
+    rank_group.train(step=1, version=0, payloads=make_payloads())
     depths = [len(above) + len(stack) - stack.index("train") for stack in stacks]
     assert depths
     assert max(depths) <= 9, stacks[0]
+
+
+def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_nor_saved(tmp_path):
+    run = make_learner_run(make_model(tmp_path))
+    trainer = make_trainer(run)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
+    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+    plant_nan(trainer, update=2)
+    rank_group.train(step=1, version=0, payloads=make_payloads())
+    pointer = rank_group.save_checkpoint(step=1, version=1, finish=lambda _pointer: None)
+    rank_group.flush_checkpoint()
+    cause = r"the learner's weights must be finite after step 2, got NaN or infinity in model\.norm\.weight"
+    with pytest.raises(DivergenceError, match=cause) as raised:
+        rank_group.train(step=2, version=1, payloads=make_payloads())
+    way = f"resume=true continues from it; .* model.path={checkpoints._folder / pointer.name / 'model'}"
+    assert re.search(way, str(checkpoints.with_remedy(raised.value)))
+    with pytest.raises(DivergenceError, match=cause):
+        rank_group.canary(step=2)
+    with pytest.raises(DivergenceError, match=cause):
+        rank_group.save_checkpoint(step=2, version=2, finish=lambda _pointer: None)
+    assert checkpoints.names() == [pointer.name]
+    # As a run before these checks would have left it.
+    poisoned = CheckpointPointer(2, 2, save(checkpoints, step=2))
+    assert rank_group.restore(poisoned).step == 1
+    rank_group.canary(step=1)
+    assert checkpoints.newest_model().endswith(f"{pointer.name}/model")
+
+
+@pytest.mark.parametrize("broken", ["probe", "moments", "objective"])
+def test_what_finite_weights_do_not_show_is_not_saved_either(tmp_path, monkeypatch, broken):
+    run = make_learner_run(make_model(tmp_path))
+    trainer = make_trainer(run)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
+    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+    rank_group.train(step=1, version=0, payloads=make_payloads())
+    if broken == "probe":
+        monkeypatch.setattr(trainer_module, "canary_logprobs", lambda *_, **__: [[-1.0, float("nan")]])
+    elif broken == "moments":
+        next(iter(trainer.engine.optimizer.state.values()))["exp_avg_sq"][0] = float("inf")
+    else:
+        trainer.objective.state.kl_coefficient = float("inf")
+    subject = "log-probabilities" if broken == "probe" else "state of the optimizer and the objective"
+    with pytest.raises(DivergenceError, match=f"{subject} must be finite after step 1"):
+        rank_group.save_checkpoint(step=1, version=1, finish=lambda _pointer: None)
+    assert checkpoints.names() == []

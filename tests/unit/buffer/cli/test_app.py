@@ -164,11 +164,11 @@ def test_show_of_an_unknown_trajectory_is_refused(archive, capsys):
 
 def test_stats_count_and_distribute(archive, capsys):
     lines = printed(capsys, "stats", archive)
-    assert "retired 2 4 0.75 50.0% 0 12 6 3.5" in lines
+    assert "retired 2 4 0.75 50.0% 0 12 6 3.25" in lines, "half of the tokens of one group are younger"
     assert "rejected 1 2 - 0.0% 2 12 6 -" in lines
     assert "sums 1 2 - 0.0% 2 12 6 -" in lines
     assert "reward 0.75 0.5 0.5 0.75 1 1" in lines
-    assert "lag 3.5 2 2 3.5 5 5" in lines
+    assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
 def test_stats_of_nothing_say_so(archive, capsys):

@@ -33,6 +33,17 @@ def test_equal_values_give_exactly_zero(value, dtype):
     assert whiten(values, epsilon=EPSILON, weights=torch.arange(1001, dtype=dtype)).eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_value_is_zero_exactly_where_it_equals_the_mean_of_its_segment(dtype):
+    # Rewards in thirds, fifths and tenths, against rational arithmetic.
+    for denominator in (3, 5, 10):
+        numerators = torch.randint(0, denominator + 1, (2000, 8), generator=torch.Generator().manual_seed(denominator))
+        centred = segments.centred(
+            (numerators.to(dtype) / denominator).flatten(), torch.arange(2000).repeat_interleave(8)
+        )
+        assert (centred == 0).equal((8 * numerators == numerators.sum(1, keepdim=True)).flatten())
+
+
 def test_shift_and_scale_do_not_matter_and_a_sign_does():
     torch.manual_seed(0)
     values = torch.randn(20, dtype=torch.float64)

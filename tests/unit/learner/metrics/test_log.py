@@ -33,10 +33,13 @@ def train(
     clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
+    clock.now += 60.0
     log.start_training(step=steps.start - 1)
     for step in steps:
         clock.now += 1.0
-        metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
+        metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)} | {
+            "lag/histogram": {int(lag): 1000}
+        }
         found = {"eval/accuracy_sampled": accuracy[step]} if accuracy and step in accuracy else None
         log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={}, tokens=TOKENS)
     log.end_training()
@@ -59,6 +62,8 @@ def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
     assert summary["lag_mean"] == pytest.approx(1.9)
     assert summary["lag_max"] == 2
     assert summary["learner_tokens_per_s"] == pytest.approx(1000)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert {row["learner/tokens_per_s"] for row in rows} == {1000.0}, "from the first step on"
 
 
 @pytest.mark.parametrize(("goal", "seconds"), [("0.4", 20), ("0.9", 50), ("0.99", None), ("", None)])
@@ -103,7 +108,13 @@ class GeneratorScene:
     def step(self, number: int) -> float:
         """Log a step of one second; returns the generated tokens per second of its row."""
         self.clock.now += 1.0
-        metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
+        metrics = {
+            "learner/tokens": 1.0,
+            "learner/reward_mean": 0.5,
+            "lag/mean": 0.0,
+            "lag/max": 0,
+            "lag/histogram": {0: 1},
+        }
         self.log.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
         return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
 
@@ -157,7 +168,13 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
     log = MetricsLog(run, folder=folder, store=store, clock=FakeClock(0.0))
     log.record_before(found)
     log.start_training(step=0)
-    metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
+    metrics = {
+        "learner/tokens": 1.0,
+        "learner/reward_mean": 0.5,
+        "lag/mean": 0.0,
+        "lag/max": 0,
+        "lag/histogram": {0: 1},
+    }
     log.add_step(step=1, version=1, metrics=metrics, published=None, evaluated=None, times={})
     log.end_training()
     log.write_summary(step=1, after=found, evaluation={})

@@ -12,8 +12,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig
 from slipstream.configs.load import load
+from slipstream.learner.errors import DivergenceError
 from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
-from tests.unit.learner.builders import CPU, make_model, make_run
+from tests.unit.learner.builders import CPU, make_model, make_run, plant_nan, save
 from tests.unit.learner.sft.test_dataset import make_file
 
 OF_PAIRS = {"learner/pair_accuracy", "eval/pair_accuracy"}
@@ -109,6 +110,32 @@ def test_a_finished_run_without_its_metrics_can_be_resumed(tmp_path):
     summary = json.loads((tmp_path / "runs/first/summary.json").read_text())
     lost = {"heldout_loss": None, "heldout_loss_before": None, "train_loss": None}
     assert summary == complete | lost | {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
+
+
+def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_before_them(tmp_path, monkeypatch):
+    _, _, expected = train(make_sft_run(tmp_path))
+    run = make_sft_run(tmp_path, name="second", heldout_every_steps=6)
+    folder = tmp_path / "runs/second"
+    planted = build_sft(run, device=CPU)
+    plant_nan(planted._trainer, update=4)
+    cause = r"the learner's weights must be finite after step 4, .*resume=true continues from it; .*step-00000003/model"
+    with pytest.raises(DivergenceError, match=cause):
+        planted.run()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    assert not (folder / "final_model").exists()
+    # As a run before these checks would have left it.
+    save(planted._checkpoints, step=4)
+    _, _, found = train(msgspec.structs.replace(run, resume=True))
+    assert equal(expected, found)
+
+
+def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
+    run = build_sft(make_sft_run(tmp_path, heldout_every_steps=6), device=CPU)
+    losses = iter([1.0, float("nan")])
+    monkeypatch.setattr(run._sft, "loss", lambda _rows: next(losses))
+    with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*no checkpoint"):
+        run.run()
+    assert not list((tmp_path / "runs/first/checkpoints").iterdir())
 
 
 def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):

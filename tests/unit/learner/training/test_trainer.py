@@ -175,6 +175,13 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_moves_nothing(tmp_path):
     assert set(before) - same == {"model.norm.weight"}  # nan is not equal to itself
 
 
+def test_a_gradient_that_is_not_finite_names_its_step(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    trainer.engine.backward = lambda loss: (loss * float("inf")).backward()
+    with pytest.raises(DivergenceError, match=r"step 7: the gradient norm must be finite, got (nan|inf)"):
+        trainer.step(make_groups(), learner_version=0, step=7)
+
+
 def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_path):
     optimizer = OptimizerConfig(schedule="linear", learning_rate=1e-3)
     learner = {"groups_per_step": 4, "max_steps": 2, "optimizer": optimizer}

@@ -129,6 +129,7 @@ gradient_accumulation_steps: 4
 steps_per_generation: 8
 max_completion_length: 1024
 max_steps: 400
+warmup_steps: 15
 beta: 4e-2
 loss_type: dr_grpo
 scale_rewards: none
@@ -142,6 +143,7 @@ def test_a_file_of_trl_composes(tmp_path: Path) -> None:
     run, imported = translated(tmp_path, "trl", TRL)
     assert (run.generators.group_size, run.learner.groups_per_step, run.algorithm.updates_per_step) == (8, 8, 2)
     assert (run.learner.max_steps, run.learner.checkpoint.every_steps) == (200, 250)
+    assert run.learner.optimizer.warmup_steps == 8, "TRL counts updates"
     assert (run.algorithm.advantage.kind, run.algorithm.aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
     assert (run.algorithm.kl.coefficient, run.algorithm.kl.estimator) == (0.04, "k3_off_policy")
     assert run.algorithm.correction.level == "none", "without vLLM there is nothing to correct"
