@@ -94,6 +94,11 @@ class StoreSource:
         self._newest: StepEntry | None = None
 
     @property
+    def archive(self) -> Archive | None:
+        """The run's archive, if it has one."""
+        return self._archive.archive if self._archive else None
+
+    @property
     def num_unreadable(self) -> int:
         """Shards of the archive that could not be read."""
         return self._archive.num_unreadable if self._archive else 0
