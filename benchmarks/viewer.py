@@ -25,7 +25,7 @@ from tokenizers.models import BPE
 
 from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
-from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name
+from slipstream.buffer.archive.manifest import MANIFEST, ManifestWriter, ShardEntry, next_shard
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
@@ -155,11 +155,11 @@ def make_archive(folder: Path, *, num_rows: int) -> Path:
     if (archive / MANIFEST).exists():
         return archive
     archive.mkdir()
-    manifest = Manifest(archive)
+    manifest = ManifestWriter(archive)
     # Making a million records would take minutes: a few thousand are made, and their columns renumbered.
     pattern = tabulate([_make_stored(number) for number in range(min(num_rows, _SHARD_ROWS))])
     for first in range(0, num_rows, _SHARD_ROWS):
-        path = archive / shard_name(manifest.next_number)
+        path = archive / next_shard(manifest.shards)
         rows = _renumbered(pattern.slice(0, min(_SHARD_ROWS, num_rows - first)), first)
         pq.write_table(rows, path, compression="zstd", row_group_size=1024)
         checksum = xxhash.xxh3_64_hexdigest(path.read_bytes())

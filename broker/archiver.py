@@ -59,7 +59,7 @@ class StepArchiver:
         """`shards` writes to the same archive. Raises ArchiveError if its ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
-        self.ledger = LedgerWriter(folder)
+        self.ledger = LedgerWriter(folder, shards.manifest)
         self._covered: int | None = None
         self._pending: list[StepEntry] = []
         self._awaited: set[str] = set()

@@ -314,7 +314,7 @@ def _copy(source: Any, sink: Any) -> str:
 def _parse(data: bytes, *, where: str) -> dict[str, str]:
     try:
         checksums = msgspec.json.decode(data, type=dict[str, str])
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise DamagedObjectError(f"{where} must hold checksums by file, got {error}") from None
     for name in checksums:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

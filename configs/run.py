@@ -110,7 +110,7 @@ def read_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: name one, such as runs/digits_cpu.")
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         problem = " ".join(str(error).split())
         must = f"{path} must be a run's configuration of this version of Slipstream"
         raise ConfigError(f"{must}, got {problem}: restore it, or use the version that began the run.") from None

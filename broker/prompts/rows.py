@@ -357,7 +357,7 @@ def _split(data: bytes, path: Path) -> list[bytes]:
         return [line for line in data.splitlines() if line.strip()]
     try:
         return [bytes(each) for each in msgspec.json.decode(data, type=list[msgspec.Raw])]
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} must be JSON lines or one JSON list, but is neither: {error}.") from None
 
 

@@ -266,5 +266,5 @@ def digest(bucket: Tensor) -> bytes:
 def _parse(content: bytes) -> Delta:
     try:
         return msgspec.json.decode(content, type=Delta)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise AlteredWeightsError(f"the {DELTA} of a version must be readable, got {error}") from error

@@ -108,7 +108,7 @@ def parse_manifest(content: bytes) -> Manifest:
         manifest = msgspec.json.decode(content, type=Manifest)
         # Raises OverflowError for a checksum that is not a 64-bit number.
         own_checksum = flat.combine(manifest.checksums)
-    except (msgspec.DecodeError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise WeightTransferError(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
     if own_checksum != manifest.checksum or len(manifest.checksums) != len(manifest.bucket_bytes):
         raise WeightTransferError(

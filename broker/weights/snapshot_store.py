@@ -183,7 +183,7 @@ class SnapshotStore:
     def _label(self, version: int) -> _Label | None:
         try:
             return msgspec.json.decode(self._path(version, MANIFEST).read_bytes(), type=_Label)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):
             return None
 
 

@@ -109,7 +109,7 @@ class StreamServer:
     def _answer(self, frames: Frames) -> Frames | None:
         try:
             request = msgspec.msgpack.decode(frames[0], type=Find | ReadChunk)
-        except (msgspec.DecodeError, IndexError):
+        except (ValueError, IndexError):
             return None  # any program may connect: there is nothing to answer
         try:
             if isinstance(request, ReadChunk):
@@ -380,7 +380,7 @@ class _Progress:
 def _decode(frames: Frames) -> Answer | None:
     try:
         return msgspec.msgpack.decode(frames[0], type=Answer)
-    except (msgspec.DecodeError, IndexError):
+    except (ValueError, IndexError):
         return None
 
 

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from slipstream.buffer.archive.ledger import read_ledger
-from slipstream.buffer.archive.manifest import ShardEntry, read_manifest
-from slipstream.buffer.archive.shard_reader import check_shard, read_column, read_shard
-from slipstream.buffer.archive.shard_writer import overflow_groups
+from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
+from slipstream.buffer.archive.shard_reader import read_column, read_shard
+from slipstream.buffer.archive.shard_writer import LOCK, overflow_groups
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.durable_files import write_durably
-from slipstream.buffer.errors import ShardError
+from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
+from slipstream.runtime.run_folder import is_locked
 
 # --- images of prompts -----------------------------------------------------------------------------------------------
 IMAGES = "images"
@@ -40,7 +41,7 @@ def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
-# --- the check: every shard against the manifest, every step of the ledger against the shards ------------------------
+# --- the check -------------------------------------------------------------------------------------------------------
 class ArchiveCheck(Record):
     """Result of checking an archive. Example: ArchiveCheck(shards=4, groups=4096, trajectories=32768, steps=128)."""
 
@@ -53,7 +54,7 @@ class ArchiveCheck(Record):
     steps: int = 0
     """Number of steps in the ledger."""
     damaged: int = 0
-    """Shards that are missing or cannot be read."""
+    """Shards that are missing or damaged, and the ledger if it is."""
     duplicated: int = 0
     """Trajectories beyond the first of each id."""
     missing: int = 0
@@ -65,30 +66,6 @@ class ArchiveCheck(Record):
     def is_sound(self) -> bool:
         """Whether no defect was found."""
         return not (self.duplicated or self.problems)
-
-
-def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]) -> ArchiveCheck:
-    """Read every byte of the archive."""
-    found: Counter[str] = Counter()
-    damages = []
-    for shard in shards:
-        try:
-            check_shard(folder, shard)
-            found.update(read_column(folder, shard, "id"))
-        except ShardError as error:
-            damages.append(str(error))
-    overflow = overflow_groups(folder)
-    missing = {entry.step: _missing(entry, found, overflow) for entry in steps}
-    return ArchiveCheck(
-        shards=len(shards),
-        groups=sum(shard.groups for shard in shards),
-        trajectories=found.total(),
-        steps=len(steps),
-        damaged=len(damages),
-        duplicated=found.total() - len(found),
-        missing=sum(map(len, missing.values())),
-        problems=damages + [_missing_problem(step, names) for step, names in missing.items() if names],
-    )
 
 
 def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[str]:
@@ -122,12 +99,16 @@ class Archive:
     def __init__(self, folder: Path) -> None:
         """Read the manifest. Raises ArchiveError when there is none, or it is damaged."""
         self.folder = folder
-        self.shards = read_manifest(folder)
+        manifest = read_manifest(folder)
+        self.shards = manifest.shards
         """Shards in the manifest when the archive was opened."""
+        self._ledger = manifest.ledger
+        self.note = _unfinished(folder, manifest)
+        """One sentence on a manifest that a crash, or damage, has cut short; empty if nothing did."""
 
     def steps(self) -> list[StepEntry]:
-        """Return the ledger, in order; empty if the archive has none. Raises ArchiveError."""
-        return read_ledger(self.folder)
+        """Return the ledger, in order; empty if the archive has none. Raises ArchiveError if it is damaged."""
+        return read_ledger(self.folder, self._ledger)
 
     def read(
         self,
@@ -157,6 +138,40 @@ class Archive:
     def check(self) -> ArchiveCheck:
         """Read every byte, and check checksums, uniqueness, and that the ledger's trajectories are present.
 
-        Raises ArchiveError when the ledger cannot be read.
+        Raises ArchiveError when the manifest cannot be read.
         """
-        return check_archive(self.folder, self.shards, self.steps())
+        found: Counter[str] = Counter()
+        damages, steps = [], []
+        try:
+            steps = self.steps()
+        except ArchiveError as error:
+            damages.append(str(error))
+        # After the ledger, so that a run at work has no step there before its shards here.
+        shards = read_manifest(self.folder).shards
+        for shard in shards:
+            try:
+                found.update(read_column(self.folder, shard, "id"))
+            except ShardError as error:
+                damages.append(str(error))
+        overflow = overflow_groups(self.folder)
+        missing = {entry.step: _missing(entry, found, overflow) for entry in steps}
+        return ArchiveCheck(
+            shards=len(shards),
+            groups=sum(shard.groups for shard in shards),
+            trajectories=found.total(),
+            steps=len(steps),
+            damaged=len(damages),
+            duplicated=found.total() - len(found),
+            missing=sum(map(len, missing.values())),
+            problems=damages + [_missing_problem(step, names) for step, names in missing.items() if names],
+        )
+
+
+def _unfinished(folder: Path, manifest: Manifest) -> str:
+    if not (manifest.unnamed or manifest.is_cut) or is_locked(folder / LOCK):
+        return ""
+    lacking = next(iter(manifest.unnamed), "the end of its last line")
+    return (
+        f"{folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the run completes "
+        "it; or the file was damaged since, and must be restored from a copy."
+    )

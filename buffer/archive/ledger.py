@@ -4,51 +4,42 @@ A line is a step whose groups are all archived and that a durable checkpoint cov
 without its last seconds may have a step done again: its second line counts, and the lines after its first do not.
 """
 
+import time
 from pathlib import Path
 
-import msgspec
 import xxhash
 
-from slipstream.buffer.durable_files import LineFile, read_lines
+from slipstream.buffer.archive.manifest import LEDGER, ManifestWriter, ShardEntry
+from slipstream.buffer.durable_files import LineFile, parse_line, parse_lines
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
-from slipstream.buffer.trajectory import Record
 
-LEDGER = "ledger.jsonl"
-"""File name in the archive's folder."""
 LEDGER_SCHEMA = 1
 """Raised with every change of StepEntry that a reader of the previous one would misread."""
 
 
-class LedgerLine(Record):
-    """One step. Example: LedgerLine(schema=1, checksum="9f2c61d0a55b7e13", entry=b'{"step":12,"version":11,...}')."""
+def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
+    """Return the steps in order; `sealed` is the manifest's entry of the ledger, None if it has none.
 
-    schema: int
-    """Refused if newer than the reader's."""
-    checksum: str
-    """xxh3-64 of the entry's text in the line, hexadecimal."""
-    entry: msgspec.Raw
-    """The StepEntry, as JSON text."""
-
-
-class _Schema(msgspec.Struct):
-    """Decodes a line's schema, whatever else a newer line holds."""
-
-    schema: int
-
-
-def read_ledger(folder: Path) -> list[StepEntry]:
-    """Return the steps in order; none if the archive has no ledger. Raises ArchiveError."""
-    return list(_parse(folder / LEDGER)[0].values())
+    Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
+    """
+    return list(_parse(folder / LEDGER, sealed)[0].values())
 
 
 class LedgerWriter:
-    """The one writer of an archive's ledger."""
+    """The one writer of an archive's ledger, which records size and checksum in the manifest.
 
-    def __init__(self, folder: Path) -> None:
+    The lines are durable before the manifest says so: after a crash in between the ledger is longer than recorded,
+    never shorter, and the next start records the rest.
+    """
+
+    def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
         """Raises ArchiveError when the ledger is damaged, OSError."""
-        self._entries, good_bytes = _parse(folder / LEDGER)
-        self._file = LineFile(folder / LEDGER, good_bytes=good_bytes)
+        self._manifest = manifest
+        self._entries, content = _parse(folder / LEDGER, manifest.ledger)
+        self._file = LineFile(folder / LEDGER, content=content, schema=LEDGER_SCHEMA)
+        if self._file.num_bytes > (manifest.ledger.bytes if manifest.ledger else 0):
+            self._seal()
 
     @property
     def last_step(self) -> int:
@@ -62,9 +53,23 @@ class LedgerWriter:
 
     def append(self, entries: list[StepEntry]) -> None:
         """Append steps, in order; durable on return. Raises OSError, and can be called again then."""
-        self._file.append([_line(entry) for entry in entries])
+        self._file.append(entries)
         for entry in entries:
             _enter(self._entries, entry)
+        self._seal()
+
+    def _seal(self) -> None:
+        entry = ShardEntry(
+            file=LEDGER,
+            rows=len(self._entries),
+            groups=0,
+            first_step=min(self._entries, default=None),
+            last_step=max(self._entries, default=None),
+            bytes=self._file.num_bytes,
+            checksum=self._file.checksum,
+            archived_at=time.time(),
+        )
+        self._manifest.append(entry)
 
 
 def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
@@ -74,31 +79,23 @@ def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
     entries[entry.step] = entry
 
 
-def _line(entry: StepEntry) -> bytes:
-    data = msgspec.json.encode(entry)
-    return msgspec.json.encode(LedgerLine(LEDGER_SCHEMA, xxhash.xxh3_64_hexdigest(data), msgspec.Raw(data)))
-
-
-def _parse(path: Path) -> tuple[dict[int, StepEntry], int]:
-    """Return (step -> entry, size of the whole lines)."""
-    if not path.exists():
-        return {}, 0
-    parsed, good_bytes = read_lines(path, lambda line: _parse_line(line, path), rule="hold a step")
+def _parse(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, StepEntry], bytes]:
+    """Return (step -> entry, the whole lines)."""
+    content = path.read_bytes() if path.exists() else b""
+    parsed, whole = parse_lines(
+        content,
+        lambda line: parse_line(line, StepEntry, schema=LEDGER_SCHEMA, where=path),
+        where=path,
+        rule="hold a step",
+    )
+    # Each line has its own checksum; only this one finds lines that are missing.
+    if sealed and xxhash.xxh3_64_hexdigest(whole[: sealed.bytes]) != sealed.checksum:
+        raise ArchiveError(
+            f"{path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} steps, up to "
+            f"step {sealed.last_step}), got {len(content)} bytes with {len(parsed)} whole lines: it is damaged; restore "
+            "it from a copy, or continue the run without this archive by moving its folder away."
+        )
     entries: dict[int, StepEntry] = {}
     for entry in parsed:
         _enter(entries, entry)
-    return entries, good_bytes
-
-
-def _parse_line(text: bytes, path: Path) -> StepEntry | None:
-    try:
-        schema = msgspec.json.decode(text, type=_Schema).schema
-        if schema > LEDGER_SCHEMA:
-            raise ArchiveError(
-                f"{path} must have schema <= {LEDGER_SCHEMA}, got {schema}: read it with the Slipstream that wrote it."
-            )
-        line = msgspec.json.decode(text, type=LedgerLine)
-        is_whole = xxhash.xxh3_64_hexdigest(bytes(line.entry)) == line.checksum
-        return msgspec.json.decode(line.entry, type=StepEntry) if is_whole else None
-    except msgspec.MsgspecError:
-        return None
+    return entries, whole

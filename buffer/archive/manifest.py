@@ -1,21 +1,26 @@
-"""The manifest of an archive: its whole shards, one JSON line each, only ever appended to."""
+"""The manifest of an archive: its whole shards and the size of its ledger, a JSON line each, only ever appended to."""
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from slipstream.buffer.durable_files import LineFile, read_lines
+from slipstream.buffer.durable_files import LineFile, parse_line, parse_lines
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.trajectory import Record
 
 MANIFEST = "manifest.jsonl"
 """File name in the archive's folder."""
+LEDGER = "ledger.jsonl"
+"""File name of the step ledger in the archive's folder."""
+_SCHEMA = 1
+"""Raised with every change of ShardEntry that a reader of the previous one would misread."""
 _SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
 
 
 class ShardEntry(Record):
-    """A whole and durable shard.
+    """A whole and durable shard, or the ledger up to a size: its newest entry counts, and it may be longer by now.
 
     Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
         bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
@@ -44,49 +49,99 @@ def shard_name(number: int) -> str:
     return f"shard-{number:08d}.parquet"
 
 
+def next_shard(shards: list[ShardEntry]) -> str:
+    """Return the file name of the shard after these."""
+    return shard_name(1 + max((shard_number(shard.file) or 0 for shard in shards), default=0))
+
+
 def shard_number(name: str) -> int | None:
     """Return the number of a shard's file; None for the name of any other file."""
     match = _SHARD_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def read_manifest(folder: Path) -> list[ShardEntry]:
-    """Return the shards in order, without a last line that a crash cut short. Raises ArchiveError."""
-    return _parse(folder)[0]
+class Manifest(NamedTuple):
+    """Content of a manifest."""
+
+    shards: list[ShardEntry]
+    """In order."""
+    ledger: ShardEntry | None
+    """What the ledger begins with; None before the first step, and in archives of earlier versions."""
+    content: bytes
+    """Its whole lines."""
+    unnamed: set[str]
+    """At most one shard without a line, as a crash between the two leaves it."""
+    is_cut: bool
+    """Whether a last line is cut short."""
 
 
-class Manifest:
+def is_archive(folder: Path) -> bool:
+    """Whether a folder holds an archive, whole or damaged."""
+    return any((folder / name).exists() for name in (MANIFEST, LEDGER)) or bool(_shards_in(folder))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest. Raises ArchiveError when it is missing or damaged, or lacks shards that are in the folder."""
+    # Before the manifest: a writer at work adds a line after its shard.
+    found = _shards_in(folder)
+    path = folder / MANIFEST
+    if not path.is_file():
+        if is_archive(folder):
+            raise ArchiveError(
+                f"{folder} must have a {MANIFEST} beside its {len(found)} shards, but has none: restore it, or move "
+                f"the shards and {LEDGER} away."
+            )
+        raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
+    manifest = parse_manifest(path.read_bytes(), where=path)
+    # A crash between shard and line leaves exactly one file, the next in number; its groups come again.
+    unnamed, expected = found - {shard.file for shard in manifest.shards}, next_shard(manifest.shards)
+    if unnamed - {expected}:
+        raise ArchiveError(
+            f"{path} must name every shard but the one after its last ({expected}), got others too: "
+            f"{', '.join(sorted(unnamed))}. A crash leaves one at most: restore the manifest, or move these shards away."
+        )
+    return manifest._replace(unnamed=unnamed)
+
+
+def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
+    """Parse the lines of a manifest, without a last one that a crash cut short. Raises ArchiveError."""
+    entries, whole = parse_lines(content, lambda line: _parse_line(line, where), where=where, rule="name a shard")
+    shards = [entry for entry in entries if entry.file != LEDGER]
+    ledger = next((entry for entry in reversed(entries) if entry.file == LEDGER), None)
+    return Manifest(shards, ledger, whole, unnamed=set(), is_cut=len(whole) < len(content))
+
+
+class ManifestWriter:
     """The manifest, held by its one writer."""
 
     def __init__(self, folder: Path) -> None:
-        """Create it if it is missing. Raises ArchiveError when it is damaged."""
-        path = folder / MANIFEST
-        path.touch()
-        self.shards, good_bytes = _parse(folder)
-        self._file = LineFile(path, good_bytes=good_bytes)
+        """Create it in a new archive. Raises ArchiveError as `read_manifest` does."""
+        if not is_archive(folder):
+            (folder / MANIFEST).touch()
+        found = read_manifest(folder)
+        self.shards, self.ledger, self.unnamed = found.shards, found.ledger, found.unnamed
+        self._file = LineFile(folder / MANIFEST, content=found.content, schema=_SCHEMA)
 
-    @property
-    def next_number(self) -> int:
-        """Number of the next shard."""
-        return 1 + max((shard_number(shard.file) or 0 for shard in self.shards), default=0)
-
-    def append(self, shard: ShardEntry) -> None:
+    def append(self, entry: ShardEntry) -> None:
         """Append a line; durable on return. Raises OSError, and can be called again then."""
-        self._file.append([msgspec.json.encode(shard)])
-        self.shards.append(shard)
+        self._file.append([entry])
+        if entry.file == LEDGER:
+            self.ledger = entry
+        else:
+            self.shards.append(entry)
 
 
-def _parse(folder: Path) -> tuple[list[ShardEntry], int]:
-    """Return (shards, size of the whole lines)."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
-    return read_lines(path, _parse_line, rule="name a shard")
+def _shards_in(folder: Path) -> set[str]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {file.name for file in files if shard_number(file.name) is not None}
 
 
-def _parse_line(line: bytes) -> ShardEntry | None:
-    try:
-        shard = msgspec.json.decode(line, type=ShardEntry)
-    except msgspec.MsgspecError:
-        return None
-    return shard if shard_number(shard.file) is not None else None
+def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
+    entry = parse_line(line, ShardEntry, schema=_SCHEMA, where=where)
+    if entry is None:
+        # Archives of earlier versions have no checksum in the line.
+        try:
+            entry = msgspec.json.decode(line, type=ShardEntry)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+    return entry if entry.file == LEDGER or shard_number(entry.file) is not None else None

@@ -1,25 +1,23 @@
 """ArchiveMirror: keeps an archive in the object store, as complete as the folder it is written in.
 
-Shards go before the manifest that names them, and the manifest before the ledger, so that a reader of the object store
-finds what it is told of. A run that goes on elsewhere begins with what the object store has.
+Shards and the ledger go before the manifest that names them, so that a reader of the object store finds everything that
+the manifest promises. A run that continues elsewhere begins with what the object store has.
 """
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-import msgspec
 import structlog
 
 from slipstream.buffer.archive.archive import IMAGES
-from slipstream.buffer.archive.ledger import LEDGER
-from slipstream.buffer.archive.manifest import MANIFEST, ShardEntry, read_manifest
+from slipstream.buffer.archive.manifest import LEDGER, MANIFEST, ShardEntry, parse_manifest, read_manifest
 from slipstream.buffer.archive.shard_writer import OVERFLOW
 from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.object_folder import ObjectFolder
 
-_WHOLE_FILES = (MANIFEST, LEDGER)
-"""Files that grow, and are sent whole, in this order; all others never change."""
+_WHOLE_FILES = (LEDGER, MANIFEST)
+"""Files that grow, and are written whole, in this order; all others never change."""
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +34,8 @@ class ArchiveMirror:
     def fetch(self) -> None:
         """Make the folder as complete as the object store has it. Raises StorageError, ArchiveError, OSError."""
         found = self._remote.objects()
-        grown = {name: self._remote.read(name) or b"" for name in _WHOLE_FILES}
+        # The manifest first: the ledger may be longer than it says, and not shorter.
+        grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
         self._sent = {name: info.size for name, info in found.items()} | grown
         remote, local = grown[MANIFEST], _whole_lines(self._folder / MANIFEST)
         if local.startswith(remote):
@@ -46,7 +45,8 @@ class ArchiveMirror:
                 f"{self._folder} must have the first shards of {self._remote.uri}, got others: the run went on "
                 "elsewhere since; move the folder away."
             )
-        shards = {shard.file: shard.checksum for shard in _parse(remote, where=self._remote.uri)}
+        manifest = parse_manifest(remote, where=f"{self._remote.uri}/{MANIFEST}")
+        shards = {shard.file: shard.checksum for shard in manifest.shards}
         others = [name for name in found if PurePosixPath(name).parts[:-1] in ((IMAGES,), (OVERFLOW,))]
         for name in (*shards, *others):
             path = self._folder / name
@@ -54,7 +54,7 @@ class ArchiveMirror:
             if name not in found or not path.exists() or path.stat().st_size != found[name].size:
                 self._remote.fetch(name, path, expected=shards.get(name, ""))
         # The manifest last: shards without a line are removed by a writer, lines without their shards are damage.
-        for name in reversed(_WHOLE_FILES):
+        for name in _WHOLE_FILES:
             write_durably(self._folder / name, grown[name])
         log.info("archive_fetched", uri=self._remote.uri, shards=len(shards))
 
@@ -72,7 +72,7 @@ class ArchiveMirror:
                 self._sent[name] = content
 
     def _unchanging(self) -> Iterator[tuple[Path, ShardEntry | None]]:
-        for shard in read_manifest(self._folder):
+        for shard in read_manifest(self._folder).shards:
             yield self._folder / shard.file, shard
         for kind in (IMAGES, OVERFLOW):
             for path in sorted((self._folder / kind).glob("*")):
@@ -85,10 +85,3 @@ def _whole_lines(path: Path) -> bytes:
     """Content of a file of lines, without what a crash left of a last one; empty if there is none."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]
-
-
-def _parse(manifest: bytes, *, where: str) -> list[ShardEntry]:
-    try:
-        return [msgspec.json.decode(line, type=ShardEntry) for line in manifest.splitlines()]
-    except msgspec.MsgspecError as error:
-        raise ArchiveError(f"{where}/{MANIFEST} must name shards, got {error}: restore it from a copy.") from None

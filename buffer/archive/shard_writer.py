@@ -10,7 +10,6 @@ import io
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +18,7 @@ import structlog
 import xxhash
 
 from slipstream.buffer.archive.columns import SCHEMA, to_table
-from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name, shard_number
+from slipstream.buffer.archive.manifest import ManifestWriter, ShardEntry, next_shard
 from slipstream.buffer.archive.shard_reader import read_column
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import sync_path, write_durably
@@ -72,7 +71,7 @@ class ShardWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         try:
-            self._manifest = self._recover()
+            self.manifest = self._recover()
             self._recent = deque(map(self._groups_in, self.shards[-_REMEMBERED_SHARDS:]), maxlen=_REMEMBERED_SHARDS)
         except BaseException:
             self.close()
@@ -81,7 +80,7 @@ class ShardWriter:
     @property
     def shards(self) -> list[ShardEntry]:
         """All shards ever written, in order."""
-        return self._manifest.shards
+        return self.manifest.shards
 
     def has(self, group_id: str) -> bool:
         """Whether one of the newest shards holds the group."""
@@ -104,7 +103,7 @@ class ShardWriter:
         data = _to_parquet(table)
         steps = [step for group in groups for step in group.steps]
         shard = ShardEntry(
-            file=shard_name(self._manifest.next_number),
+            file=next_shard(self.shards),
             rows=table.num_rows,
             groups=sum(bool(group.payloads) for group in groups),
             first_step=min(steps, default=None),
@@ -115,7 +114,7 @@ class ShardWriter:
         )
         # The shard before its line: a line without its shard would be an archive that lost data.
         write_durably(self._folder / shard.file, data)
-        self._manifest.append(shard)
+        self.manifest.append(shard)
         self._recent.append({group.id for group in groups})
         return shard
 
@@ -123,23 +122,9 @@ class ShardWriter:
         """Release the lock, so that another process may write here."""
         self._lock.close()
 
-    def _recover(self) -> Manifest:
-        found = {file.name for file in self._folder.iterdir() if shard_number(file.name) is not None}
-        if found and not (self._folder / MANIFEST).exists():
-            raise ArchiveError(
-                f"{self._folder} must have a {MANIFEST} beside its {len(found)} shards, but has none: restore it, or "
-                "move the shards away."
-            )
-        manifest = Manifest(self._folder)
-        # A crash between shard and line leaves exactly one file, the next in number; its groups come again.
-        orphans = found - {shard.file for shard in manifest.shards}
-        if orphans - {shard_name(manifest.next_number)}:
-            raise ArchiveError(
-                f"{self._folder / MANIFEST} must name every shard but the one after its last "
-                f"({shard_name(manifest.next_number)}), got others too: {', '.join(sorted(orphans))}. A crash leaves "
-                "one at most: restore the manifest, or move these shards away."
-            )
-        for path in chain(map(self._folder.joinpath, orphans), self._folder.glob("*.tmp")):
+    def _recover(self) -> ManifestWriter:
+        manifest = ManifestWriter(self._folder)
+        for path in (*map(self._folder.joinpath, manifest.unnamed), *self._folder.glob("*.tmp")):
             path.unlink()
             log.info("removed_unfinished", file=path.name)
         sync_path(self._folder)

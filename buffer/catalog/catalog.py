@@ -71,6 +71,7 @@ class Catalog:
         self._source = source
         self._parts = _parts_of(source)
         self._seen: list[Block] = []
+        self._unread = ""
         self.decoder = decoder
         """Tokenizer of the model, which conditions on text need; None if none was found."""
         self._refreshing = threading.Lock()
@@ -82,7 +83,9 @@ class Catalog:
     @property
     def notes(self) -> list[str]:
         """One sentence on each source that cannot be read in full."""
-        return [note for note in (self._source.note, *(part.note for part in self._parts)) if note]
+        return [
+            note for note in dict.fromkeys((self._source.note, self._unread, *(p.note for p in self._parts))) if note
+        ]
 
     @property
     def rows(self) -> pa.Table:
@@ -209,9 +212,11 @@ class Catalog:
 
     def _read_step_versions(self) -> dict[int, int]:
         try:
-            return self._source.step_versions()
-        except ReplayBufferError:
-            # The store does not answer: its part says so.
+            found, self._unread = self._source.step_versions(), ""
+            return found
+        except ReplayBufferError as error:
+            # Of a store that does not answer, its part says so.
+            self._unread = str(error) if isinstance(error, ArchiveError) else ""
             return self._snapshot.step_versions
 
 

@@ -10,7 +10,7 @@ import pyarrow.dataset as ds
 
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.manifest import is_archive
 from slipstream.buffer.archive.shard_reader import open_shard
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.rollout_files import open_parquet
@@ -35,16 +35,19 @@ class ArchivePart:
         self._folder = folder
         self._blocks: dict[str, Block] = {}
         self._refused: dict[str, str] = {}
+        self._unfinished = ""
 
     @property
     def note(self) -> str:
-        return " ".join(self._refused.values())
+        return " ".join(filter(None, (self._unfinished, *self._refused.values())))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block per readable shard, none before the first. Raises ArchiveError for a damaged manifest."""
-        if not (self._folder / MANIFEST).exists():
+        if not is_archive(self._folder):
             return []
-        for shard in Archive(self._folder).shards:
+        archive = Archive(self._folder)
+        self._unfinished = archive.note
+        for shard in archive.shards:
             if shard.file in self._blocks or shard.file in self._refused:
                 continue
             try:

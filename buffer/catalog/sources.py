@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.ledger import LEDGER
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.manifest import LEDGER, is_archive
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.rollout_files import FORMATS, read_rollouts
 from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
@@ -36,8 +35,8 @@ class ArchiveSource:
     def __init__(self, folder: Path, *, note: str = "") -> None:
         """Open the archive in `folder`. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
-        self.note = note
-        """Reason why the run's store is not read; empty if that was not asked for."""
+        self.note = " ".join(filter(None, (note, self.archive.note)))
+        """What cannot be read: the run's store, if that was asked for, or the end of the manifest; else empty."""
         self._versions: dict[int, int] = {}
         self._ledger_bytes = -1
         self.num_unreadable = 0
@@ -52,14 +51,14 @@ class ArchiveSource:
         return self.archive.read(selected, decode=decode, on_refused=self._warn)
 
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, of the steps that are known."""
+        """Return step -> the learner's version at its start, of the steps that are known. Raises ArchiveError."""
         ledger = self.archive.folder / LEDGER
-        if ledger.is_file():
-            # It only grows, and is long: read again only then.
-            size = ledger.stat().st_size
-            if size != self._ledger_bytes:
-                self._ledger_bytes = size
-                self._versions = {entry.step: entry.version for entry in self.archive.steps()}
+        # It only grows, and is long: read again only then.
+        size = ledger.stat().st_size if ledger.is_file() else 0
+        if size != self._ledger_bytes:
+            self._versions = {entry.step: entry.version for entry in self.archive.steps()}
+            self._ledger_bytes = size
+        if size:
             return self._versions
         # A row of metrics holds the version after its step, with which the next step begins.
         path = self.run_folder / "metrics.jsonl"
@@ -84,16 +83,20 @@ class ArchiveSource:
 class StoreSource:
     """The store of a run, in progress or over, with the run's archive."""
 
-    note = ""
-
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
         """`run_folder` is None when only the server is known."""
         self.store = store
         self.run_folder = run_folder
-        is_archived = run_folder is not None and (run_folder / "archive" / MANIFEST).is_file()
+        is_archived = run_folder is not None and is_archive(run_folder / "archive")
         self._archive = ArchiveSource(run_folder / "archive") if run_folder and is_archived else None
+        self.note = self._archive.note if self._archive else ""
         self._versions: dict[int, int] = {}
         self._newest: StepEntry | None = None
+
+    @property
+    def archive(self) -> Archive | None:
+        """The run's archive, if it has one."""
+        return self._archive.archive if self._archive else None
 
     @property
     def num_unreadable(self) -> int:
@@ -191,7 +194,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
             raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {where}.")
         with open_run_store(where, run_name, timeout_s=_STORE_TIMEOUT_S) as store:
             yield StoreSource(store, run_folder=None)
-    elif (Path(where) / MANIFEST).is_file():
+    elif is_archive(Path(where)):
         yield ArchiveSource(Path(where))
     elif Path(where).is_file() and Path(where).suffix in FORMATS:
         yield FileSource(Path(where))
@@ -205,7 +208,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
                 source = StoreSource(stack.enter_context(opened), run_folder=folder)
             except (ConfigError, ReplayBufferError) as error:
                 archives = (each / "archive" for each in (Path(where), runs_dir / where))
-                archive = next((each for each in archives if (each / MANIFEST).is_file()), None)
+                archive = next((each for each in archives if is_archive(each)), None)
                 if archive is None:
                     raise
                 source = ArchiveSource(archive, note=f"only the archive is read: {error}")

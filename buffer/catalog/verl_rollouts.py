@@ -58,7 +58,7 @@ def is_verl_dump(path: Path) -> bool:
     with path.open("rb") as file:
         try:
             _DECODER.decode(file.readline())
-        except msgspec.MsgspecError:
+        except ValueError:
             return False
     return True
 
@@ -71,7 +71,7 @@ def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
         for number, data in enumerate(file, start=1):
             try:
                 line = _DECODER.decode(data)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
                 raise ConfigError(
                     f"{path} line {number} must be a rollout of verl, as its first line is: {error}."
                 ) from None

@@ -189,19 +189,20 @@ def refused(
 
 @app.command()
 def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("runs")) -> None:
-    """Recompute the accounting.
+    """Recompute the accounting of a store, and check the archive byte by byte.
 
     Exit codes: 0, 1 if anything is lost, duplicated or damaged.
     """
     with _open(where, run, runs_dir) as source:
         if isinstance(source, FileSource):
             raise ConfigError(f"SOURCE must be a run, a server or an archive, got {where}: a file has no accounts.")
+        lines, is_sound = [], True
         if isinstance(source, StoreSource):
             audit = source.store.audit()
             lines, is_sound = describe_audit(audit), audit.is_sound
-        else:
+        if source.archive:
             check = source.archive.check()
-            lines, is_sound = describe_check(check), check.is_sound
+            lines, is_sound = lines + describe_check(check), is_sound and check.is_sound
         print("\n".join(lines))
     if not is_sound:
         raise typer.Exit(_UNSOUND)

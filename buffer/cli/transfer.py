@@ -266,4 +266,4 @@ def fetch_archive(uri: str, into: Path) -> Imported:
             f"URI must be an archive, got {uri}, which has no {MANIFEST}: name URI/NAME/archive of a run."
         )
     ArchiveMirror(into, remote).fetch()
-    return _content(read_manifest(into))
+    return _content(read_manifest(into).shards)

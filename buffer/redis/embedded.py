@@ -187,9 +187,12 @@ class EmbeddedRedis:
     def _adopt(self, deadline: float) -> bool:
         client = connect(self.url)
         try:
-            if not _is_listening(client):
-                return False
-            await_answer(client, timeout_s=deadline - time.monotonic())
+            while not _answers(client):
+                if not _is_listening(client):
+                    return False
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
+                time.sleep(_TICK_S)
             # The server may have been started with other settings; those of this run apply from now on.
             for name, value in self._settings.items():
                 client.config_set(name, value)
@@ -203,10 +206,10 @@ class EmbeddedRedis:
         # Unfinished rewrites of the log by a killed server, each as large as the data.
         for leftover in self.directory.glob("temp-*.aof"):
             leftover.unlink(missing_ok=True)
-        path = self.directory / "redis.socket-path"
+        path, content = self.directory / "redis.socket-path", bytes(self._socket) + b"\n"
         # A server must be able to restart on a full disk.
-        if not path.is_file() or path.read_text() != f"{self._socket}\n":
-            path.write_text(f"{self._socket}\n")
+        if not path.is_file() or path.read_bytes() != content:
+            path.write_bytes(content)
         if self._private_socket.exists():
             # Of a starter that was killed in `_cut_log`.
             _ask_to_shut_down(_url(self._private_socket))
@@ -279,12 +282,12 @@ class EmbeddedRedis:
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         client = connect(url)
         try:
-            while not _is_listening(client):
+            # A server whose log is damaged listens, and answers that it loads, before it dies.
+            while not _answers(client):
                 if _has_exited(process, within_s=_TICK_S):
                     raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
                 if time.monotonic() > deadline:
-                    raise StoreUnavailableError(f"the embedded store did not listen in time; {self.log_tail()}")
-            await_answer(client, timeout_s=deadline - time.monotonic())
+                    raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
         finally:
             client.close()
 
@@ -338,6 +341,14 @@ def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
         process.kill()
         process.wait(timeout=_KILL_TIMEOUT_S)
+
+
+def _answers(client: redis.Redis) -> bool:
+    """Whether a server has loaded its data."""
+    with suppress(StoreUnavailableError):
+        await_answer(client, timeout_s=0.0)
+        return True
+    return False
 
 
 def _is_listening(client: redis.Redis) -> bool:

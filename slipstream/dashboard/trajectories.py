@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.manifest import is_archive
 from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.catalog.conditions import NAMES, parse_conditions
 from slipstream.buffer.catalog.detail import TrajectoryDetail
@@ -86,7 +86,7 @@ class Trajectories:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
             # No server is started: of a run that is over, the archive has all that was trained on.
-            where = reader.folder if is_live or not (archive / MANIFEST).is_file() else archive
+            where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:
                 known.stack.close()

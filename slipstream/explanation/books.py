@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.manifest import is_archive
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
@@ -46,6 +46,8 @@ class Books:
         self._folder = folder
         self._store = store
         self._archive = archive
+        self.damage = archive.note if archive else ""
+        """What the archive lacks by damage, or after a crash; empty if it is whole."""
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ def open_books(folder: Path) -> Iterator[Books]:
     Raises ConfigError when the run's settings cannot be read, ArchiveError for a damaged manifest.
     """
     run = read_config(folder)
-    archive = Archive(folder / "archive") if (folder / "archive" / MANIFEST).is_file() else None
+    archive = Archive(folder / "archive") if is_archive(folder / "archive") else None
     store, note = None, ""
     timeout_s = _CONNECT_TIMEOUT_S if isinstance(run.buffer.store, RedisConfig) else _START_TIMEOUT_S
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from slipstream.buffer.errors import ArchiveError
 from slipstream.configs.base import ConfigError
 from slipstream.explanation.answer import Answer, Finding, shown
 from slipstream.explanation.books import Books, open_books
@@ -45,6 +46,8 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
             # A supervised run has no events and versions that could be missing.
             is_lacking = books.note and kind != "health" and books.run.mode != "sft"
             _print(console, [books.note] if is_lacking else [])
+        if books.damage:
+            raise ArchiveError(books.damage)
 
 
 def _print(console: Console, lines: Iterable[str]) -> None:

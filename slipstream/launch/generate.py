@@ -17,7 +17,7 @@ from slipstream.broker.messages import Prompt
 from slipstream.broker.prompts.dataset import open_datasets
 from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
 from slipstream.buffer.archive.archive import Archive, write_images
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.manifest import is_archive
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import write_durably
@@ -69,7 +69,7 @@ class AnswerFolder:
         path = folder / _SETTINGS
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
-        self.stored = [each.trajectory for each in Archive(folder).read()] if (folder / MANIFEST).is_file() else []
+        self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
         """Answers that an earlier call has made."""
         # A call that failed before its first answer, say for a wrong setting, binds nobody.
         if self.stored:

@@ -326,8 +326,13 @@ def make_private(folder: Path) -> None:
 
 def is_held(folder: Path) -> bool:
     """Whether a process holds the run in this folder (`RunFolder.lock`), on this machine."""
+    return is_locked(folder / _LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process of this machine holds this lock file."""
     try:
-        with (folder / _LOCK).open("rb") as lock:
+        with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

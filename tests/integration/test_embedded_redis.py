@@ -189,6 +189,14 @@ def test_half_a_transaction_at_the_end_of_the_log_is_never_executed_however_ofte
     assert not [*folder.glob("*.load")]
 
 
+def test_a_server_that_dies_while_it_loads_a_log_that_was_cut_is_noticed_at_once(folder):
+    folder.mkdir()
+    # Long enough to answer that it loads, before it meets the end. Whoever waits for that server waits for ever.
+    (folder / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n" * 200_000 + b"*3\r\n")
+    with running(EmbeddedRedis(folder)) as server:
+        assert connect(server.url).get("a") == b"1"
+
+
 def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
     with running(EmbeddedRedis(folder, durability="fast", max_memory_mib=8)) as server:
         store = opened(server)
@@ -249,8 +257,11 @@ def test_the_short_folder_of_somebody_else_is_refused(tmp_path):
         socket.parent.unlink()
 
 
-def test_a_directory_with_odd_characters_is_fine(tmp_path):
-    with running(EmbeddedRedis(tmp_path / "a b%20c?d'e")) as server:
+def test_a_directory_with_odd_characters_and_a_damaged_socket_path_is_fine(tmp_path):
+    folder = tmp_path / "a b%20c?d'e"
+    folder.mkdir()
+    (folder / "redis.socket-path").write_bytes(b"/tmp/\xff")
+    with running(EmbeddedRedis(folder)) as server:
         assert opened(server).counts().accepted == 0
 
 

@@ -3,15 +3,18 @@
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
 from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
+from slipstream.buffer.archive.manifest import MANIFEST, ManifestWriter, read_manifest
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.durable_files import LineFile
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_trajectory, write_archive
@@ -60,7 +63,7 @@ def test_a_shard_damaged_in_the_middle_is_refused_by_name(folder: Path) -> None:
     shard.write_bytes(data)
     groups, (sentence,) = groups_in(folder)
     assert groups == ["0", "2"]
-    assert sentence.startswith(f"{SECOND} cannot be read (")
+    assert sentence.startswith(f"{SECOND} must have checksum")
 
 
 def test_a_missing_shard_is_refused_by_name(folder: Path) -> None:
@@ -98,16 +101,14 @@ def test_a_shard_of_other_columns_is_refused_by_name(folder: Path) -> None:
 
 
 def rewrite(folder: Path, table: object) -> None:
-    """Another second shard, and its size in the manifest."""
+    """Another second shard, described by the manifest."""
     pq.write_table(table, folder / SECOND)
-    shards = read_manifest(folder)
-    (folder / MANIFEST).unlink()
-    manifest = Manifest(folder)
-    for shard in shards:
-        size = (folder / shard.file).stat().st_size
-        manifest.append(
-            type(shard)(**{name: getattr(shard, name) for name in shard.__struct_fields__} | {"bytes": size})
-        )
+    data = (folder / SECOND).read_bytes()
+    first, second, third = read_manifest(folder).shards
+    (folder / MANIFEST).write_bytes(b"")
+    manifest = LineFile(folder / MANIFEST, content=b"", schema=1)
+    second = msgspec.structs.replace(second, bytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
+    manifest.append([first, second, third])
 
 
 def test_shards_of_other_steps_are_not_opened(folder: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_group_in_the_overflow_is_not_missed(tmp_path: Path, name: str) -> Non
     """`set_aside` is the folder's name in archives of earlier versions."""
     with closing(ShardWriter(tmp_path)) as writer:
         writer.write([make_finished("0")])
-    LedgerWriter(tmp_path).append([make_step(1, "0", "7")])
+    LedgerWriter(tmp_path, ManifestWriter(tmp_path)).append([make_step(1, "0", "7")])
     assert Archive(tmp_path).check().missing == 2
     (tmp_path / name).mkdir()
     (tmp_path / name / "group-7.msgpack").write_bytes(b"")

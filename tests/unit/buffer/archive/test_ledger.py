@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.ledger import LEDGER, LedgerWriter, read_ledger
+from slipstream.buffer.archive.ledger import LedgerWriter
+from slipstream.buffer.archive.manifest import LEDGER, MANIFEST, ManifestWriter
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
 from tests.builders import make_finished, write_archive
@@ -19,27 +20,41 @@ def make_step(step: int, *group_ids: str, **overrides: object) -> StepEntry:
 
 
 def write(folder: Path, *entries: StepEntry) -> None:
-    LedgerWriter(folder).append(list(entries))
+    LedgerWriter(folder, ManifestWriter(folder)).append(list(entries))
 
 
 def test_steps_come_back_whole_and_in_order(tmp_path: Path) -> None:
     entries = [make_step(1, "0"), make_step(2, "1", "0", weights=[0.1 + 0.2, 1.0], reused=[False, True])]
     write(tmp_path, entries[0])
     write(tmp_path, entries[1])
-    assert read_ledger(tmp_path) == entries
+    assert Archive(tmp_path).steps() == entries
 
 
 def test_an_archive_without_a_ledger_has_no_steps(tmp_path: Path) -> None:
-    assert read_ledger(tmp_path) == []
+    write_archive(tmp_path)
+    assert Archive(tmp_path).steps() == []
 
 
-def test_a_last_line_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
-    write(tmp_path, make_step(1, "0"), make_step(2, "1"))
-    ledger = tmp_path / LEDGER
-    ledger.write_bytes(ledger.read_bytes()[:-20])
-    assert [entry.step for entry in read_ledger(tmp_path)] == [1]
+@pytest.mark.parametrize("cut", [20, 0])
+def test_what_a_crash_between_ledger_and_manifest_leaves_is_read_and_recorded_at_the_next_start(
+    tmp_path: Path, cut: int
+) -> None:
+    write(tmp_path, make_step(1, "0"))
+    manifest, ledger = tmp_path / MANIFEST, tmp_path / LEDGER
+    recorded = manifest.read_bytes()
     write(tmp_path, make_step(2, "1"))
-    assert [entry.step for entry in read_ledger(tmp_path)] == [1, 2]
+    manifest.write_bytes(recorded)
+    ledger.write_bytes(ledger.read_bytes()[: -cut or None])
+    known = [1] if cut else [1, 2]
+    assert [entry.step for entry in Archive(tmp_path).steps()] == known
+    write(tmp_path)
+    ledger.write_bytes(ledger.read_bytes().splitlines(keepends=True)[0])
+    if not cut:
+        with pytest.raises(ArchiveError, match=r"must begin with .* \(2 steps, up to step 2\), got .* with 1 whole"):
+            Archive(tmp_path).steps()
+    else:
+        write(tmp_path, make_step(2, "1"))
+        assert [entry.step for entry in Archive(tmp_path).steps()] == [1, 2]
 
 
 @pytest.mark.parametrize("damage", [(b'"version":0', b'"version":9'), (b"schema", b"schemo")])
@@ -48,7 +63,7 @@ def test_a_changed_line_is_refused_by_number(tmp_path: Path, damage: tuple[bytes
     ledger = tmp_path / LEDGER
     ledger.write_bytes(ledger.read_bytes().replace(*damage))
     with pytest.raises(ArchiveError, match=r"line 1 of .*ledger.jsonl must hold a step"):
-        read_ledger(tmp_path)
+        Archive(tmp_path).steps()
 
 
 def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
@@ -57,18 +72,18 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
     line = msgspec.json.decode(ledger.read_bytes()) | {"schema": 2, "signature": "x"}
     ledger.write_bytes(msgspec.json.encode(line) + b"\n")
     with pytest.raises(ArchiveError, match=r"ledger.jsonl must have schema <= 1, got 2"):
-        read_ledger(tmp_path)
+        Archive(tmp_path).steps()
 
 
 def test_a_step_done_again_replaces_the_old_one_and_all_after_it(tmp_path: Path) -> None:
     write(tmp_path, *(make_step(step, str(step)) for step in (1, 2, 3)))
     again = make_step(2, "7", fence=9)
-    writer = LedgerWriter(tmp_path)
+    writer = LedgerWriter(tmp_path, ManifestWriter(tmp_path))
     assert writer.lacks([make_step(1, "1"), make_step(2, "2")]) == []
     assert writer.lacks([make_step(1, "1"), again, make_step(3, "3")]) == [again, make_step(3, "3")]
     writer.append([again])
-    assert read_ledger(tmp_path) == [make_step(1, "1"), again]
-    assert LedgerWriter(tmp_path).last_step == 2
+    assert Archive(tmp_path).steps() == [make_step(1, "1"), again]
+    assert LedgerWriter(tmp_path, ManifestWriter(tmp_path)).last_step == 2
 
 
 def test_a_check_compares_the_shards_with_the_ledger(tmp_path: Path) -> None:

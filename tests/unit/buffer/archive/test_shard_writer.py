@@ -29,7 +29,7 @@ def files_in(folder: Path) -> set[str]:
 def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
     groups = [make_finished("0", steps=[4]), make_finished("1", steps=[2, 7]), make_finished("2", members=0, steps=[])]
     folder = write_archive(tmp_path, groups)
-    (shard,) = read_manifest(folder)
+    (shard,) = read_manifest(folder).shards
     assert (shard.file, shard.rows, shard.groups) == ("shard-00000001.parquet", 4, 2)
     assert (shard.first_step, shard.last_step, shard.archived_at) == (2, 7, 1000.0)
     assert shard.bytes == (folder / shard.file).stat().st_size
@@ -37,14 +37,16 @@ def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
 
 
 def test_a_group_no_step_trained_on_has_no_steps(tmp_path: Path) -> None:
-    (shard,) = read_manifest(write_archive(tmp_path, [make_finished(steps=[], outcome="expired", reason="late")]))
+    (shard,) = read_manifest(
+        write_archive(tmp_path, [make_finished(steps=[], outcome="expired", reason="late")])
+    ).shards
     assert (shard.first_step, shard.last_step) == (None, None)
 
 
 def test_numbering_of_shards_continues_after_a_restart(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0")])
     write_archive(tmp_path, [make_finished("1")], [make_finished("2")])
-    assert [shard.file[-9:-8] for shard in read_manifest(tmp_path)] == ["1", "2", "3"]
+    assert [shard.file[-9:-8] for shard in read_manifest(tmp_path).shards] == ["1", "2", "3"]
     assert [name.split("-")[0] for name in ids_in(tmp_path)] == ["0", "0", "1", "1", "2", "2"]
 
 
@@ -62,7 +64,7 @@ def test_a_last_line_cut_short_is_dropped_with_its_shard(tmp_path: Path, left: i
     write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
     (tmp_path / MANIFEST).write_bytes(lines[0] + lines[1][:left])
-    assert len(read_manifest(tmp_path)) == 1
+    assert len(read_manifest(tmp_path).shards) == 1
     write_archive(tmp_path, [make_finished("1")])
     assert ids_in(tmp_path) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1"]
 
@@ -128,7 +130,7 @@ def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path)
     with (tmp_path / MANIFEST).open("ab") as file:
         file.write(b'{"file": "shard-')
     writer.write([make_finished("1")])
-    assert len(read_manifest(tmp_path)) == 2
+    assert len(read_manifest(tmp_path).shards) == 2
 
 
 def test_a_group_no_column_can_hold_goes_to_the_overflow_and_the_others_are_written(tmp_path: Path) -> None:

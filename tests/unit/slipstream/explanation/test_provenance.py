@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.ledger import LedgerWriter
+from slipstream.buffer.archive.manifest import ManifestWriter
 from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
@@ -85,7 +86,8 @@ def test_trajectories_that_left_the_store_are_read_from_the_archive(tmp_path):
 
 def test_a_run_whose_store_is_gone_is_explained_from_its_folder(tmp_path):
     folder = record_run(tmp_path)
-    LedgerWriter(write_archive(folder / "archive", [make_finished("0", steps=[1])])).append(make_store().ledger())
+    archive = write_archive(folder / "archive", [make_finished("0", steps=[1])])
+    LedgerWriter(archive, ManifestWriter(archive)).append(make_store().ledger())
     with open_books(folder) as books:
         printed = on_step(books)
         assert "2 answers to 1 prompts" in printed

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.archive.ledger import LedgerWriter
+from slipstream.buffer.archive.manifest import ManifestWriter
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.redis.run_store import open_own_store
@@ -29,7 +30,7 @@ def archive_of(folder: Path, *entries: StepEntry) -> Path:
     """Five groups that were archived in another order than that of the steps."""
     steps = {"4": [1], "3": [1], "2": [2], "1": [2, 3], "0": [3]}
     write_archive(folder, [make_finished(group, steps=used) for group, used in steps.items()])
-    LedgerWriter(folder).append(list(entries))
+    LedgerWriter(folder, ManifestWriter(folder)).append(list(entries))
     return folder
 
 
