@@ -216,7 +216,7 @@ _REFUSED = """
     open_by_handle_at name_to_handle_at fanotify_init kexec_load kexec_file_load init_module finit_module
     delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
     clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
-""".split()
+"""
 """System calls that no program needs which computes: they hide memory from the limits, or reach into the kernel."""
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags of `clone` that make namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
@@ -257,7 +257,7 @@ def _system_call_filter() -> bytes:
         if code:
             raise OSError(-code, f"libseccomp cannot refuse {name}")
 
-    for name in _REFUSED:
+    for name in _REFUSED.split():
         refuse(name)
     # Its arguments are in memory, out of a filter's sight: the C library falls back to clone.
     refuse("clone3", error=errno.ENOSYS)
