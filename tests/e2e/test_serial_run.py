@@ -42,6 +42,7 @@ def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     return [{key: row[key] for key in KEYS} for row in runs.metrics(folder, name)]
 
 
+@pytest.mark.core
 def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
     golden = json.loads(GOLDEN.read_text())
     # Another processor may round differently in the last digits; a changed formula shows in the first.
@@ -49,6 +50,7 @@ def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.core
 def test_two_runs_with_one_seed_are_equal_bit_for_bit(folder: Path, first: list[dict[str, float]]):
     # Recording changes no number.
     assert train(folder, "second", "profile.steps=[2,3]") == first

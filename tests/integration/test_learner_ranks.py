@@ -80,7 +80,10 @@ def read_numbers(folder: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "microbatch_tokens"),
-    [*(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 64), (2, 64), (2, 8192))), (3, 64)],
+    [
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 64), (2, 64), (2, 8192))),
+        pytest.param(3, 64, marks=pytest.mark.core),
+    ],
 )
 def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
     make_tiny_model(tmp_path / "model")

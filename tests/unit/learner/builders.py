@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 VOCABULARY = 2 + len(CHARACTERS)
 SMOOTH = OptimizerConfig(learning_rate=1.0, epsilon=1.0)
-"""Updates differ by no more than their gradients do. With Adam's usual epsilon, an element with a gradient as small as its
-rounding error moves by the learning rate, in a direction that depends on the processor."""
+"""Updates differ by no more than their gradients do. With Adam's usual epsilon, an element with a gradient as small as
+its rounding error moves by the learning rate, in a direction that depends on the processor."""
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
