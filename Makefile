@@ -31,7 +31,7 @@ check: $(INSTALLED) ## format, lint, types, imports, spelling, and the fast test
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/codespell
-	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long" tests/unit tests/contract tests/shape
+	$(PYTEST) -q -n auto --maxprocesses=8 $(BY_FILE) -m "not slow and not long" tests/unit tests/contract tests/shape
 
 docs: $(INSTALLED) ## update the generated parts of docs/
 	$(python) -m slipstream.scripts.write_docs

@@ -3,10 +3,16 @@
 Processors, numbers of threads, and versions of a library sum the same terms in different orders.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+
+def largest_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Largest difference of any element of two models' weights, by name."""
+    assert first.keys() == second.keys()
+    return max(float((tensor - second[name]).detach().abs().max()) for name, tensor in first.items())
 
 
 def is_rounding(

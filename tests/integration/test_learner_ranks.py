@@ -15,6 +15,7 @@ from slipstream.buffer.archive.step_tokens import read_steps, write_step
 from tests.families import make_family
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import make_groups, make_run, make_trainer, weights
 
 DEADLINE_S = 150.0
@@ -56,11 +57,6 @@ def train(
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
     metrics = [ast.literal_eval((folder / f"{out}.rank-{rank}.metrics").read_text()) for rank in range(ranks)]
     return load_file(folder / out / "model.safetensors"), metrics
-
-
-def largest_difference(first: dict, second: dict) -> float:
-    assert set(first) == set(second)
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def train_alone(folder: Path) -> tuple[list, dict]:

@@ -11,7 +11,7 @@ from slipstream.configs.policy_losses import ReinforceConfig
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import canary_token_ids
 from tests.metric_docs import STEP, TOKENS, keys_under
-from tests.tolerance import gradient_terms, is_rounding
+from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     VOCABULARY,
     documented,
@@ -30,10 +30,6 @@ def train(run, batches):
     trainer = make_trainer(run)
     metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
     return metrics, weights(trainer)
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def test_the_same_seed_gives_the_same_numbers_bit_for_bit(tmp_path):
