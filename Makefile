@@ -2,6 +2,8 @@
 python := .venv/bin/python
 INSTALLED := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(python) -m pytest
+# The tests of a file share the runs that they started; tests/conftest.py puts the longest files first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 ARGS ?=
 # With this variable, every process would compile torch and vLLM to bytecode again, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,13 +25,13 @@ constraints: ## add what pyproject.toml asks for to the fixed versions in constr
 run: $(INSTALLED) ## train the default experiment, or another: ARGS="experiment=addition_cpu seed=1"
 	@$(python) run_async.py $(ARGS)
 
-check: $(INSTALLED) ## format, lint, types, imports, spelling and the fast tests: about three minutes on 2 cores
+check: $(INSTALLED) ## format, lint, types, imports, spelling, and the fast tests
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/codespell
-	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long" tests/unit tests/contract tests/shape
+	$(PYTEST) -q -n auto --maxprocesses=8 $(BY_FILE) -m "not slow and not long" tests/unit tests/contract tests/shape
 
 docs: $(INSTALLED) ## update the generated parts of docs/
 	$(python) -m slipstream.scripts.write_docs
@@ -37,16 +39,11 @@ docs: $(INSTALLED) ## update the generated parts of docs/
 site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
 	@$(python) -m slipstream.scripts.site
 
-test: $(INSTALLED) ## all tests that take less than minutes, 25 minutes on 2 cores; ARGS="tests/unit -k cli" selects
-ifeq ($(ARGS),)
-	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long"
-	$(PYTEST) -n 2 --dist loadfile -m "slow and not long"
-else
-	$(PYTEST) -m "not long" $(ARGS)
-endif
+test: $(INSTALLED) ## the fast tests and the most valuable slow ones, 8 minutes on 2 cores; ARGS="tests/unit -k cli" selects
+	$(PYTEST) $(if $(ARGS),-m "not long" $(ARGS),-q -n auto --maxprocesses=8 $(BY_FILE) -m "not long and (core or not slow)")
 
-test-all: $(INSTALLED) ## all tests
-	$(PYTEST) $(ARGS)
+test-all: $(INSTALLED) ## all tests, also those of minutes: over an hour on 2 cores
+	$(PYTEST) $(or $(ARGS),-n 2 $(BY_FILE))
 
 gpu-bundle: $(INSTALLED) ## collect what `make gpu-check` needs on a machine without a network, 19 MB, into .gpu_bundle/
 	@scripts/gpu_bundle.sh

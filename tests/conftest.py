@@ -1,15 +1,25 @@
-"""Marks that follow from a test's folder."""
+"""Marks that follow from a test's folder, and the order of files."""
 
 from pathlib import Path
 
 import pytest
 
-_FOLDERS_OF_PROCESSES = {"integration", "e2e"}
+_FOLDERS_OF_PROCESSES = ("e2e", "integration")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of several processes as slow: `make check` leaves them out, CI runs exactly them after it."""
+    """Mark tests of several processes as slow: `make check` leaves them out.
+
+    Files of whole runs come first, those with the longest limits at the head, so that no worker ends with a long file
+    while the others are idle.
+    """
     tests = Path(__file__).parent
+    urgency: dict[Path, tuple[int, float]] = {}
     for item in items:
-        if item.path.relative_to(tests).parts[0] in _FOLDERS_OF_PROCESSES:
+        folder = item.path.relative_to(tests).parts[0]
+        if folder in _FOLDERS_OF_PROCESSES:
             item.add_marker(pytest.mark.slow)
+            limit = item.get_closest_marker("timeout")
+            own = -_FOLDERS_OF_PROCESSES.index(folder), float(limit.args[0]) if limit else 0.0
+            urgency[item.path] = max(own, urgency.get(item.path, own))
+    items.sort(key=lambda item: urgency.get(item.path, (-len(_FOLDERS_OF_PROCESSES), 0.0)), reverse=True)

@@ -23,6 +23,7 @@ from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
 from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import is_sharded, load_policy
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     VOCABULARY,
     make_alone,
@@ -69,10 +70,6 @@ def accumulate(engine, microbatches, *, factor=1.0):
 
 def copied(engine):
     return {name: tensor.clone() for name, tensor in engine.gather_parameters()}
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @every_engine

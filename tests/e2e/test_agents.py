@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+@pytest.mark.parametrize("advantage", ["grpo", pytest.param("gae", marks=pytest.mark.long)])
 def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, advantage: str):
     runs.train(
         folder,

@@ -168,13 +168,6 @@ def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_mor
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_always_raises_ends_the_run_before_anything_is_learned_from_it(folder: Path) -> None:
-    done = launch(folder, "name=raises", "generators.reward.function=bad_rewards:raises")
-    assert_ends_with_one_sentence(done, folder, "learner: the evaluation 'before'", "bad_rewards:raises", "resume=true")
-    assert not (folder / "runs" / "raises" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
 def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(folder: Path) -> None:
     broken = folder / "broken"
     broken.mkdir()

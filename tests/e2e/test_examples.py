@@ -143,6 +143,7 @@ def test_search(folder: Path):
         assert row["learner/mismatch_max"] < 1e-4
 
 
+@pytest.mark.long
 def test_interaction(folder: Path):
     for row in short_run(folder, "interaction"):
         # Each correction costs a part of the reward.
@@ -151,6 +152,7 @@ def test_interaction(folder: Path):
         assert row["learner/mismatch_max"] < 1e-4
 
 
+@pytest.mark.long
 def test_reasoning_gym(folder: Path):
     pytest.importorskip("reasoning_gym")
     for row in short_run(folder, "reasoning_gym"):

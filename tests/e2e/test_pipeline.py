@@ -31,6 +31,7 @@ def printed(folder: Path) -> str:
     return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", "profile.steps=[20,21]", timeout_s=400)
 
 
+@pytest.mark.core
 def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, printed: str):
     rows = runs.metrics(folder, "learns")
     rewards = [row["learner/reward_mean"] for row in rows]
@@ -46,6 +47,7 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
     runs.assert_none_left(folder)
 
 
+@pytest.mark.core
 def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
     summary, rows = runs.summary(folder, "learns"), runs.metrics(folder, "learns")
     times = {each["role"]: each for each in summary["times"]["roles"]}
@@ -63,6 +65,7 @@ def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
     assert f"where the wall time went: 40 steps of {summary['times']['step_s']:.3g} s" in printed
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("printed")
 def test_the_recorded_steps_show_every_trajectory_from_its_lease_to_the_version_it_made(folder: Path):
     roles = ("trajectories", "broker (", "generator-0 (", "learner (", "learner torch (", "generator-0 torch (")

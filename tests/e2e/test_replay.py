@@ -58,19 +58,16 @@ def weights(folder: Path, name: str) -> dict[str, Any]:
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
 
 
-def test_an_archive_alone_gives_the_losses_of_its_run_bit_for_bit(folder: Path):
-    assert losses(replay(folder, "again")) == losses(runs.metrics(folder, "first"))
+def test_an_archive_alone_gives_the_losses_of_its_run_bit_for_bit_and_each_step_its_own_accuracy(folder: Path):
+    rows = replay(folder, "again", "evaluation.every_steps=2")
+    assert losses(rows) == losses(runs.metrics(folder, "first"))
+    assert [(row["step"], row["eval/version"]) for row in rows if "eval/accuracy_sampled" in row] == [(2, 2)]
 
 
 def test_another_algorithm_trains_on_the_same_rollouts(folder: Path):
     first, other = runs.metrics(folder, "first"), replay(folder, "otherwise", "algorithm/advantage=rloo")
     assert [row["learner/reward_mean"] for row in other] == [row["learner/reward_mean"] for row in first]
     assert losses(other) != losses(first)
-
-
-def test_the_accuracy_of_a_step_is_that_of_its_own_weights(folder: Path):
-    rows = replay(folder, "watched", "evaluation.every_steps=2")
-    assert [(row["step"], row["eval/version"]) for row in rows if "eval/accuracy_sampled" in row] == [(2, 2)]
 
 
 @pytest.mark.long

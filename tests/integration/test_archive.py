@@ -23,6 +23,8 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import ArchiveConfig
 from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
 
+pytestmark = pytest.mark.core
+
 CONFIG = ArchiveConfig(groups_per_shard=4, flush_s=0.2)
 
 

@@ -107,7 +107,9 @@ def change(path: Path, pattern: str, replacement: str) -> None:
 def run(folder: Path) -> Iterator[Run]:
     """A run in training, whose roles have the token from broker.token_file."""
     address = f"broker.address=ipc://{folder}/guarded.sock"
-    started = Run(folder, "guarded", address, "learner.max_steps=100000", "broker.token_file=private_token")
+    # So slow that it leaves the processor to those who join.
+    pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.3")
+    started = Run(folder, "guarded", address, *pace, "broker.token_file=private_token")
     with started.ended_at_last():
         until(lambda: started.steps >= 2 or started.launcher.poll() is not None, timeout_s=DEADLINE_S, what="training")
         yield started

@@ -11,6 +11,8 @@ from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.errors import GeneratorError
 from tests.integration.generator_scene import CANARY, FakeEngine, GeneratorScene, make_generator, make_update, play
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture
 def scene(tmp_path: Path) -> GeneratorScene:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_learner_ranks import DEADLINE_S, largest_difference
+from tests.integration.test_learner_ranks import DEADLINE_S
 from tests.tiny_model import make_tiny_model
+from tests.tolerance import largest_difference
 
 ALL = ["torch-1", *(f"{stage}-{ranks}" for stage in range(4) for ranks in (1, 2)), "2-4", "3-4"]
 

@@ -15,6 +15,7 @@ from slipstream.buffer.archive.step_tokens import read_steps, write_step
 from tests.families import make_family
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import make_groups, make_run, make_trainer, weights
 
 DEADLINE_S = 150.0
@@ -58,11 +59,6 @@ def train(
     return load_file(folder / out / "model.safetensors"), metrics
 
 
-def largest_difference(first: dict, second: dict) -> float:
-    assert set(first) == set(second)
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
 def train_alone(folder: Path) -> tuple[list, dict]:
     """The same two steps in this process, with plain torch; writes the numbers of the tokens of the second."""
     trainer = make_trainer(make_run(folder / "model"))
@@ -80,7 +76,10 @@ def read_numbers(folder: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "microbatch_tokens"),
-    [*(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 64), (2, 64), (2, 8192))), (3, 64)],
+    [
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 64), (2, 64), (2, 8192))),
+        pytest.param(3, 64, marks=pytest.mark.core),
+    ],
 )
 def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
     make_tiny_model(tmp_path / "model")

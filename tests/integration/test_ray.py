@@ -105,6 +105,7 @@ class Run:
             "cluster.core.cpus=1",
             "cluster.place_timeout_s=12",
             "learner.max_steps=100000",
+            "generators.engine.seconds_per_token=0.2",
             "weights.transport=delta",
         )
         with self.output.open("a") as output:
@@ -160,6 +161,7 @@ def host_of(role: int) -> psutil.Process:
     raise AssertionError("nobody holds the pipe")
 
 
+@pytest.mark.long
 def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path) -> None:
     with cluster_of(2, 2) as cluster:
         run = Run(folder, cluster)

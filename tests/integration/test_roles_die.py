@@ -36,7 +36,7 @@ from tests.runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROUP_SIZE = 8
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def recovery_s(run: Run, killed_at: float, *, from_steps: int) -> float:
     return until(has_stepped(run, from_steps), timeout_s=90, what="training goes on") - killed_at
 
 
+@pytest.mark.core
 def test_a_killed_generator_and_a_killed_broker_are_restarted_and_no_prompt_is_lost(folder: Path) -> None:
     with Run(folder, "killed", f"learner.max_steps={STEPS}").ended_at_last() as run:
         until(has_stepped(run, 5), timeout_s=120, what="training has begun")
@@ -64,6 +65,7 @@ def test_a_killed_generator_and_a_killed_broker_are_restarted_and_no_prompt_is_l
     runs.assert_none_left(folder)
 
 
+@pytest.mark.core
 def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder: Path) -> None:
     with Run(folder, "learner", "learner.max_steps=40").ended_at_last() as run:
         until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
@@ -200,6 +202,7 @@ def centred(inputs):
 """
 
 
+@pytest.mark.long
 def test_a_learner_that_falls_over_an_error_is_restarted_from_its_checkpoint(folder: Path) -> None:
     (folder / "faulty.py").write_text(FAULTY)
     own = ["algorithm/advantage=custom", "algorithm.advantage.function=faulty:centred"]

@@ -25,9 +25,11 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = folder / "scaled.out"
+        # So slow that it leaves the processor to the commands.
+        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2")
         with self.output.open("w") as output:
             self.launcher = subprocess.Popen(
-                runs.command(*SMALL, "name=scaled", "learner.max_steps=100000", "weights.transport=delta"),
+                runs.command(*SMALL, "name=scaled", *pace, "weights.transport=delta"),
                 cwd=folder,
                 stdout=output,
                 stderr=output,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.runtime.run_folder import is_held
 from tests import runs
 from tests.tiny_model import make_tiny_model
+from tests.tolerance import largest_difference
 
 pytestmark = pytest.mark.slow
 
@@ -67,11 +68,6 @@ def train(folder: Path, name: str, *overrides: str) -> dict:
     done = learner(folder, f"name={name}", *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
-
-
-def largest_difference(first: dict, second: dict) -> float:
-    assert set(first) == set(second)
-    return max(float((first[name] - second[name]).detach().abs().max()) for name in first)
 
 
 def test_the_held_out_loss_goes_down_and_the_final_model_is_one_of_transformers(folder: Path) -> None:

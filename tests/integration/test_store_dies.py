@@ -173,7 +173,7 @@ def test_a_run_goes_on_by_itself_after_its_store_was_killed(folder):
     runs.assert_none_left(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_whose_store_keeps_nothing_ends_with_one_sentence(folder):
     settings = ("buffer.store.durability=fast", "learner.max_steps=100000")

@@ -70,14 +70,20 @@ def scene(tmp_path: Path, machines: tuple[Machine, Machine]) -> Iterator[Scene]:
     runs.kill_processes_of(tmp_path)
 
 
-def test_without_trust_generators_elsewhere_fetch_and_the_first_lends_to_its_neighbour(scene: Scene) -> None:
-    with scene.running(generators=("--id far-0", "--id far-1")):
+def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_on_broadcasts_is_refused(
+    scene: Scene,
+) -> None:
+    refused = "weights.transport=collective on another machine needs cluster.trusted_network=true"
+    insisting = "--id far-2 weights.transport=collective"
+    with scene.running(generators=("--id far-0", "--id far-1", insisting)):
+        until(lambda: refused in scene.generators, timeout_s=60, what="a refusal")
         until(lambda: len(set(_LENT.findall(scene.generators))) >= 3, timeout_s=120, what="lent versions")
     assert re.search(r"weights_fetched +source=learner", scene.generators)
     assert len(re.findall("weights_not_broadcast", scene.learner)) == 2
     assert not re.search(r"epoch_opened.*far", scene.learner)
     assert "members_evicted" not in scene.learner
     assert "lender_failed" not in scene.generators
+    assert "Traceback" not in scene.generators
 
 
 def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(scene: Scene) -> None:
@@ -90,10 +96,3 @@ def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(sce
     assert "members_evicted" not in scene.learner
     # The first version alone is fetched.
     assert scene.generators.count("weights_fetched") == 2
-
-
-def test_a_generator_that_insists_on_broadcasts_over_an_untrusted_network_is_refused(scene: Scene) -> None:
-    sentence = "weights.transport=collective on another machine needs cluster.trusted_network=true"
-    with scene.running(generators=("--id far weights.transport=collective",)):
-        until(lambda: sentence in scene.generators, timeout_s=60, what="a refusal")
-    assert "Traceback" not in scene.generators

@@ -13,7 +13,7 @@ from msgspec.inspect import LiteralType, type_info
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.configs.base import Formula
 from slipstream.configs.data import DataConfig, ModelConfig
-from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.build import build_trainer
@@ -30,11 +30,15 @@ from tests.tiny_model import CHARACTERS, make_tiny_model, make_tiny_module
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 VOCABULARY = 2 + len(CHARACTERS)
+SMOOTH = OptimizerConfig(learning_rate=1.0, epsilon=1.0)
+"""Updates differ by no more than their gradients do. With Adam's usual epsilon, an element with a gradient as small as
+its rounding error moves by the learning rate, in a direction that depends on the processor."""
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
-    """A run of two groups of four, plain torch, three steps."""
+    """A run of two groups of four, plain torch, three steps, the optimizer `SMOOTH`."""
     settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
+    settings["optimizer"] = SMOOTH
     base = {
         "name": "test",
         "model": ModelConfig(path=str(model_path)),

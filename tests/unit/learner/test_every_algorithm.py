@@ -23,6 +23,7 @@ from slipstream.configs.algorithm_terms import (
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import OptimizerConfig
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     examples,
     make_groups,
@@ -112,10 +113,6 @@ def train(folder: Path, name: str, *, budget: int = 8192, num_updates: int = 1):
     trainer, groups = make_trainer(run), make_algorithm_groups(name)
     metrics = [trainer.step(groups, learner_version=step, step=step + 1) for step in range(2)]
     return metrics, weights(trainer)
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

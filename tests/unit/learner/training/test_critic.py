@@ -18,6 +18,7 @@ from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from tests.metric_docs import CRITIC, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     critic_weights,
     make_alone,
@@ -56,10 +57,6 @@ def train(run, *, steps=2, num_groups=2):
 
 def policy_weights(trainer):
     return {name: tensor for name, tensor in weights(trainer).items() if not name.startswith("critic.")}
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def test_a_step_reports_and_moves_the_critic(tmp_path):
