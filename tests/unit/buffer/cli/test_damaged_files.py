@@ -15,7 +15,6 @@ from tests.builders import make_finished, write_archive
 from tests.recorded_run import record_run
 from tests.unit.buffer.archive.test_ledger import make_step
 
-
 OFFSET = 450
 """Of a byte of the token ids, without which a shard can still be read."""
 
