@@ -172,6 +172,6 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
         return ""
     lacking = next(iter(manifest.unnamed), "the end of its last line")
     return (
-        f"{folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the run completes "
-        "it; or the file was damaged since, and must be restored from a copy."
+        f"{folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the run "
+        "completes it; or the file was damaged since, and must be restored from a copy."
     )

@@ -92,8 +92,8 @@ def _parse(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, StepEntry],
     if sealed and xxhash.xxh3_64_hexdigest(whole[: sealed.bytes]) != sealed.checksum:
         raise ArchiveError(
             f"{path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} steps, up to "
-            f"step {sealed.last_step}), got {len(content)} bytes with {len(parsed)} whole lines: it is damaged; restore "
-            "it from a copy, or continue the run without this archive by moving its folder away."
+            f"step {sealed.last_step}), got {len(content)} bytes with {len(parsed)} whole lines: it is damaged; "
+            "restore it from a copy, or continue the run without this archive by moving its folder away."
         )
     entries: dict[int, StepEntry] = {}
     for entry in parsed:
