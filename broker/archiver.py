@@ -212,8 +212,8 @@ class Archiver:
                 write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
-            if new:
-                self._send()
+            # Also those of an earlier call that failed to send them.
+            self._send()
             self._steps.mark_archived(group.id for group in groups)
         # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:

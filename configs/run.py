@@ -40,8 +40,8 @@ class RunConfig(Config):
     runs_dir: str = "runs"
     """Parent of the run folder."""
     resume: bool | Literal["auto"] = False
-    """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused;
-    `auto`: continue it if it exists, else begin it."""
+    """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused, or
+    that of a run that ended before it published weights; `auto`: continue it if it exists, else begin it."""
     storage_uri: str | None = None
     """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints, archive
     and models, with credentials from the environment; the run folder is scratch then. null = the run folder alone."""

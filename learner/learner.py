@@ -147,6 +147,7 @@ class Learner:
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
         self._publish()
         self._publisher.flush()
+        self._metrics_log.folder.record_training()
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
         # A resumed policy is no longer the initial one: then only a stored result of the predecessor counts.

@@ -98,8 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
     if unnamed - {expected}:
         raise ArchiveError(
             f"{path} must name every shard but the one after its last ({expected}), got others too: "
-            f"{', '.join(sorted(unnamed))}. A crash leaves one at most: restore the manifest, or move these "
-            "shards away."
+            f"{', '.join(sorted(unnamed))}. A crash leaves one at most: restore the manifest, or move these shards "
+            "away."
         )
     return manifest._replace(unnamed=unnamed)
 

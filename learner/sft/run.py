@@ -164,6 +164,8 @@ class SftRun:
         self._checkpoints.begin_life()
         if self._best:
             self._best.resume()
+        if self._ranks.is_first:
+            self._folder.record_training()
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
         if self._log:
             self._log.start(step=self._step)
@@ -273,7 +275,7 @@ def check_sft(run: RunConfig) -> None:
     folder.check_name()
     check_storage(run, has_folder=folder.has_run)
     before = folder.path / "config.yaml"
-    if before.exists():
+    if before.exists() and not folder.is_untrained:
         _check_same_run(run, before.read_bytes())
     if run.learner.num_ranks > 1:
         read_train(run)
@@ -287,7 +289,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
     ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
     if ranks.is_first:
-        folder.open()
+        folder.begin()
     torch.manual_seed(run.seed)
     # The default algorithm, of which nothing is used: no critic, teacher or reference may be loaded for it.
     plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.runtime.console import make_console
-from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.run_folder import RunFolder, is_held
 
 console = make_console()
 
@@ -116,8 +115,13 @@ def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, lis
     if is_chosen or run.resume:
         return run, overrides
     names = itertools.chain([run.name], (f"{run.name}-{number}" for number in itertools.count(2)))
-    free = next(name for name in names if not (Path(run.runs_dir) / name).exists())
-    return msgspec.structs.replace(run, name=free), [*overrides, f"name={free}"]
+    named = (msgspec.structs.replace(run, name=name) for name in names)
+    free = next(each for each in named if _is_free(RunFolder(each)))
+    return free, [*overrides, f"name={free.name}"]
+
+
+def _is_free(folder: RunFolder) -> bool:
+    return not folder.path.exists() or (folder.is_untrained and not is_held(folder.path))
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ runs/<name>/            for its owner alone
     config.yaml         the resolved configuration
     origins.json        preset, command line or default: where each value comes from
     versions.json       versions of Python and of the libraries that affect results
+    untrained           the run has not published weights yet: its name may be used again
     logs/<role>.log     one per role
     store/              the embedded Redis server's data and log
     metrics.jsonl       one row per step
@@ -51,6 +52,7 @@ from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
 _LOCK = "run.lock"
+_UNTRAINED = "untrained"
 ORIGINS = "origins.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
@@ -106,6 +108,12 @@ class RunFolder:
         return (self.path / _CONFIG).is_file()
 
     @property
+    def is_untrained(self) -> bool:
+        """Whether the run here has not published weights yet, so that nothing is lost if its name is used again."""
+        made = (self.metrics, self.summary, *self.checkpoints.glob("*"), *self.archive.glob("shard-*"))
+        return (self.path / _UNTRAINED).is_file() and not any(path.exists() for path in made)
+
+    @property
     def broker_address(self) -> str:
         """Endpoint of the first broker: `broker.address`, else a unix socket of the run's own."""
         return self.broker_addresses[FIRST_BROKER]
@@ -121,14 +129,29 @@ class RunFolder:
         return dict(zip(config.names, [first, *further], strict=True))
 
     def claim(self) -> None:
-        """Create the folder of a new run, or reuse that of the run to be resumed, and lock it.
+        """Create the folder of a new run, or reuse that of a run to be resumed or that has not trained, and lock it.
 
         Raises as `check_name`.
         """
         self._is_new = not self.path.exists()
         self.check_name()
         self.lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Open the folder of a new run, or of one to be continued; a run that has not trained is begun again."""
+        if self.is_untrained:
+            # The store may know the run by settings that were refused. Everything else is written again, or empty.
+            shutil.rmtree(self.store, ignore_errors=True)
+            print(f"{self.path} is used again: the run in it ended before it published weights", flush=True)
+        elif not self.has_run:
+            self.make()
+            (self.path / _UNTRAINED).touch()
         self.open()
+
+    def record_training(self) -> None:
+        """Keep the folder for this run from now on. Raises OSError."""
+        (self.path / _UNTRAINED).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove the folder if `claim` has created it: for a run that ends before any of its roles had its inputs."""
@@ -145,7 +168,7 @@ class RunFolder:
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
-        if self.has_run and not self._run.resume:
+        if self.has_run and not self._run.resume and not self.is_untrained:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."

@@ -112,6 +112,20 @@ def test_a_wrong_setting_is_found_before_anything_starts_and_the_name_stays_free
     assert not (folder / "runs" / "wrong").exists()
 
 
+def test_a_run_that_was_refused_trains_under_its_name_once_the_settings_are_corrected(folder: Path) -> None:
+    for wrong, words in (
+        ("data.max_prompt_tokens=2", ("data.max_prompt_tokens",)),
+        ("model.path=models/no-weights", ()),
+    ):
+        assert_ends_with_one_sentence(launch(folder, "name=again", wrong), folder, *words)
+        assert (folder / "runs" / "again" / "config.yaml").exists()
+    done = launch(folder, "name=again")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs/again is used again" in done.stdout
+    assert len(runs.metrics(folder, "again")) == 2
+    assert_ends_with_one_sentence(launch(folder, "name=again"), folder, "name must be unused")
+
+
 def test_a_port_in_use_is_named_and_its_owner_is_left_alone(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as owner:
         address = f"broker.address=tcp://127.0.0.1:{owner.getsockname()[1]}"

@@ -29,6 +29,11 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
         run, arguments = with_free_name(load(overrides), overrides)
         assert (run.name, arguments[-1]) == (name, f"name={name}")
         (tmp_path / name).mkdir()
+    refused = RunFolder(load([*overrides, "name=digits_cpu-3"]))
+    refused.claim()
+    assert with_free_name(load(overrides), overrides)[0].name == "digits_cpu-4", "it is in progress"
+    refused.unlock()
+    assert with_free_name(load(overrides), overrides)[0].name == "digits_cpu-3"
 
 
 @pytest.mark.parametrize("chosen", ["name=digits_cpu", "resume=true", "resume=auto"])

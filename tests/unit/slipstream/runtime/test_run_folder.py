@@ -17,11 +17,42 @@ from tests.builders import make_run
 from tests.fakes import no_file_above
 
 
-def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path):
-    RunFolder(make_run(runs_dir=str(tmp_path))).claim()
+def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    refused = RunFolder(make_run(runs_dir=str(tmp_path)))
+    refused.claim()
+    (refused.store / "appendonly.aof").touch()
+    (refused.logs / "broker.log").touch()
+    with pytest.raises(ConfigError, match="must have one launcher"):
+        RunFolder(make_run(runs_dir=str(tmp_path), seed=1)).claim()
+    refused.unlock()
+    assert capsys.readouterr().out == ""
+    again = RunFolder(make_run(runs_dir=str(tmp_path), seed=1))
+    again.claim()
+    assert "is used again: the run in it ended before it published weights" in capsys.readouterr().out
+    assert "seed: 1" in (again.path / "config.yaml").read_text()
+    assert [*again.store.iterdir()] == []
+    assert (again.logs / "broker.log").exists()
+
+
+@pytest.mark.parametrize(
+    "made", ["", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet"]
+)
+def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: str):
+    used = RunFolder(make_run(runs_dir=str(tmp_path)))
+    used.claim()
+    if made:
+        used.archive.mkdir()
+        (used.path / made).touch()
+    else:
+        used.record_training()
+    (used.store / "appendonly.aof").touch()
+    used.unlock()
     with pytest.raises(ConfigError, match="resume=true"):
         RunFolder(make_run(runs_dir=str(tmp_path))).claim()
     RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
+    assert (used.store / "appendonly.aof").exists()
 
 
 def test_auto_begins_a_run_or_goes_on_with_it_where_true_only_goes_on(tmp_path: Path):
