@@ -105,10 +105,8 @@ class ObjectFolder:
         self.remove(_PROBE)
 
     def names(self) -> list[str]:
-        """Names of the folders within this one that count, oldest first."""
-        manifests = [each for name, each in self.objects().items() if PurePosixPath(name).name == CHECKSUMS]
-        found = [(each.mtime_ns, PurePosixPath(each.path).parent) for each in manifests]
-        return [folder.name for _, folder in sorted(found) if str(folder.parent) == self._path]
+        """Names of the folders within this one that count, in order."""
+        return sorted(str(path.parent) for path in map(PurePosixPath, self.objects()) if path.parts[1:] == (CHECKSUMS,))
 
     def manifest(self) -> dict[str, str] | None:
         """Checksums of the files by name; None if this folder does not count. Raises StorageError."""

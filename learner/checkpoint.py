@@ -108,6 +108,7 @@ class Checkpoints:
         """Writes what `save` has copied."""
         self._poisoned = set[str]()
         """Checkpoints that `restore_finite` found not to be finite."""
+        self._newest: CheckpointPointer | None = None
         self.life = 1
         """Greater than that of any learner that wrote into this folder before: it must neither meet nor delete this
         one's files. The store's fencing token, or `begin_life`."""
@@ -188,11 +189,16 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`; on return its state is copied, and its name settled.
 
         Waits for the save before, and raises what that raised. Once the checkpoint is durable, rank 0 calls `finish`
-        in the thread that wrote it; in a serial run all that happens before the return. The caller checks the weights;
-        raises DivergenceError unless the state of optimizer and objective is finite.
+        in the thread that wrote it; in a serial run all that happens before the return. If the newest checkpoint covers
+        the step, as at the end of a run, only `finish` is called again. The caller checks the weights; raises
+        DivergenceError unless the state of optimizer and objective is finite.
         """
         began_at = time.monotonic()
         self.saver.flush()
+        if (newest := self._newest) and newest.step == step:
+            if self._ranks.is_first:
+                self.saver.run(lambda: finish(newest))
+            return newest
         chosen = [f"step-{step:08d}" + f".{self.life}" * (self.life > 1)]
         chosen += [folder.name for folder in self._folder.glob("step-*")]
         found = self._ranks.broadcast_bytes([each.encode() for each in chosen] if self._ranks.is_first else None)
@@ -209,6 +215,7 @@ class Checkpoints:
         log.info("checkpoint", name=name, waited_s=round(waited_s, 3), stall_s=round(time.monotonic() - began_at, 3))
         self._seed_generators(step=step)
         self.saver.start(writes, name=name, finish=lambda: finish(pointer))
+        self._newest = pointer
         return pointer
 
     def _copy(self, *, step: int, version: int) -> dict[str, Write]:
@@ -235,7 +242,10 @@ class Checkpoints:
                 num_ranks=self._ranks.size,
                 objective=trainer.objective.state.save(),
             )
-            writes[_STATE] = lambda path: self._write_state(path, state)
+            # The base is read in the thread, because the files of a large one take long.
+            writes[_STATE] = lambda path: path.write_bytes(
+                msgspec.json.encode(msgspec.structs.replace(state, base=self._base))
+            )
         if critic := trainer.critic:
             values = gather_to_first(critic.engine, ranks=self._ranks)
             if is_first:
@@ -248,10 +258,6 @@ class Checkpoints:
                 policy, config = reference.model, self._run.model
                 writes[_REFERENCE] = lambda folder: save_pretrained(policy, folder, weights=frozen, config=config)
         return writes
-
-    def _write_state(self, path: Path, state: CheckpointState) -> None:
-        # Here, because the files of a large base take long to read.
-        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, base=self._base)))
 
     def _seed_generators(self, *, step: int) -> None:
         """Begin all random numbers of this process anew: a run goes on after a checkpoint as one resumed from it."""
@@ -298,6 +304,7 @@ class Checkpoints:
         if reference := self._trainer.reference:
             reference.load_parameters(self._read_weights(folder / _REFERENCE).items())
         self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
+        self._newest = CheckpointPointer(state.step, state.version, name)
         # Last, because loading a model may draw random numbers.
         self._seed_generators(step=state.step)
         self._ranks.barrier()
@@ -355,11 +362,8 @@ class Checkpoints:
             return {}
         if self._run.model.lora:
             return read_tensors(folder / ADAPTER_FILE)
-        config, is_reward_model = (
-            msgspec.structs.replace(self._run.model, path=str(folder)),
-            self._run.trains_reward_model,
-        )
-        policy = load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
+        config, device = msgspec.structs.replace(self._run.model, path=str(folder)), self._trainer.engine.device
+        policy = load_policy(config, device=device, is_reward_model=self._run.trains_reward_model)
         return {name: weight.detach() for name, weight in named_weights(policy.causal_lm)}
 
 

@@ -89,8 +89,6 @@ class Learner:
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
-        self._saved: CheckpointPointer | None = None
-        """The newest checkpoint, durable or in flight."""
         self._fence = 0
         """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's."""
         self._committing = threading.Lock()
@@ -135,7 +133,6 @@ class Learner:
             )
         if state.checkpoint:
             restored = self._rank_group.restore(state.checkpoint)
-            self._saved = state.checkpoint if restored.step == state.checkpoint.step else None
             self._step, self._version = restored.step, restored.version
             self._best.resume()
         elif not self._store.versions():
@@ -354,15 +351,10 @@ class Learner:
         self._reason = f"saving the checkpoint of step {self._step}"
         began_at, cover = self._clock(), partial(self._cover, pinned=self._best.pinned)
         with self._account.phase("checkpoint"):
-            if self._saved and self._saved.step == self._step:
-                # These weights are saved. Declared again in the last phase, the checkpoint retires what may be reused.
-                self._rank_group.flush_checkpoint()
-                self._saver.run(partial(cover, self._saved))
-            else:
-                self._saved = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=cover)
+            pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=cover)
         self._checkpoint_s = self._clock() - began_at
         if is_candidate:
-            self._best.add(self._saved)
+            self._best.add(pointer)
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
         """Point the store at a durable checkpoint, in the thread that has written it."""

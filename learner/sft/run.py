@@ -133,8 +133,6 @@ class SftRun:
         kind = PairTrainer if run.trains_reward_model else SftTrainer
         self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
-        self._saved_step = 0
-        self._newest: CheckpointPointer | None = None
         best = run.learner.checkpoint.best
         # Every rank flushes before the first one judges.
         self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
@@ -160,7 +158,7 @@ class SftRun:
         newest_first = msgspec.json.encode(self._checkpoints.names()[::-1]) if self._ranks.is_first else None
         (found,) = self._ranks.broadcast_bytes([newest_first] if newest_first else None)
         if names := msgspec.json.decode(found):
-            self._step = self._saved_step = self._checkpoints.restore_finite(names).step
+            self._step = self._checkpoints.restore_finite(names).step
         self._checkpoints.begin_life()
         if self._best:
             self._best.resume()
@@ -185,10 +183,8 @@ class SftRun:
         measured = self._measure(self._heldout) if is_due else {}
         self._add_row(metrics | times | measured)
         if measured and self._run.learner.checkpoint.best:
-            self._checkpoint()
-            self._judge(measured)
-        # The last step's checkpoint is written by `_finish`.
-        elif step % self._run.learner.checkpoint.every_steps == 0 and not is_last:
+            self._judge(self._checkpoint(), measured)
+        elif step % self._run.learner.checkpoint.every_steps == 0:
             self._checkpoint()
 
     def _measure(self, rows: Sequence[Any]) -> dict[str, float]:
@@ -211,27 +207,25 @@ class SftRun:
     def _epoch(self) -> float:
         return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> CheckpointPointer:
         # Weights that are finite may still compute NaN.
         self._measure((self._heldout or self._train)[:1])
         pinned = self._best.pinned if self._best else set()
-        self._newest = self._checkpoints.save(
+        return self._checkpoints.save(
             step=self._step,
             version=self._step,
             finish=lambda pointer: self._checkpoints.prune(pinned={pointer.name, *pinned}),
         )
-        self._saved_step = self._step
 
-    def _judge(self, measured: dict[str, float]) -> None:
+    def _judge(self, newest: CheckpointPointer, measured: dict[str, float]) -> None:
         """Compare the newest checkpoint with the best one so far. Collective."""
         self._checkpoints.saver.flush()
-        if self._best and self._newest:
-            self._best.add(self._newest)
-            self._best.judge({**measured, "eval/version": self._newest.version})
+        if self._best:
+            self._best.add(newest)
+            self._best.judge({**measured, "eval/version": newest.version})
 
     def _finish(self) -> None:
-        if self._saved_step < self._step:
-            self._checkpoint()
+        self._checkpoint()
         self._checkpoints.saver.flush()
         weights = gather_to_first(self._trainer.engine, ranks=self._ranks, is_whole=True)
         if self._ranks.is_first:

@@ -4,7 +4,7 @@ A snapshot holds every key of a run at one instant. It is read by a script of it
 are audited takes part.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ return found
 """
 _HELD = ("leases", "returned", "ready", "finished")
 _MAX_NAMED = 5
+_UNWRITTEN_S = 0.2
+"""Time between an operation of the store and its line in a journal."""
 
 
 class Snapshot(NamedTuple):
@@ -137,21 +139,17 @@ def _step_problems(state: Snapshot) -> Iterator[str]:
     yield from _differ("steps of the ledger", [entry.step for entry in state.ledger], list(range(1, step + 1)))
     fences = state.hashes.get("claim_fences", {})
     yield from _differ("claims with a fence", sorted(fences), sorted(state.lists.get("claims", [])))
-    newest = max([state.number("run", "learner_fence"), *map(int, fences.values()), *_fences(state.ledger)], default=0)
+    committed = [entry.fence for entry in state.ledger]
+    newest = max([state.number("run", "learner_fence"), *map(int, fences.values()), *committed])
     if newest > fence:
         yield f"the newest fence is {newest}, the store counts {fence}"
     stray = {*state.below("claimed:")} - {*state.lists.get("claims", [])}
     stray |= {*state.below("used:")} - {*state.lists.get("used_steps", [])}
     yield from _differ("lists of groups of no claim and no step", sorted(stray), [])
-    committed = {entry.step for entry in state.ledger}
     for group, record in state.groups.items():
         steps = [int(each) for each in record.get("steps", b"").decode().split(",") if each]
-        if not committed.issuperset(steps):
+        if not set(range(1, step + 1)).issuperset(steps):
             yield f"group {group} was trained on in the steps {steps}, of which the ledger lacks some"
-
-
-def _fences(ledger: Iterable[StepEntry]) -> list[int]:
-    return [entry.fence for entry in ledger]
 
 
 def _counter_problems(state: Snapshot) -> Iterator[str]:
@@ -191,12 +189,14 @@ def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
     """One sentence for each number that contradicts what the learners wrote down last."""
     learners = [life for life in lives if life.role == "learner"]
     events = [event for life in learners for event in life.of("claimed", "committed", "rolled_back", "version")]
-    newest: Mapping[str, Any] = {each["k"]: each for each in sorted(events, key=lambda each: each["t"])}
-    advanced = max(
-        (newest[kind] for kind in ("committed", "rolled_back") if kind in newest), key=lambda each: each["t"]
-    )
+    events.sort(key=lambda each: each["t"])
+    implied = {"step": 0, "learner_fence": 0, "version": 0}
+    for event in events:
+        if event["k"] in ("committed", "rolled_back"):
+            implied |= {"step": event["step"], "learner_fence": event["fence"]}
+        if event["k"] in ("version", "rolled_back"):
+            implied["version"] = event["version"]
     fences = [each["fence"] for each in events if "fence" in each]
-    implied = {"step": advanced["step"], "learner_fence": advanced["fence"], "version": newest["version"]["version"]}
     found = {name: state.number("run", name) for name in implied}
     left = {place: groups for place, groups in state.places.items() if groups}
     return [
@@ -240,6 +240,7 @@ def roll_backs_take_all_back(evidence: Evidence) -> Iterator[str]:
             found = [entry["found_step"], entry["found_version"], entry["found_fence"]]
             others = (other for other in evidence.learners if other is not life)
             kinds = ("rolling_back", "rolled_back", "committing", "committed", "version")
-            is_alone = not any(begun_at <= each["t"] <= entry["t"] for other in others for each in other.of(*kinds))
+            since, until = begun_at - _UNWRITTEN_S, entry["t"] + _UNWRITTEN_S
+            is_alone = not any(since <= each["t"] <= until for other in others for each in other.of(*kinds))
             if found != wanted and is_alone:
                 yield f"a roll back to step, version and fence {wanted} left {found}"

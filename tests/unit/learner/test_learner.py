@@ -13,8 +13,7 @@ import pytest
 from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.buffer import ReuseConfig
-from slipstream.configs.learner import BestConfig, CheckpointConfig
+from slipstream.configs.learner import BestConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestEntry
@@ -39,7 +38,6 @@ class FakeRanks:
         self._folder = folder
         self.uploaded: list[str] = []
         self.storage_reason = ""
-        self.saved: list[int] = []
 
     def train(self, **_: Any) -> dict[str, Any]:
         return {
@@ -57,7 +55,6 @@ class FakeRanks:
         model = self._folder.checkpoints / pointer.name / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "step").write_text(str(step))
-        self.saved.append(step)
         finish(pointer)
         return pointer
 
@@ -68,9 +65,6 @@ class FakeRanks:
     @property
     def saver(self) -> "FakeRanks":
         return self
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
 
     def raise_error(self) -> None: ...
 
@@ -156,9 +150,9 @@ def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = F
     return [row["step"] for row in map(msgspec.json.decode, rows)]
 
 
-def make_store(*, max_uses: int = 1) -> MemoryStore:
+def make_store() -> MemoryStore:
     store = MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=7, seed=0, max_uses=max_uses)
+    store.open_run("run", config_json="{}", num_rows=7, seed=0)
     return store
 
 
@@ -241,19 +235,6 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConf
     assert {path.name for path in folder.checkpoints.iterdir()} == {f"step-{step:08d}", "step-00000009"}
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["best"] == msgspec.to_builtins(best)
-
-
-def test_the_last_step_is_saved_once_and_declared_again_at_the_end(run: RunConfig):
-    learner = msgspec.structs.replace(run.learner, stop=None, checkpoint=CheckpointConfig(every_steps=3))
-    buffer = msgspec.structs.replace(run.buffer, reuse=ReuseConfig(max_uses=2))
-    run, store = msgspec.structs.replace(run, learner=learner, buffer=buffer), make_store(max_uses=2)
-    ranks = FakeRanks(RunFolder(run))
-    make_learner(run, store, ranks, FakePublisher).run()
-    assert ranks.saved == [3, 6, 9]
-    assert store.run_state().checkpoint == CheckpointPointer(9, 9, "step-00000009")
-    assert store.counts().used == 0, "nothing is used again after the end"
-    make_learner(msgspec.structs.replace(run, resume=True), store, ranks, FakePublisher).run()
-    assert ranks.saved == [3, 6, 9], "a finished run has nothing to save"
 
 
 def test_the_final_and_the_best_model_are_uploaded_once_there_are_both(run: RunConfig):

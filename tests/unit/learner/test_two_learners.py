@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.sealed_folder import find_damage
 from slipstream.learner.checkpoint import write_model
 from slipstream.learner.errors import CheckpointError
@@ -105,3 +106,19 @@ def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
     assert again == "step-00000002.2", "the folder of the one that does not count is not taken"
     assert sorted(path.name for path in folder.iterdir()) == [first, "step-00000002", again], "the draft is deleted"
     assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
+
+
+def test_a_step_is_saved_once_and_declared_as_often_as_it_is_asked_for(tmp_path):
+    """A run declares the checkpoint of its last step again at its end, after a resume, too."""
+    run, declared = make_run(make_model(tmp_path)), []
+    _, checkpoints = make_checkpoints(run, tmp_path)
+    for _ in range(2):
+        checkpoints.save(step=12, version=12, finish=declared.append)
+    checkpoints.saver.flush()
+    _, resumed = make_checkpoints(run, tmp_path)
+    resumed.life = 2
+    resumed.restore("step-00000012")
+    resumed.save(step=12, version=12, finish=declared.append)
+    resumed.saver.flush()
+    assert resumed.names() == ["step-00000012"]
+    assert declared == [CheckpointPointer(12, 12, "step-00000012")] * 3
