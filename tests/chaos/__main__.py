@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="start every role with a fresh interpreter")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder even if the run is sound")
     parser.add_argument("--matrix", action="store_true", help="cause one failure after another instead of strikes")
-    parser.add_argument("--only", default="", help="rows of the matrix with this in their names")
+    parser.add_argument("--only", default="", help="rows of the matrix that match this expression")
     parser.add_argument("--write", action="store_true", help="write the matrix to docs/reliability.md")
     return parser.parse_args(arguments)
 
