@@ -255,7 +255,7 @@ class LaunchedRun:
             with closing(open_run_store(self.path, timeout_s=END_TIMEOUT_S, starts_server=True)) as store:
                 loss, counts = read_books(store), store.counts()
             archive = Archive(self.path / "archive")
-            check, steps = archive.check(), [entry.step for entry in archive.steps]
+            check, steps = archive.check(), [entry.step for entry in archive.steps()]
             writers = {stored.trajectory.generator_id for stored in archive.read()}
             problems += [*loss.problems, *check.problems]
             problems += [f"the ledger must hold every step once, got {steps}"] * (steps != [*range(1, len(steps) + 1)])
