@@ -123,12 +123,7 @@ class RoleProcess:
             self._num_deaths_in_a_row = 0
         if not self._may_restart(code):
             raise RoleDiedError(self._describe_death(code))
-        delay_s = _RESTART_AFTER_S * 2**self._num_deaths_in_a_row
-        self._restart_at = time.monotonic() + delay_s
-        return [
-            f"{self.name} died ({_describe_exit(code)}); last line of its log: {self._last_words()}; restarting in "
-            f"{delay_s:g} s"
-        ]
+        return self._restart_later(f"died ({_describe_exit(code)}); last line of its log: {self._last_words()}")
 
     def terminate(self) -> None:
         """Ask the process to end, once: a second signal would interrupt its orderly end."""
@@ -199,8 +194,19 @@ class RoleProcess:
         if self.num_restarts == 1:
             # Once: the arguments stay, and a learner takes resume=true only once.
             self._arguments += self._restart_arguments
-        self.start()
+        try:
+            self.start()
+        except OSError as error:
+            # The machine, or this process, has no descriptor, process or memory left.
+            if self._num_deaths_in_a_row >= _MAX_RESTARTS:
+                raise RoleDiedError(f"{self.name} cannot be started: {error}") from None
+            return self._restart_later(f"cannot be started ({error})")
         return [f"{self.name} restarted ({self.place})"]
+
+    def _restart_later(self, why: str) -> list[str]:
+        delay_s = _RESTART_AFTER_S * 2**self._num_deaths_in_a_row
+        self._restart_at = time.monotonic() + delay_s
+        return [f"{self.name} {why}; restarting in {delay_s:g} s"]
 
     def _announce(self) -> list[str]:
         """Return a message once the place has changed since the start: a machine was found."""

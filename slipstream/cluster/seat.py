@@ -134,8 +134,9 @@ class LocalSeat:
     def _start_keeper(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._status, status = os.pipe()
         keeping = [sys.executable, "-I", "-S", keeper.__file__, str(status), f"{GRACE_S:g}", self._attachment]
-        with ExitStack() as opened:
+        with ExitStack() as opened, ExitStack() as failed:
             opened.callback(os.close, status)
+            failed.callback(os.close, self._status)
             output = opened.enter_context(self._log.open("ab")) if self._log else None
             self._keeper = subprocess.Popen(
                 [*keeping, *command],
@@ -146,6 +147,7 @@ class LocalSeat:
                 start_new_session=True,
                 env=environment,
             )
+            failed.pop_all()
 
     def _await_end(self, *, ends_at: float) -> None:
         while self._keeper is not None and self.poll() is None and (left_s := ends_at - time.monotonic()) > 0:

@@ -85,8 +85,8 @@ def fail_cleanly(
 ) -> Iterator[None]:
     """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
 
-    So are a path that is refused, a full disk and a library that is not installed. Any other exception is a bug and
-    passes.
+    So are a path that is refused, a full disk, too many open files and a library that is not installed. Any other
+    exception is a bug and passes.
 
     `restartable` errors end with exit code 75, which asks a launcher for a restart; `restartable_once` with 76, which
     asks for one unless the same error ended the process before.
@@ -123,10 +123,14 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
-    """End the process for a full disk, or a path that is refused; returns for all else."""
+    """End the process for a full disk, too many files, or a path that is refused; returns for all else."""
     if is_disk_full(error):
         what = error.filename or "a file"
         exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        exit_with_error(
+            f"{error.filename or 'a file'} must be opened, got {error.strerror}: raise `ulimit -n`.", code=TRY_AGAIN
+        )
     if error.filename is not None and error.errno in _REFUSED:
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "

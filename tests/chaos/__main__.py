@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.buffer.errors import ReplayBufferError
 from slipstream.runtime.command_line import fail_cleanly
 from tests.chaos.harness import Harness
-from tests.chaos.outcome import Outcome, Sample, count_samples, find_problems
+from tests.chaos.matrix import play_matrix
+from tests.chaos.outcome import Outcome, Sample, count_samples
 from tests.chaos.role import Role
 from tests.chaos.stage import PACES, Stage
 
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     # The process that all roles are forked from inherits it: they share few cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = parse(arguments)
+    if options.matrix:
+        return play_matrix(only=options.only, write=options.write)
     console = Console(width=120)
     pace = PACES[options.engine]
     steps = options.steps or max(_MIN_STEPS, pace.steps_per_kill * options.kills)
@@ -68,6 +70,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=list(PACES), default="scripted", help="engine of the generators")
     parser.add_argument("--cold", action="store_true", help="start every role with a fresh interpreter")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder even if the run is sound")
+    parser.add_argument("--matrix", action="store_true", help="cause one failure after another instead of strikes")
+    parser.add_argument("--only", default="", help="rows of the matrix that match this expression")
+    parser.add_argument("--write", action="store_true", help="write the matrix to docs/reliability.md")
     return parser.parse_args(arguments)
 
 
@@ -85,16 +90,10 @@ def run(
         for number, _ in enumerate(strikes, 1):
             if number % _PROGRESS_EVERY == 0:
                 console.print(f"{number} strikes, {harness.num_recoveries} recoveries, step {harness.newest_step}")
-        harness.settle(timeout_s=_SETTLE_TIMEOUT_S)
     except TimeoutError as error:
         problems = [str(error)]
-    try:
-        outcome = harness.outcome()
-    except (ReplayBufferError, FileNotFoundError) as error:
-        return None, [*problems, f"the store and the newest checkpoint must be there at the end: {error}"]
-    expected = stage.expected(rejected=outcome.num_rejected, skipped=outcome.skipped)
-    problems += [*harness.crashes, *find_problems(outcome, steps=stage.steps, expected=expected)]
-    return outcome, problems + harness.delivery_problems(outcome)
+    outcome, later = harness.verdict(timeout_s=_SETTLE_TIMEOUT_S)
+    return outcome, problems + later
 
 
 _PLAIN = {"markup": False, "highlight": False, "soft_wrap": True}

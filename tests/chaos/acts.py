@@ -76,11 +76,11 @@ class Acts:
             Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
             Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer", is_overtaken=True)),
             Act("claim lapses in a step", 0, lambda: self._lapse("in_step")),
-            Act("death before a checkpoint is sealed", 1, lambda: self._die("learner", "before_seal")),
-            Act("death before a checkpoint has its name", 1, lambda: self._die("learner", "before_merge")),
-            Act("death before groups retire", 1, lambda: self._die("learner", "before_retire")),
-            Act("death before groups are forgotten", 1, lambda: self._die("broker", "before_forget")),
-            Act("death before a shard", 1, lambda: self._die("broker", "before_shard")),
+            Act("death before a checkpoint is sealed", 1, lambda: self.die("learner", "before_seal")),
+            Act("death before a checkpoint has its name", 1, lambda: self.die("learner", "before_merge")),
+            Act("death before groups retire", 1, lambda: self.die("learner", "before_retire")),
+            Act("death before groups are forgotten", 1, lambda: self.die("broker", "before_forget")),
+            Act("death before a shard", 1, lambda: self.die("broker", "before_shard")),
             Act("full store", 0, self._fill_store),
             Act("store away, two generators die", 3, self._lose_two_while_the_store_is_away),
             Act("store away, a generator returns", 1, self._return_while_the_store_is_away),
@@ -143,7 +143,8 @@ class Acts:
             self._harness.journal.write("continue", role="learner")
             os.kill(pid, signal.SIGCONT)
 
-    def _die(self, role: str, point: str) -> None:
+    def die(self, role: str, point: str) -> None:
+        """Have a role kill itself at a point."""
         path = ask(self._harness.stage.points, role, point, "kill")
         # Whoever obeys takes the request away first, then dies.
         if self._harness.poll_until(lambda: not path.exists(), timeout_s=_OBEY_TIMEOUT_S):

@@ -14,7 +14,7 @@ from tests.chaos.acts import Acts
 from tests.chaos.delivery_audit import find_delivery_problems
 from tests.chaos.evidence import Evidence, Times
 from tests.chaos.guard import start_guard
-from tests.chaos.outcome import Outcome, Stored, read_archive, read_lineage
+from tests.chaos.outcome import Outcome, Stored, find_problems, read_archive, read_lineage
 from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
 from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
@@ -97,7 +97,7 @@ class Harness:
         self._store = open_run_store(self.stage.store.url, NAME, timeout_s=_STORE_TIMEOUT_S)
         self.poll_until(lambda: self.newest_step > 0 or self._is_hopeless(), timeout_s=timeout_s)
         if not self.newest_step:
-            raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self._last_lines()}")
+            raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self.last_lines}")
 
     def strike(self, *, seed: int, kills: int, minutes: float) -> Iterator[Strike]:
         """Deliver the strikes of a seed until `kills` processes have ended or the time is up; yields each one."""
@@ -147,7 +147,7 @@ class Harness:
         if not is_over():
             raise TimeoutError(
                 f"the run must end {timeout_s:g} s after the last strike, and do a step within "
-                f"{self.stage.pace.max_stall_s:g} s, {self._last_lines()}"
+                f"{self.stage.pace.max_stall_s:g} s, {self.last_lines}"
             )
         self.poll_until(self._is_answered, timeout_s=_ANSWER_S)
         self.poll_until(lambda: False, timeout_s=_LAST_S)
@@ -176,6 +176,21 @@ class Harness:
             skipped=[ordinal for ordinal in range(state.next_ordinal) if str(ordinal) not in groups],
             allowed_refusals=ALLOWED_REFUSALS,
         )
+
+    def verdict(self, *, timeout_s: float) -> tuple[Outcome | None, list[str]]:
+        """Let the run finish; returns its outcome, None when the store could not be read, and the problems."""
+        problems = []
+        try:
+            self.settle(timeout_s=timeout_s)
+        except TimeoutError as error:
+            problems = [str(error)]
+        try:
+            outcome = self.outcome()
+        except (ReplayBufferError, FileNotFoundError) as error:
+            return None, [*problems, f"the store and the newest checkpoint must be there at the end: {error}"]
+        expected = self.stage.expected(rejected=outcome.num_rejected, skipped=outcome.skipped)
+        problems += [*self.crashes, *find_problems(outcome, steps=self.stage.steps, expected=expected)]
+        return outcome, problems + self.delivery_problems(outcome)
 
     def delivery_problems(self, outcome: Outcome) -> list[str]:
         """Compare the journals with the outcome."""
@@ -221,7 +236,9 @@ class Harness:
         except ReplayBufferError:
             return False
 
-    def _last_lines(self) -> str:
+    @property
+    def last_lines(self) -> str:
+        """Last line of the log of every role."""
         return "last lines: " + "; ".join(f"{role.name}: {role.process.last_line}" for role in self.roles.values())
 
     def _has_token(self) -> bool:

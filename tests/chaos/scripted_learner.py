@@ -138,7 +138,7 @@ class NoSender:
         """There is no group to build."""
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Nobody receives."""
+        WatchedStore.points.reach("in_broadcast")
 
     def abort(self) -> None:
         """Nothing blocks."""

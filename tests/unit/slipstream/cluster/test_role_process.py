@@ -1,8 +1,11 @@
 """Restarts of a role by its launcher, its log and its end."""
 
+import itertools
+import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,44 @@ def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
     with pytest.raises(RoleDiedError, match=reported):
         until(lambda: bool(role.poll()) and False)
     assert role.num_restarts == 2
+
+
+def open_descriptors() -> set[int]:
+    return {int(each.name) for each in Path("/proc/self/fd").iterdir()}
+
+
+@contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """This process can open so many more files."""
+    opened, limits = open_descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (limit for limit in itertools.count(1) if len(set(range(limit)) - opened) == number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_keeps_nothing_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
+    role = fails(folder, "75", ["of the network"] * 2)
+    role.start()
+    until(lambda: bool(role.poll()))
+    opened = open_descriptors()
+    with descriptors_left(5):
+        messages = [role.poll() for _ in range(3)]
+    assert all("cannot be started ([Errno 24]" in message for (message,) in messages)
+    assert open_descriptors() == opened
+    assert role.poll() == [f"role restarted ({role.place})"]
+    role.stop(ends_at=0.0)
+    # A machine that never recovers ends the run.
+    role = fails(folder, "75", ["of the network"])
+    role.start()
+    until(lambda: bool(role.poll()))
+    with descriptors_left(5), pytest.raises(RoleDiedError, match="cannot be started"):
+        until(lambda: bool(role.poll()) and False)
 
 
 @pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])

@@ -63,6 +63,7 @@ def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 2, "got Not a directory"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 75, "runs/x must have room on its disk, got No"),
         (OSError("ArrowIOError: No space left on device"), 75, "a file must have room on its disk, got ArrowIOError"),
+        (OSError(errno.EMFILE, "Too many open files"), 75, "got Too many open files: raise `ulimit -n`"),
     ],
 )
 def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(

@@ -1,0 +1,350 @@
+"""`python -m tests.chaos --matrix`: cause one failure after another in real runs, and record what each one costs.
+
+Most rows share one run under the real launcher: two brokers, two generators, a guest, the embedded store, and a real
+learner that trains a LoRA adapter of a tiny model. The rows of kill -9 share a light run of `acts`, whose learner is
+scripted and whose journals are audited. Every row reads the books of the store; the end of a run reads the archive too.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.trajectory import Record
+from slipstream.scripts.write_docs import Block, filled
+from tests import runs
+from tests.chaos.matrix_runs import (
+    END_TIMEOUT_S,
+    START_TIMEOUT_S,
+    STEP_TIMEOUT_S,
+    LaunchedRun,
+    LightRun,
+    Loss,
+    Scene,
+    can_mount,
+    mount,
+    read_books,
+)
+from tests.runs import ROOT, processes_of
+
+_MAX_SENTENCE = 120
+"""Characters shown of the sentence with which a launcher ended."""
+_WEIGHTS = "checkpoints/step-*/**/*.safetensors"
+_PAGE = Path("docs/reliability.md")
+_TEST = "`tests/integration/test_chaos.py::test_every_failure_of_the_matrix_is_survived`"
+
+
+class Row(NamedTuple):
+    """One failure. Example: Row("SIGSTOP of the learner", "launched", partial(_stopped, role="learner"), hold_s=30)."""
+
+    name: str
+    scene: str
+    failure: Callable[[Any], AbstractContextManager[list[str] | None]]
+    """Causes the failure when entered and undoes it when left; may yield a list to which it adds problems."""
+    hold_s: float = 0.0
+    """Time between cause and undoing, seconds."""
+    needs_mounts: bool = False
+
+
+class Result(Record):
+    """Cost of one failure. Example: Result("full disk: /tmp", outcome="the run went on", next_step_s=0.4)."""
+
+    name: str
+    outcome: str = ""
+    """What the run did: it went on, or it ended with a sentence and was resumed; or why the row was skipped."""
+    loss: Loss = Loss()
+    left: list[str] = []
+    """Processes, sockets and files left behind."""
+    next_step_s: float | None = None
+    """Time from undoing the failure to the next step."""
+    is_stuck: bool = False
+    """Whether the run did not recover."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.loss.lost or self.loss.duplicated or self.loss.problems or self.left)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+@contextmanager
+def _full(run: LaunchedRun, folder: str) -> Iterator[None]:
+    ballast = run.folder / folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@contextmanager
+def _read_only(run: LaunchedRun) -> Iterator[None]:
+    mount("--bind", run.path, run.path)
+    mount("-o", "remount,bind,ro", run.path)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", run.path], check=True)
+
+
+@contextmanager
+def _few_descriptors(run: LaunchedRun) -> Iterator[None]:
+    """No process of the run can open another file, socket, or pipe."""
+    limits = {}
+    for process in processes_of(run.folder):
+        limits[process] = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), limits[process][1]))
+    yield
+    for process, limit in limits.items():
+        with suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_NOFILE, limit)
+
+
+@contextmanager
+def _started_with_few_descriptors(run: LaunchedRun) -> Iterator[list[str]]:
+    problems: list[str] = []
+    run.stop()
+    run.launcher = run.launch(prefix=["prlimit", "--nofile=32"])
+    yield from _await_refusal(run, problems, sentence="ulimit -n")
+
+
+@contextmanager
+def _shifted_clock(run: LaunchedRun, seconds: int) -> Iterator[None]:
+    (run.folder / "clock").write_text(str(seconds))
+    yield
+    (run.folder / "clock").write_text("0")
+
+
+@contextmanager
+def _stopped(run: LaunchedRun, role: str) -> Iterator[None]:
+    process = run.process(role)
+    process.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def _await_refusal(run: LaunchedRun, problems: list[str], *, sentence: str) -> Iterator[list[str]]:
+    """Expect the launcher to end with a sentence before it makes a step."""
+    step = run.step
+    run.wait(lambda: not run.is_running or run.step > step, timeout_s=START_TIMEOUT_S)
+    if run.is_running or sentence not in run.printed:
+        problems.append(f"the run must be refused with {sentence!r}, last line: {run.last_line}")
+    yield problems
+
+
+@contextmanager
+def _corrupted(run: LaunchedRun, pattern: str, *, is_refused: bool = False) -> Iterator[list[str]]:
+    """A bit of the newest file is flipped while the run is stopped. It is refused, or `data verify` finds it."""
+    problems: list[str] = []
+    run.stop()
+    path = max(run.path.glob(pattern), key=lambda path: path.stat().st_mtime)
+    _flip_a_bit(path)
+    if is_refused:
+        run.launcher = run.launch()
+        yield from _await_refusal(run, problems, sentence=path.parent.name)
+    else:
+        verify = [*runs.command("data", "verify", str(run.path))]
+        done = subprocess.run(verify, cwd=run.folder, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0 or path.name not in done.stdout + done.stderr:
+            problems.append(f"data verify must name {path.name}, got {done.returncode}: {done.stdout[-200:]}")
+        yield problems
+    _flip_a_bit(path)
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@contextmanager
+def _torn_metrics(run: LaunchedRun) -> Iterator[None]:
+    run.stop()
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-40] + bytes(20))
+    yield
+
+
+@contextmanager
+def _two_launchers(run: LaunchedRun) -> Iterator[list[str]]:
+    """Two start at the same time, and a third while the winner runs."""
+    problems: list[str] = []
+    run.stop()
+    pair = [run.launch(), run.launch()]
+    run.wait(lambda: any(each.poll() is not None for each in pair), timeout_s=START_TIMEOUT_S)
+    run.launcher = next((each for each in pair if each.poll() is None), None)
+    third = run.launch()
+    run.wait(lambda: third.poll() is not None, timeout_s=START_TIMEOUT_S)
+    if run.printed.count("must have one launcher") != 2 or not run.is_running:
+        problems.append(f"two of three launchers must be refused, last line: {run.last_line}")
+    yield problems
+
+
+@contextmanager
+def _interrupted(run: LaunchedRun) -> Iterator[list[str]]:
+    """Ctrl-C every 0.5 s until the launcher has ended, at six times within its first 30 s."""
+    problems: list[str] = []
+    for delay_s in (0.5, 1.0, 2.0, 5.0, 10.0, 20.0):
+        run.stop()
+        run.launcher = launcher = run.launch()
+        run.wait(lambda: False, timeout_s=delay_s)
+        ends_at = time.monotonic() + END_TIMEOUT_S
+        while launcher.poll() is None and time.monotonic() < ends_at:
+            os.killpg(launcher.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(0.5)
+        if launcher.poll() is None:
+            problems.append(f"the launcher must end within {END_TIMEOUT_S:g} s of Ctrl-C after {delay_s:g} s")
+    run.stop()
+    yield problems
+
+
+@contextmanager
+def _killed_at(run: LightRun, role: str, point: str) -> Iterator[list[str]]:
+    run.acts.missed.clear()
+    run.acts.die(role, point)
+    yield [f"the {role} must come to {point}"] * bool(run.acts.missed)
+
+
+_AHEAD, _BEHIND = partial(_shifted_clock, seconds=3600), partial(_shifted_clock, seconds=-3600)
+_STOPPED = ("store", "broker", "broker-1", "learner", "generator-0", "guest")
+_POINTS = {
+    "before_claim": "learner",
+    "after_claim": "learner",
+    "in_step": "learner",
+    "before_commit": "learner",
+    "after_commit": "learner",
+    "in_broadcast": "learner",
+    "before_seal": "learner",
+    "before_merge": "learner",
+    "before_pointer": "learner",
+    "before_retire": "learner",
+    "before_shard": "broker",
+    "before_forget": "broker",
+}
+ROWS = [
+    Row("Ctrl-C every 0.5 s, from six times in the first 30 s on", "launched", _interrupted),
+    Row("two launchers at once, and a third", "launched", _two_launchers),
+    Row("start with 32 file descriptors", "launched", _started_with_few_descriptors),
+    Row("no file descriptor left in any process, 15 s", "launched", _few_descriptors, 15),
+    Row("full disk: run folder, 15 s", "launched", partial(_full, folder="runs"), 15, needs_mounts=True),
+    Row("full disk: /tmp, 10 s", "launched", partial(_full, folder="tmp"), 10, needs_mounts=True),
+    Row("read-only run folder, 15 s", "launched", _read_only, 15, needs_mounts=True),
+    Row("wall clock of all roles one hour ahead, and back", "launched", _AHEAD, 10),
+    Row("wall clock of all roles one hour behind, and back", "launched", _BEHIND, 10),
+    *(Row(f"SIGSTOP of {role}, 30 s", "launched", partial(_stopped, role=role), 30) for role in _STOPPED),
+    Row("flipped bit in a shard", "launched", partial(_corrupted, pattern="archive/shard-*")),
+    Row("flipped bit in a checkpoint", "launched", partial(_corrupted, pattern=_WEIGHTS, is_refused=True)),
+    Row("torn row of metrics", "launched", _torn_metrics),
+    *(Row(f"kill -9 of {r} at {p}", "light", partial(_killed_at, role=r, point=p)) for p, r in _POINTS.items()),
+]
+_SCENES: dict[str, Callable[[Path, int], Scene]] = {"launched": LaunchedRun, "light": LightRun}
+
+
+# --- the matrix ------------------------------------------------------------------------------------------------------
+def play_matrix(*, only: str, write: bool) -> int:
+    """Play all rows, or those whose name matches `only`; returns 0 when nothing was lost, duplicated, or left."""
+    rows = [row for row in ROWS if re.search(only, row.name)]
+    console, began_at = Console(width=140), time.monotonic()
+    results = []
+    for scene, group in groupby(rows, key=attrgetter("scene")):
+        results += _play_scene(_SCENES[scene], list(group), console)
+    _show(results, console)
+    console.print(f"{len(results)} rows in {time.monotonic() - began_at:.0f} s")
+    if write:
+        block = Block(str(_PAGE), "matrix", lambda: _as_markdown(results))
+        (ROOT / _PAGE).write_text(filled((ROOT / _PAGE).read_text(), block))
+    return 0 if results and all(result.is_sound for result in results) else 1
+
+
+def _play_scene(make: Callable[[Path, int], Scene], rows: Sequence[Row], console: Console) -> list[Result]:
+    """Play rows on one run; after a row from which the run does not recover, the others on another one."""
+    results: list[Result] = []
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    run = make(folder, len(rows))
+    try:
+        run.start()
+        for row in rows:
+            results.append(_play(row, run))
+            console.print(f"{row.name}: {results[-1].outcome}", highlight=False)
+            if results[-1].is_stuck:
+                break
+    finally:
+        end = _close(run, name=f"end of the {rows[0].scene} run: archive, ledger, everything left")
+        runs.kill_processes_of(folder)
+    if end.is_sound and all(result.is_sound for result in results):
+        shutil.rmtree(folder)
+    else:
+        console.print(f"logs are in {folder}", highlight=False)
+    later = rows[len(results) :]
+    return [*results, end, *(_play_scene(make, later, console) if later else [])]
+
+
+def _play(row: Row, run: Scene) -> Result:
+    if row.needs_mounts and not can_mount():
+        return Result(row.name, "skipped: only root can mount a disk of its own")
+    before = run.step
+    try:
+        with row.failure(run) as problems:
+            run.wait(lambda: False, timeout_s=row.hold_s)
+        ended, step, undone_at = run.revive(), max(before, run.step), time.monotonic()
+        if not run.wait(lambda: run.step > step, timeout_s=STEP_TIMEOUT_S):
+            problem = f"no step within {STEP_TIMEOUT_S:g} s, {run.last_line}"
+            return Result(row.name, "the run made no step", Loss(problems=[*(problems or []), problem]), is_stuck=True)
+        next_step_s = time.monotonic() - undone_at
+        with closing(run.open_store()) as store:
+            loss = read_books(store)
+    except (ReplayBufferError, OSError, subprocess.SubprocessError, psutil.Error, KeyError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}, {run.last_line}"
+        return Result(row.name, "failed", Loss(problems=[problem]), is_stuck=True)
+    outcome = f"ended ({ended[:_MAX_SENTENCE]}) and was resumed" if ended else "went on"
+    loss = Loss(loss.lost, loss.duplicated, [*loss.problems, *(problems or [])])
+    return Result(row.name, outcome, loss, run.take_leftovers(), next_step_s)
+
+
+def _close(run: Scene, *, name: str) -> Result:
+    try:
+        return Result(name, "audited", run.close(), run.take_leftovers())
+    except (ReplayBufferError, OSError, psutil.Error) as error:
+        return Result(name, "failed", Loss(problems=[f"{type(error).__name__}: {error}"]), run.take_leftovers())
+
+
+def _cells(result: Result) -> list[str]:
+    step = "-" if result.next_step_s is None else f"{result.next_step_s:.1f} s"
+    left = "; ".join(result.left) or "nothing"
+    return [result.name, result.outcome, str(result.loss.lost), str(result.loss.duplicated), left, step]
+
+
+def _show(results: Sequence[Result], console: Console) -> None:
+    table = Table("failure", "the run", "lost", "duplicated", "left behind", "next step")
+    for result in results:
+        table.add_row(*_cells(result))
+    console.print(table)
+    for result in results:
+        for problem in result.loss.problems:
+            console.print(f"problem: {result.name}: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _as_markdown(results: Sequence[Result]) -> str:
+    rows = [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(result))} | {_TEST} |" for result in results]
+    head = "| attack | the run | lost | duplicated | left behind | next step | test |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
