@@ -12,7 +12,7 @@ def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(
     append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
     explain("health", [str(folder)])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "After step 31, outside of its healthy range: 3 of 21 watched metrics."
+    assert first == "After step 31, outside of its healthy range: 3 of 22 watched metrics."
     assert (
         "1. learner/ess: 0.1, healthy is >= 0.3, since step 31; learner/chi2 3, healthy is <= 1, since step 31" in lines
     )
