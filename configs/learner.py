@@ -211,6 +211,8 @@ class LearnerConfig(Config):
     """Steps of the whole run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Most input tokens of a microbatch, padding included; more need more memory and take fewer passes."""
+    packing: bool = True
+    """Put several sequences into a row where the model computes each as alone; false = one per row."""
     stop: list[MetricBound] | None = None
     """Conditions on a monitored evaluation, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`; training ends
     before `max_steps` once one evaluation meets all of them. null = always `max_steps`."""

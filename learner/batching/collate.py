@@ -21,7 +21,8 @@ from slipstream.learner.batching.packing import (
 )
 from slipstream.runtime.images import Grid
 
-LayoutKind = Literal["shared_rows", "one_row", "one_per_row"]
+LayoutKind = Literal["shared_rows", "one_row", "one_per_row", "one_at_a_time"]
+_SINGLE = ("one_per_row", "one_at_a_time")
 
 
 class MicrobatchBuilder:
@@ -133,16 +134,17 @@ class Layout:
     """Arrangement of sequences in a microbatch, the densest first.
 
     `shared_rows`: rows of about the longest sequence, each prompt once; for attention that obeys a mask, or spans.
-    `one_row`: a single row of whole sequences; for attention that restarts where positions do.
-    `one_per_row`: a padded row for each sequence, neither mask nor positions; for every causal model.
+    `one_row`: rows of whole sequences, without a mask; for attention that restarts where positions do.
+    `one_per_row`: a padded row for each sequence, neither mask nor positions; for most causal models.
+    `one_at_a_time`: a microbatch for each sequence; for models that depend on the longest one of a microbatch.
     """
 
     kind: LayoutKind
-    """One of the three above."""
+    """One of those above."""
     microbatch_tokens: int
     """Largest number of input tokens of a forward pass, padding included."""
     row_tokens: int = 64
-    """Rows of `shared_rows` are filled up to this or the longest sequence; a mask costs its square."""
+    """Rows of several sequences are filled up to this or the longest one; a mask costs its square."""
     num_slices: int = 1
     """Ranks that share each row: its length is a multiple of it."""
 
@@ -156,14 +158,14 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
-    if layout.kind == "shared_rows":
-        bundles = bundle_by_prompt(trained, max_tokens=row_tokens)
-    else:
-        # No second sequence fits into a row of one token.
-        bundles, row_tokens = bundle_singly(trained), layout.microbatch_tokens if layout.kind == "one_row" else 1
+    is_shared = layout.kind == "shared_rows"
+    bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
+    # No second sequence fits into a row, or a microbatch, of one token.
+    row_tokens = 1 if layout.kind in _SINGLE else row_tokens
+    microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
     # Every rank packs every rank's share, to know how many microbatches the others have.
     packed = [
-        pack(share, row_tokens=row_tokens, microbatch_tokens=layout.microbatch_tokens)
+        pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)
     ]
     microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
@@ -181,7 +183,7 @@ def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
     builder = MicrobatchBuilder(num_rows=len(rows), length=length)
     for index, row in enumerate(rows):
         builder.fill_row(index, row)
-    return builder.build(has_shared=layout.kind == "shared_rows", has_positions=layout.kind != "one_per_row")
+    return builder.build(has_shared=layout.kind == "shared_rows", has_positions=layout.kind not in _SINGLE)
 
 
 def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:

@@ -47,7 +47,9 @@ class SftTrainer:
         Raises DivergenceError, with the weights of the step before.
         """
         num_tokens = count_tokens(demonstrations)
-        microbatches = self._trainer.collate(to_samples(demonstrations))
+        samples = to_samples(demonstrations)
+        self._trainer.check_rows(samples, step=step)
+        microbatches = self._trainer.collate(samples)
         losses, num_impossible = [], []
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
@@ -109,7 +111,9 @@ class PairTrainer(SftTrainer):
     """
 
     def step(self, pairs: Sequence[Pair], *, step: int) -> dict[str, float]:  # type: ignore[override]
-        microbatches = self._trainer.collate(_pair_samples(pairs))
+        samples = _pair_samples(pairs)
+        self._trainer.check_rows(samples, step=step)
+        microbatches = self._trainer.collate(samples)
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:

@@ -26,7 +26,7 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module
+from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 
@@ -55,6 +55,7 @@ class ValueModel(nn.Module):
 
     group = ALONE
     """Ranks that have a slice of each sequence."""
+    has_trunk = True
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -81,9 +82,8 @@ class ValueModel(nn.Module):
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Numbers by which two layouts are compared, [N, D]: hidden states, scaled to about 1."""
-        hidden = self._hidden(self.group.take(microbatch))
-        scaled = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
-        return self.group.gather({"hidden": scaled}, microbatch)["hidden"]
+        hidden = scaled(self._hidden(self.group.take(microbatch)))
+        return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
         """Float32[N, D] of a part that the group has taken."""
@@ -108,16 +108,21 @@ def load_value_model(
     `loading`: see `load_policy`. The head is small and whole until an engine shards it.
     """
     with torch.random.fork_rng(), _without_report(), loading or nullcontext():
-        trunk, missing = load_module(AutoModel, config, device=device, setting=PATH_SETTING, group=group)
+        trunk, missing = load_module(
+            AutoModel,
+            config,
+            device=device,
+            setting=PATH_SETTING,
+            group=group,
+            gradient_checkpointing=gradient_checkpointing,
+        )
     if missing:
         raise ModelError(
             f"{PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
             f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an "
             "algorithm.advantage that needs no critic."
         )
-    if gradient_checkpointing:
-        trunk.gradient_checkpointing_enable({"use_reentrant": False})
-    model = ValueModel(trunk.train(), compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
+    model = ValueModel(trunk, compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
     model.group = group
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))

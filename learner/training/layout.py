@@ -1,9 +1,15 @@
 """LayoutChooser: the densest layout in which every model computes of packed samples what it computes of each alone.
 
-A mask that a model does not obey changes numbers without an error: windows are ignored, recurrent states leak from one
-sample into the next. So nothing is assumed of a model: it is tried, on prompts of the run.
+A mask that a model ignores changes numbers without an error: windows are ignored, recurrent states leak from one sample
+into the next. So every model is tried, on prompts of the run. A layout is exact where rounding explains
+
+    |packed - alone| and |packed - packed beside other samples|, relative to the spread of `alone`,
+
+and a model is causal where it explains what the last token changes in the others. `check_rows` repeats this during
+training.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,24 +20,26 @@ from torch import Tensor
 
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.collate import Layout, LayoutKind, collate
-from slipstream.learner.batching.microbatch import Sample
-from slipstream.learner.errors import ModelError
+from slipstream.learner.batching.microbatch import Sample, SampleImages
+from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED
 from slipstream.learner.training.critic import ValueModel
-from slipstream.learner.training.model import Policy
+from slipstream.learner.training.model import UNLIMITED, Policy, first_line, positions_of
+from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.learner.training.sequence_parallel import ALONE
+from slipstream.runtime.images import VisionModel, takes_images
 
-MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest mean difference of a sample between packed and alone, nats, by the data type in which both are computed.
-
-Rounding alone makes 1e-6 in float32 and about 0.02 in bfloat16, a leak 0.3 and more.
-"""
+CHECK_EVERY_STEPS = 20
+"""Steps between two checks of rows during training."""
 
 _SHORTEST_PROBE = 64
 _RESPONSE_TOKENS = 16
 _MIN_ROW_TOKENS = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+_DRAWS = 3
+_ALONE = Layout("one_at_a_time", 1)
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 log = structlog.get_logger(__name__)
 
@@ -52,80 +60,322 @@ class LayoutChooser:
         self._ranks = ranks
         self._device = device
         self._hidden_size = policy.hidden_size
-        self._kinds: list[LayoutKind] = ["shared_rows", "one_row", "one_per_row"]
-        self._reasons: list[str] = []
+        packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
+        self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
+        self._proofs: list[_Proof] = []
         self._needs_masks = False
+        self._positions = UNLIMITED
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: Probed, *, setting: str, path: str) -> None:
-        """Keep the layouts in which `model` is exact; it must be whole on this rank. Raises ModelError if none is left.
+        """Drop layouts until `model` is exact in the first; it must be whole on this rank.
 
-        `setting` is the config key of its `path`.
+        `setting` is the config key of its `path`. Raises ModelError if no layout is left, or if it isn't causal.
         """
-        kinds, is_packed = self._kinds, model.backbone.config._attn_implementation == PACKED
-        # The kernel of packed rows on GPUs computes in half precision alone.
-        is_half = is_packed and self._device.type == "cuda"
-        with _computing_in(model, model.compute_dtype if is_half else torch.float32):
-            limit = MAX_DIFFERENCE[model.compute_dtype]
-            found = self._compare(model, kinds)
-            if is_packed and model.group.size == 1 and found[kinds[0]][0] > limit:
-                model.backbone.set_attn_implementation("sdpa")
-                found = self._compare(model, kinds)
-        self._needs_masks |= model.backbone.config._attn_implementation != PACKED
-        name = f"{type(model.backbone).__name__} ({setting})"
-        described = ", ".join(f"{kind} {_describe(*found[kind])}" for kind in kinds)
-        self._kinds = [kind for kind in kinds if found[kind][0] <= limit]
-        self._reasons.append(f"{name}: {described}")
-        if not self._kinds:
-            raise ModelError(
-                f"{setting} must name a model that computes of samples side by side what it computes of each alone, "
-                f"within {limit:g} nats, got {path!r} ({type(model.backbone).__name__}), for which no layout is left: "
-                f"{described}; train another model"
-                + (", or with learner.sequence_parallel=1." if model.group.size > 1 else ".")
-            )
+        proof = _Proof(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
+        proof.check_causality(setting=setting, path=path)
+        if proof.is_packed and model.group.size == 1 and not proof.is_exact(self._layout(self._kinds[0])):
+            model.backbone.set_attn_implementation("sdpa")
+            proof.found.clear()
+        if not proof.is_packed:
+            self._needs_masks, self._positions = True, min(self._positions, proof.positions)
+        self._proofs.append(proof)
+        # A sparser layout must suit the models before this one, too.
+        while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._proofs):
+            self._kinds.pop(0)
+            if not self._kinds:
+                raise ModelError(
+                    f"{setting} must name a model that computes samples side by side as it computes each alone, within "
+                    f"rounding, got {path!r} ({proof.name}), for which no layout is left: {proof.describe()}; train "
+                    "another model" + (", or with learner.sequence_parallel=1." if model.group.size > 1 else ".")
+                )
 
     def choose(self) -> Layout:
         """The densest layout that fits all models that were checked."""
-        kind, microbatch_tokens = self._kinds[0], self._run.learner.tokens_per_microbatch
+        layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
-            log.info("layout_chosen", layout=kind, differences="; ".join(self._reasons))
-        # Attention costs row length x width, everything else 12 x width^2: rows of half the width cost next to nothing.
-        dense = min(microbatch_tokens, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
-        row_tokens = dense if self._needs_masks else microbatch_tokens
-        return Layout(kind, microbatch_tokens, row_tokens, self._run.learner.sequence_parallel)
+            differences = "; ".join(f"{proof.name}: {proof.describe()}" for proof in self._proofs)
+            log.info("layout_chosen", layout=layout.kind, row_tokens=layout.row_tokens, differences=differences)
+        return layout
+
+    def _layout(self, kind: LayoutKind) -> Layout:
+        learner = self._run.learner
+        row_tokens = budget = learner.tokens_per_microbatch
+        if kind == "shared_rows" and self._needs_masks:
+            # Attention costs row length x width, the rest 12 x width^2: rows of half the width cost next to nothing.
+            row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
+        return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
+
+
+class _Proof:
+    """What one model computes of the same samples in several layouts. Every method is collective."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Probed,
+        *,
+        path: str,
+        text: Sequence[int],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self._run = run
+        self._model = model
+        self._vision = VisionModel(path) if takes_images(path) else None
+        self._text = [token for token in text if token < model.vocab_size]
+        self._ranks = ranks
+        self._device = device
+        self.name = type(model.backbone).__name__
+        self.found: dict[Layout, tuple[float, str]] = {}
+        """Layout -> largest difference relative to what rounding explains, and the error instead."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self._model.backbone.config._attn_implementation == PACKED
+
+    @property
+    def positions(self) -> int:
+        """Longest row that the model computes."""
+        return UNLIMITED if self.is_packed else positions_of(self._model.backbone.config)
+
+    def describe(self) -> str:
+        """The layouts that were tried, and what they showed."""
+        return ", ".join(
+            f"{layout.kind} " + (f"fails ({error})" if error else f"differs by {excess:.2g} times rounding")
+            for layout, (excess, error) in self.found.items()
+        )
 
     @torch.no_grad()
-    def _compare(self, model: Probed, kinds: list[LayoutKind]) -> dict[LayoutKind, tuple[float, str]]:
-        """Layout -> largest mean difference of a sample from itself alone, over all ranks, and an error instead."""
-        text = [token for token in self._text if token < model.vocab_size]
-        # Tokens that some layer sees at most; 0 = no layer is limited.
-        config = model.backbone.config.get_text_config()
-        window = max(getattr(config, name, None) or 0 for name in _WINDOWS)
-        samples = _probe_samples(self._run, text, window=window, vocab_size=model.vocab_size)
+    def check_causality(self, *, setting: str, path: str) -> None:
+        """Raise ModelError unless the tokens of a sample predict the same whatever its last one is."""
+        samples = _numbered([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
+        if not samples:
+            return
+        changed = [
+            _with_others(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size) for sample in samples
+        ]
+        got = f"got {path!r} ({self.name})"
+        try:
+            with self._natively(torch.float32):
+                before, after = (
+                    _numbers(self._model, each, _ALONE, device=self._device) for each in (samples, changed)
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            raise ModelError(
+                f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
+                f"({first_line(error)}): train another model, or lower model.max_length."
+            ) from error
+        parts = [_before_last(sample, self._model) for sample in samples]
+        excess = self._excess(difference(after, before, parts=parts), samples, torch.float32)
+        if excess > 1:
+            raise ModelError(
+                f"{setting} must name a causal language model, {got}, in which the last token changes what the tokens "
+                f"before it predict, by {excess:.2g} times what rounding explains: train a decoder."
+            )
+
+    @torch.no_grad()
+    def is_exact(self, layout: Layout) -> bool:
+        """Whether samples are computed in this layout as alone, whatever is beside them."""
+        if layout not in self.found:
+            found = 0.0, ""
+            # In float32 a leak cannot hide in rounding; kernels of half precision are others. Rows as long as those of
+            # the run come last, because they cost most: a model may also count along the row.
+            for dtype in dict.fromkeys((torch.float32, self._model.compute_dtype)):
+                for fills_row in (False, True):
+                    if found[0] <= 1:
+                        found = max(found, self._best(layout, dtype, fills_row=fills_row))
+            self.found[layout] = found
+        return self.found[layout][0] <= 1
+
+    def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
+        """Of some draws: rounding may send a token to another expert, but hardly in each. A leak is in every one."""
+        best = self._compare(layout, dtype, 0, fills_row=fills_row)
+        for draw in range(1, _DRAWS):
+            if 1 < best[0] < torch.inf:
+                best = min(best, self._compare(layout, dtype, draw, fills_row=fills_row))
+        return best
+
+    def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
+        """Difference on all ranks relative to what rounding explains, and the error instead.
+
+        `fills_row`: with rows as long as those of the run.
+        """
+        samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
-        budget = self._run.learner.tokens_per_microbatch
-        with _attending_natively(model):
-            alone = _numbers(model, samples, Layout("one_per_row", 1), device=self._device)
-        errors = dict.fromkeys(kinds, "")
-        differences = torch.full((len(kinds),), torch.inf)
-        for index, kind in enumerate(kinds):
-            try:
-                # One row for as many as may be together, so that each sample has neighbours to be disturbed by.
-                layout = Layout(kind, budget, min(total, budget), self._run.learner.sequence_parallel)
-                packed = _numbers(model, samples, layout, device=self._device)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
-                errors[kind] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                continue
-            means = [float((packed[i] - alone[i]).abs().mean()) for i in (torch.from_numpy(s.indices) for s in samples)]
-            differences[index] = np.nan_to_num(max(means), nan=np.inf)
-        # The ranks decide together: rounding differs between processors.
-        worst = self._ranks.max(differences).tolist()
-        return {kind: (worst[index], errors[kind]) for index, kind in enumerate(kinds)}
+        fillers = self._fillers(layout, total, samples[0].num_inputs) if fills_row else []
+        if fills_row and not fillers:
+            return 0.0, ""
+        is_new = [int(sample.group_id) % 2 == 1 for sample in samples]
+        exchanged = [b if new else a for a, b, new in zip(samples, others, is_new, strict=True)]
+        # One row for as many as may be together, so that each sample has neighbors.
+        row_tokens = max(layout.row_tokens, min(total, layout.microbatch_tokens, self.positions))
+        rows = dataclasses.replace(layout, row_tokens=row_tokens)
+        found, error = torch.inf, ""
+        try:
+            with self._natively(dtype):
+                alone = _numbers(self._model, samples, _ALONE, device=self._device)
+            with _computing_in(self._model, dtype):
+                packed, disturbed = (
+                    _numbers(self._model, _numbered([*each, *fillers]), rows, device=self._device)[: len(alone)]
+                    for each in (samples, exchanged)
+                )
+            parts = [sample.indices for sample in samples]
+            kept = [part for part, new in zip(parts, is_new, strict=True) if not new]
+            moved = difference(disturbed, packed, parts=kept, spread_of=alone)
+            found = max(moved, difference(packed, alone, parts=parts))
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as caught:
+            error = first_line(caught)
+        return self._excess(found, samples, dtype), error
+
+    def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
+        with self._natively(dtype):
+            return _excess(found, self._model, samples, ranks=self._ranks, device=self._device)
+
+    @contextmanager
+    def _natively(self, dtype: torch.dtype) -> Iterator[None]:
+        """Attention as transformers computes it, of whole sequences."""
+        model, is_packed = self._model, self.is_packed
+        group, model.group = model.group, ALONE
+        if is_packed:
+            model.backbone.set_attn_implementation("sdpa")
+        try:
+            with _computing_in(model, dtype):
+                yield
+        finally:
+            model.group = group
+            if is_packed:
+                model.backbone.set_attn_implementation(PACKED)
+
+    # --- samples -----------------------------------------------------------------------------------------------------
+    def _samples(self, draw: int) -> list[Sample]:
+        """Groups that share prompts, the longest first; of the run's text in the first draw, then of random tokens."""
+        config = self._model.backbone.config.get_text_config()
+        longest = min(self._run.model.max_length, positions_of(config))
+        # Tokens that some layer sees at most, or beyond which positions are stretched; 0 = no layer is limited.
+        windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
+        rope = getattr(config, "rope_parameters", None) or {}
+        windows.append(rope.get("original_max_position_embeddings") or 0)
+        window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
+        response = max(1, min(_RESPONSE_TOKENS, window // 4))
+        # Every response of the second group lies beyond the window from its prompt's beginning.
+        groups = [(window - response, 2), (min(24, window - response), 3), (1, 1)]
+        random = np.random.default_rng([self._run.seed, self._model.vocab_size, draw])
+        text = [] if draw else list(self._text)
+
+        def take(count: int) -> np.ndarray:
+            own = np.array(text[:count], dtype=np.int64)
+            del text[:count]
+            return np.concatenate([own, random.integers(0, self._model.vocab_size, size=count - len(own))])
+
+        samples = []
+        if longest > window:
+            trained = np.unique(np.linspace(1, longest - 1, _SHORTEST_PROBE).astype(np.int64))
+            samples.append(Sample(take(longest), trained, 0, group_id="0"))
+        for group, (prompt, size) in enumerate(groups, 1):
+            start = take(prompt)
+            for member in range(size):
+                own = take(max(1, response - 5 * member))
+                trained = np.arange(prompt, prompt + len(own))
+                samples.append(Sample(np.concatenate([start, own]), trained, 0, group_id=str(group)))
+        return _numbered([*samples, *self._samples_with_images(random, longest)])
+
+    def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
+        """Two answers about one image, and one about another."""
+        if not self._vision:
+            return []
+        side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
+        grid = (1, side, side)
+        first, count = 2, self._vision.num_tokens(grid)
+        prompt = first + count + 2
+        if prompt + 4 > longest:
+            return []
+        is_image = np.zeros(prompt + 4, dtype=np.bool_)
+        is_image[first : first + count] = True
+        samples, size = [], embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        for group, members in (("4", 2), ("5", 1)):
+            patches = random.standard_normal((side**2, size), dtype=np.float32)
+            start = random.integers(0, self._model.vocab_size, size=prompt)
+            start[is_image[:prompt]] = self._vision.token_id
+            images = SampleImages(
+                ids=[f"{group}-{patches[0, 0]}"],
+                grids=[grid],
+                merge_size=self._vision.merge_size,
+                is_image=is_image,
+                positions=self._vision.positions(prompt + 4, [(first, grid)]),
+                patches=lambda _, patches=patches: patches,
+            )
+            for _ in range(members):
+                own = random.integers(0, self._model.vocab_size, size=4)
+                trained = np.arange(prompt, prompt + 4)
+                samples.append(Sample(np.concatenate([start, own]), trained, 0, group_id=group, images=images))
+        return samples
+
+    def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
+        """Samples as long as the longest that make a row of `total` tokens as long as those of the run."""
+        if layout.kind not in ("shared_rows", "one_row"):
+            return []
+        random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])
+        return [
+            Sample(random.integers(0, self._model.vocab_size, length + 1), trained, 0, group_id=f"filler {index}")
+            for index in range((layout.row_tokens - total) // length)
+        ]
 
 
-def _numbers(model: Probed, samples: list[Sample], layout: Layout, *, device: torch.device) -> Tensor:
+# --- during training -------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def check_rows(
+    model: Probed, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
+) -> None:
+    """Try on three of a step's samples that one depends neither on the others in its row nor on its last token.
+
+    Takes three forward passes of the shortest samples, in the precision of training. Collective: all ranks pass the
+    same samples. Raises DivergenceError.
+    """
+    samples = [sample for sample in samples if len(sample.trained)]
+    if not samples:
+        return
+    chosen = _short_row(samples)
+    vocab_size, subject = model.vocab_size, chosen[-1]
+    beside = [
+        _with_others(each, np.arange(each.trained[0], len(each.token_ids)), vocab_size=vocab_size) for each in chosen
+    ]
+    last = _with_others(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
+    # Rows are as long as the longest sample of a step.
+    rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
+    before = _numbers(model, chosen, rows, device=device)
+    for what, other, part in (
+        ("the samples beside it", [*beside[:-1], subject], subject.indices),
+        ("its last token", [*chosen[:-1], last], _before_last(subject, model)),
+    ):
+        found = difference(_numbers(model, other, rows, device=device), before, parts=[part] if len(part) else [])
+        excess = _excess(found, model, chosen, ranks=ranks, device=device)
+        if excess > 1:
+            raise DivergenceError(
+                f"{type(model.backbone).__name__} must compute a sample whatever {what} is, got a change by "
+                f"{excess:.2g} times what rounding explains in step {step}, with layout {layout.kind}: resume with "
+                "learner.packing=false, or train another model."
+            )
+
+
+def _short_row(samples: Sequence[Sample]) -> list[Sample]:
+    """The shortest sample, after another one of its group and one of another group where there are any."""
+    ordered = sorted(samples, key=lambda sample: sample.num_inputs)
+    subject = ordered[0]
+    sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
+    other = [each for each in ordered if each.group_id != subject.group_id][:1]
+    # Scores are of the last token alone, before which others must not change either.
+    first = min(int(subject.trained[0]), max(1, int(subject.trained[-1]) - 7))
+    trained = np.arange(first, subject.trained[-1] + 1)
+    return _numbered([*other, *sibling, dataclasses.replace(subject, trained=trained)])
+
+
+# --- samples and their numbers ---------------------------------------------------------------------------------------
+def _numbers(model: Probed, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
     """Float32[N, K], in the order of the samples."""
     parts, indices = [], []
     for microbatch in collate(samples, layout=layout):
@@ -134,53 +384,44 @@ def _numbers(model: Probed, samples: list[Sample], layout: Layout, *, device: to
     return torch.cat(parts)[torch.cat(indices).argsort()]
 
 
+def _excess(found: float, model: Probed, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device) -> float:
+    """The largest difference on any rank relative to what rounding explains: the ranks decide together."""
+    worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
+    if LIMIT < worst < torch.inf:
+        expected, parts = _numbers(model, samples, _ALONE, device=device), [sample.indices for sample in samples]
+        with rounded(model.backbone, model.compute_dtype):
+            moved = difference(_numbers(model, samples, _ALONE, device=device), expected, parts=parts)
+        explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
+    return worst / explained
+
+
+def _with_others(sample: Sample, places: np.ndarray, *, vocab_size: int) -> Sample:
+    """The sample with other tokens in these places."""
+    token_ids = sample.token_ids.astype(np.int64)
+    token_ids[places] = (token_ids[places] + 1 + places % 7) % vocab_size
+    return dataclasses.replace(sample, token_ids=token_ids)
+
+
+def _before_last(sample: Sample, model: Probed) -> np.ndarray:
+    """Indices of the numbers of a probe that depend on the last token that is read only in a leak."""
+    # Its own log-probability depends on it, the hidden state that predicts it doesn't.
+    end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
+    return sample.indices[sample.trained < end]
+
+
+def _numbered(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples one after the other in the columns of their numbers."""
+    ends = np.cumsum([len(sample.trained) for sample in samples])
+    return [
+        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
+        for sample, end in zip(samples, ends, strict=True)
+    ]
+
+
 @contextmanager
 def _computing_in(model: Probed, dtype: torch.dtype) -> Iterator[None]:
-    """In float32 a leak cannot hide in rounding, nor rounding look like one."""
     before, model.compute_dtype = model.compute_dtype, dtype
     try:
         yield
     finally:
         model.compute_dtype = before
-
-
-@contextmanager
-def _attending_natively(model: Probed) -> Iterator[None]:
-    """Attention as transformers computes it, of whole sequences."""
-    attention, group = model.backbone.config._attn_implementation, model.group
-    if attention == PACKED:
-        model.backbone.set_attn_implementation("sdpa")
-    model.group = ALONE
-    try:
-        yield
-    finally:
-        model.group = group
-        if attention == PACKED:
-            model.backbone.set_attn_implementation(attention)
-
-
-def _describe(difference: float, error: str) -> str:
-    return f"fails ({error})" if error else f"differs by {difference:.2g}"
-
-
-# --- samples ---------------------------------------------------------------------------------------------------------
-def _probe_samples(run: RunConfig, text: list[int], *, window: int, vocab_size: int) -> list[Sample]:
-    """Three groups that share prompts: one longer than the window where the run allows it, a short and a tiny one."""
-    longest = min(run.model.max_length, max(_SHORTEST_PROBE, window + 2 * _RESPONSE_TOKENS))
-    response = max(1, min(_RESPONSE_TOKENS, longest // 4))
-    # Every response of the first group lies beyond the window from its prompt's beginning.
-    groups = [(longest - response, 2), (min(24, longest - response), 3), (1, 1)]
-    count = sum(prompt + size * response for prompt, size in groups)
-    drawn = np.random.default_rng([run.seed, vocab_size]).integers(0, vocab_size, size=count)
-    token_ids = np.concatenate([np.array(text[:count], dtype=np.int64), drawn[len(text) :]])
-    samples: list[Sample] = []
-    first = 0
-    for group, (prompt, size) in enumerate(groups):
-        start, token_ids = token_ids[:prompt], token_ids[prompt:]
-        for member in range(size):
-            length = max(1, response - 5 * member)
-            own, token_ids = token_ids[:length], token_ids[length:]
-            trained = np.arange(prompt, prompt + length)
-            samples.append(Sample(np.concatenate([start, own]), trained, first, group_id=str(group)))
-            first += length
-    return samples

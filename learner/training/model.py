@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.attention import PACKED, Sight
+from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup, can_pack, check_sequence_parallel
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import (
@@ -47,9 +49,14 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 LONG = 2048
 """Length of sequences from which on masks cost more on CPUs than a call of the kernel for each run of tokens."""
 
-_HEAD_PROBE_TOKENS = 8
-_HEAD_TOLERANCE = 0.01
-"""Largest difference of logits relative to the largest: bfloat16 rounds by 0.004, another function differs by more."""
+_PROBE_TOKENS = 32
+_HEAD_TOLERANCE = 1e-5
+"""Largest difference of float32 logits relative to the largest: 84 epsilon for a dot product in another order."""
+UNLIMITED = 2**31
+"""Positions of a model that names no limit."""
+
+_HEAD_LOGITS = 64.0
+"""Size of the logits on which heads are compared: a soft cap changes small ones by less than rounding does."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 """Kinds of layers, as transformers names them."""
@@ -117,9 +124,22 @@ class Policy(nn.Module):
         """The transformers model, which turns tokens into hidden states."""
         return self.causal_lm
 
+    @property
+    def has_trunk(self) -> bool:
+        """Whether transformers separates the layers from the head."""
+        return self.causal_lm.base_model is not self.causal_lm
+
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Numbers by which two layouts are compared, [N, 1]: log-probabilities of the trained tokens."""
-        return self(microbatch)["logprobs"][:, None]
+        """Numbers by which two layouts are compared: hidden states scaled to about 1, [N, D].
+
+        Log-probabilities, [N, 1], where a model has no trunk. Hidden states show a leak also where a policy is certain
+        of its tokens, or a head is still zero.
+        """
+        if not self.has_trunk:
+            return self(microbatch)["logprobs"][:, None]
+        part = self.group.take(microbatch)
+        self._set_routers(part, None)
+        return self.group.gather({"states": scaled(self._states(part))}, microbatch)["states"]
 
     def forward(
         self,
@@ -171,26 +191,40 @@ class Policy(nn.Module):
         return output.last_hidden_state.flatten(0, 1)[part.sources]
 
     def _logits(self, part: Microbatch) -> Tensor:
-        is_one_row = len(part.token_ids) == 1
-        options = {"logits_to_keep": part.sources if is_one_row else 0}
+        keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
+        options = {"logits_to_keep": part.sources} if keeps_some else {}
         output = forward_pass(self.causal_lm, part, compute_dtype=self.compute_dtype, group=self.group, **options)
         logits = output.logits.flatten(0, 1)
-        return logits if is_one_row else logits[part.sources]
+        return logits if keeps_some else logits[part.sources]
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Leave logits to the model where it does more to its last hidden states than the head. Collective."""
+        """Leave logits to the model unless the head computes them exactly, also large ones. Collective."""
         if not self.head:
             return
-        token_ids = torch.arange(_HEAD_PROBE_TOKENS, device=self.head.weight.device)[None] % self.vocab_size
-        inputs = {"input_ids": token_ids, "use_cache": False}
-        is_mixed = self.compute_dtype != torch.float32
-        with torch.autocast(token_ids.device.type, dtype=self.compute_dtype, enabled=is_mixed):
-            expected = self.causal_lm(**inputs).logits[0].float()
-            states = self.causal_lm.base_model(**inputs).last_hidden_state[0]
-        found = self.head(states, dtype=self.compute_dtype, requested=None)["logits"].compute().float()
-        is_same_shape = found.shape == expected.shape
-        if not is_same_shape or (found - expected).abs().max() > _HEAD_TOLERANCE * expected.abs().max():
+        inputs = {"input_ids": _probe_tokens(self.causal_lm), "use_cache": False}
+        seen: list[Tensor] = []
+
+        def compute(states: Tensor) -> Tensor:
+            return self.head(states, dtype=torch.float32, requested=None)["logits"].compute()
+
+        def enlarge(_: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
+            seen.append(arguments[0])
+            return arguments[0] * scale
+
+        def is_close(found: Tensor, expected: Tensor) -> bool:
+            return bool((found - expected).abs().max() <= _HEAD_TOLERANCE * expected.abs().max())
+
+        try:
+            states = self.causal_lm.base_model(**inputs).last_hidden_state
+            scale = _HEAD_LOGITS / compute(states).abs().max()
+            with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
+                expected = self.causal_lm(**inputs).logits
+            is_same = is_close(seen[0], states) and is_close(compute(states * scale), expected)
+        # More layers than a projection: other widths, or other outputs.
+        except (RuntimeError, AttributeError, IndexError):
+            is_same = False
+        if not is_same:
             self.head = None
 
     @cached_property
@@ -217,11 +251,11 @@ class RewardModel(Policy):
         scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)
         return self.group.gather({"scores": scores}, microbatch) | self._routed(part, prices)
 
-    def probe(self, microbatch: Microbatch) -> Tensor:
-        """Hidden states, scaled to about 1, [N, D]: a new head's scores are too small to tell layouts apart."""
-        states = self._states(self.group.take(microbatch)).float()
-        scaled = states / states.square().mean(-1, keepdim=True).sqrt()
-        return self.group.gather({"states": scaled}, microbatch)["states"]
+
+def scaled(states: Tensor) -> Tensor:
+    """Hidden states divided by their root mean square, float32[N, D]."""
+    states = states.float()
+    return states / states.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def forward_pass(
@@ -290,17 +324,17 @@ def load_policy(
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
     with torch.random.fork_rng(), loading or nullcontext():
-        module, _ = load_module(kind, config, device=device, setting=setting, group=group)
+        module, _ = load_module(
+            kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
+        )
     if config.lora:
         attach_adapter(module, config.lora, base=config.path)
     if config.freeze_vision and takes_images(config.path):
         module.base_model.visual.requires_grad_(False)
-    if gradient_checkpointing:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
-    policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
+    policy = wrap(module, compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
     policy.group = group
-    if not is_reward_model and module.get_output_embeddings() is not None and module.base_model is not module:
+    if not is_reward_model and module.get_output_embeddings() is not None and policy.has_trunk:
         policy.head = OutputHead(module)
         if not is_sharded(module):
             policy.check_head()
@@ -340,11 +374,18 @@ def save_pretrained(
 
 
 def load_module(
-    kind: Any, config: ModelConfig, *, device: torch.device, setting: str, group: SequenceGroup = ALONE
+    kind: Any,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    setting: str,
+    group: SequenceGroup = ALONE,
+    gradient_checkpointing: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model by one of transformers' Auto classes, and the names of its weights that the checkpoint lacks.
 
-    `setting` is where the path stands in the config. Raises ModelError.
+    It computes what the untouched checkpoint computes in evaluation mode. `setting` is where the path stands in the
+    config. Raises ModelError.
     """
     logging.disable_progress_bar()
     try:
@@ -373,16 +414,100 @@ def load_module(
             f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
             f"{first_line}"
         ) from error
-    return module.to(device), sorted(found["missing_keys"])
+    module = module.to(device)
+    _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
+    # A sharded model computes only within an engine.
+    if not is_sharded(module):
+        _check_untouched(module, config, setting=setting)
+    return module, sorted(found["missing_keys"])
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Dropout, or jitter of a router, would make the learner's probabilities differ from the generator's at random."""
+    """Layers that recompute activations are in training mode, in which their dropout would be random."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # GPT-2 says `resid_pdrop`, OPT `layerdrop`.
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
+
+
+def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Evaluation mode, the function that generators sample from: routers draw experts and jitter in training mode."""
+    module.eval()
+    if gradient_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes activations in training mode alone; the parts of these layers stay as they are.
+        for part in module.modules():
+            part.training = getattr(part, "gradient_checkpointing", False)
+
+
+@torch.no_grad()
+def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
+    """Compare with the model that transformers makes of the untouched config and the same weights. Raises ModelError.
+
+    The weights are in memory once.
+    """
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    settings.num_labels = module.config.num_labels
+    attention = module.config._attn_implementation
+    is_packed = attention == PACKED
+    untouched = type(module).from_pretrained(
+        None,
+        config=settings,
+        state_dict=module.state_dict(),
+        dtype=torch.float32,
+        attn_implementation="sdpa" if is_packed else attention,
+    )
+    if is_packed:
+        # The layout is proved with it, or chosen without.
+        module.set_attn_implementation("sdpa")
+    untouched = untouched.to(module.device).eval()
+    got = f"got {config.path!r} ({type(module).__name__})"
+    token_ids, limit = _probe_tokens(module), LIMIT
+
+    def compute(model: PreTrainedModel) -> Tensor:
+        # A classifier has a single score.
+        part = model.base_model if hasattr(model, "score") else model
+        return part(input_ids=token_ids, use_cache=False)[0]
+
+    try:
+        expected = compute(untouched)
+        differs_by = difference(compute(module), expected)
+        if differs_by > limit:
+            with rounded(untouched, torch.float32):
+                limit = max(limit, MARGIN * difference(compute(untouched), expected))
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            f"{setting} must name a causal language model that computes {_PROBE_TOKENS} tokens, {got}, which fails "
+            f"({first_line(error)}): train another model."
+        ) from error
+    if is_packed:
+        module.set_attn_implementation(PACKED)
+    if differs_by > limit:
+        raise ModelError(
+            f"{setting} must name a model that the learner computes as transformers does in evaluation mode, within "
+            f"{limit:.1g} of the spread of its outputs, {got}, which differs by {differs_by:.2g}: train another model."
+        )
+
+
+def _probe_tokens(module: PreTrainedModel) -> Tensor:
+    """Random token ids, int64[1, T], the same in every call."""
+    text = module.config.get_text_config()
+    length = min(_PROBE_TOKENS, positions_of(text))
+    generator = torch.Generator().manual_seed(text.vocab_size)
+    return torch.randint(text.vocab_size, (1, length), generator=generator).to(module.device)
+
+
+def positions_of(config: PreTrainedConfig) -> int:
+    """Longest row that a model with a mask or positions of fixed size computes; unlimited where it names none."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # XLNet says -1, where it has no limit.
+    return found if found and found > 0 else UNLIMITED
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error, for a sentence."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def choose_attention(

@@ -8,6 +8,7 @@ changes no gradient.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
@@ -35,6 +36,7 @@ from slipstream.learner.publishing.staging import canary_logprobs, canary_token_
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.routers import aux_loss_coefficient
@@ -111,6 +113,7 @@ class Trainer:
         with self.account.phase("batch"):
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
             updates = [self.collate(samples) for samples in built.updates]
+        self.check_rows([sample for samples in built.updates for sample in samples], step=step)
         batch = self._recompute(built.batch.to(self.engine.device), [m for update in updates for m in update])
         batch = self.objective.prepare(batch)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
@@ -288,6 +291,19 @@ class Trainer:
         rank, num_ranks = self._ranks.share
         microbatches = collate(samples, layout=self._layout, rank=rank, num_ranks=num_ranks)
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
+
+    def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
+        """Check now and then that policy and critic still compute these samples independently. Raises DivergenceError.
+
+        A leak grows with the weights that carry it, and may have been too small to see at the start.
+        """
+        if step % CHECK_EVERY_STEPS != 1:
+            return
+        device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
+        # Without graphs of their own for these few samples.
+        with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
+            for model in models:
+                check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""

@@ -6,7 +6,7 @@ from tests.unit.learner.builders import make_groups, make_policy, make_response,
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
 NARROW_ROWS = Layout("shared_rows", microbatch_tokens=40, row_tokens=20)
-ONE_ROW = Layout("one_row", microbatch_tokens=4096)
+ONE_ROW = Layout("one_row", 4096, 4096)
 ONE_PER_ROW = Layout("one_per_row", microbatch_tokens=64)
 LAYOUTS = [ROWS, NARROW_ROWS, ONE_ROW, ONE_PER_ROW]
 

@@ -10,19 +10,21 @@ import torch
 from slipstream.buffer.trajectory import Media
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.collate import Layout, MicrobatchBuilder, collate
 from slipstream.learner.batching.images import PromptImages
+from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.errors import BatchError
+from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.runtime.images import VisionModel, image_id
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
-from tests.unit.learner.builders import make_response
+from tests.unit.learner.builders import CPU, make_alone, make_response, make_run
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
 LAYOUTS = [
     ROWS,
     Layout("shared_rows", microbatch_tokens=80, row_tokens=40),
-    Layout("one_row", microbatch_tokens=4096),
+    Layout("one_row", 4096, 4096),
     Layout("one_per_row", microbatch_tokens=64),
 ]
 PICTURES = [make_picture(24, 8), make_picture(16, 16, seed=1), make_picture(32, 8, seed=2)]
@@ -107,6 +109,21 @@ def test_packing_changes_no_log_probability(policy: Policy, folder: Path, layout
     groups = make_groups(folder)
     expected = torch.cat([alone(policy, folder, member) for group in groups for member in group])
     assert torch.allclose(packed(policy, samples_of(folder, groups), layout), expected, atol=1e-5)
+
+
+def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, build = make_run(folder), MicrobatchBuilder.build
+
+    def choose() -> str:
+        return LayoutChooser(run, load_policy(run.model, device=CPU), ranks=make_alone(), device=CPU).choose().kind
+
+    def build_in_wrong_order(self: MicrobatchBuilder, **options: bool) -> Microbatch:
+        self._images.reverse()
+        return build(self, **options)
+
+    assert choose() == "shared_rows"
+    monkeypatch.setattr(MicrobatchBuilder, "build", build_in_wrong_order)
+    assert choose() == "one_at_a_time"
 
 
 def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:

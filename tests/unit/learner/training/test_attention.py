@@ -115,7 +115,7 @@ LAYOUTS = [
     Layout("shared_rows", 4096, 4096),
     Layout("shared_rows", 64, 32),
     Layout("shared_rows", 4096, 20, num_slices=4),
-    Layout("one_row", 4096),
+    Layout("one_row", 4096, 4096),
     Layout("one_per_row", 64),
 ]
 

@@ -8,7 +8,9 @@ from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import ModelError
+from slipstream.learner.training import model
 from slipstream.learner.training.model import load_policy, save_pretrained
+from tests.families import make_family
 from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model, make_policy, make_sample
 
 
@@ -46,6 +48,29 @@ def test_weights_are_float32_and_dropout_is_off(tmp_path):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert policy.causal_lm.config.attention_dropout == 0.0
     assert policy.training
+
+
+@pytest.mark.parametrize("name", ["phimoe", "falcon", "mixtral"])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, is_recomputed):
+    path = make_family(tmp_path, name)
+    settings = json.loads((path / "config.json").read_text())
+    noise = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "router_jitter_noise": 0.1, "input_jitter_noise": 0.1}
+    (path / "config.json").write_text(json.dumps(settings | noise))
+    untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    policy = load_policy(ModelConfig(path=str(path)), device=CPU, gradient_checkpointing=is_recomputed)
+    inputs = {"input_ids": torch.arange(2, 40)[None], "use_cache": False}
+    assert policy.causal_lm(**inputs).logits.equal(untouched(**inputs).logits)
+
+
+def test_a_change_of_the_models_function_is_refused_by_name(tmp_path, monkeypatch):
+    path = make_family(tmp_path, "phimoe", spread=0.02)
+    # The threshold of this router is no noise.
+    monkeypatch.setattr(model, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0))
+    with pytest.raises(
+        ModelError, match=r"model\.path must .* as transformers does .*\(PhimoeForCausalLM\), which diff"
+    ):
+        load(path)
 
 
 def test_what_is_saved_is_what_transformers_loads(tmp_path):
@@ -102,6 +127,9 @@ def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_p
 
 
 # --- the head --------------------------------------------------------------------------------------------------------
+RECURRENT = {"initializer_range": 0.02, "lru_width": 32, "attention_window_size": 16, "head_dim": 16}
+
+
 def families():
     small = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
@@ -111,6 +139,8 @@ def families():
         "bias": ("phi", small, True),
         "soft cap": ("gemma2", small | {"final_logit_softcapping": 1.0, "head_dim": 16}, True),
         "scaled logits": ("cohere", small | {"logit_scale": 0.25}, False),
+        "another soft cap": ("recurrent_gemma", small | RECURRENT, False),
+        "large soft cap": ("xlstm", small | {"num_heads": 2, "num_blocks": 2, "chunk_size": 8}, False),
     }
 
 

@@ -35,7 +35,7 @@ from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples
 LAYOUTS = [
     Layout("shared_rows", 8192, 64),
     Layout("shared_rows", 40, 32),
-    Layout("one_row", 30),
+    Layout("one_row", 30, 30),
     Layout("one_per_row", 1),
 ]
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "deepseek_v2", "glm4_moe", "deepseek_v3")
