@@ -10,6 +10,7 @@ from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.critic import ValueModel, load_value_model, save_value_model
 from tests.tiny_model import make_tiny_module
+from tests.tolerance import gradient_terms, is_rounding
 from tests.unit.learner.builders import CPU, make_groups, make_model, make_response, make_samples
 
 LAYOUTS = [Layout("shared_rows", 8192), Layout("shared_rows", 64), Layout("shared_rows", 48, row_tokens=32)]
@@ -48,7 +49,8 @@ def values_alone(model, trajectory):
 def test_values_of_packed_sequences_are_those_of_each_alone(layout):
     model, trajectories = make_value_model(), [m for group in make_groups(num_groups=3) for m in group]
     expected = torch.cat([values_alone(model, trajectory) for trajectory in trajectories])
-    assert torch.allclose(values_packed(model, trajectories, layout), expected, rtol=1e-5, atol=1e-5)
+    found = values_packed(model, trajectories, layout)
+    assert is_rounding([found], [expected], terms=gradient_terms(model, num_tokens=0))
     assert float(expected.std()) > 0.1
 
 
