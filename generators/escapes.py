@@ -128,7 +128,7 @@ def _find_device(_: Surroundings) -> bool:
 
 
 def _read_environment(around: Surroundings) -> bool:
-    """Of every process in sight, the first of the namespace among them."""
+    """Read it from every visible process, including the first one of the namespace."""
     names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
     return bool(names - {"", *around["variables"]})
 
@@ -146,7 +146,7 @@ def _read(path: str) -> bytes:
 
 
 def _use_inherited_descriptor(_: Surroundings) -> bool:
-    """Of every process in sight: what leads out, such as the file in which bubblewrap reports the end."""
+    """Try every visible process: a descriptor may lead out, such as the file where bubblewrap reports the exit."""
     for folder in _each_process("fd"):
         try:
             paths = [os.path.join(folder, name) for name in os.listdir(folder) if int(name) > 2]

@@ -42,6 +42,8 @@ class Mutant(NamedTuple):
     """Test files that must catch it, the likeliest first."""
     unseen: str = ""
     """Reason why chaos cannot see it; empty if it must."""
+    needs_slow_tests: bool = False
+    """Whether only tests marked slow can catch it."""
 
 
 class Verdict(NamedTuple):
@@ -64,16 +66,18 @@ class Copy:
         self._folder = folder / "tree"
         shutil.copytree(ROOT, self._folder, symlinks=True, ignore=_not_copied)
 
-    def check_untouched(self, tests: list[str]) -> None:
-        """Run the tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
-        verdict = self._run(tests, timeout_s=_UNTOUCHED_TIMEOUT_S)
-        if verdict.is_caught:
-            raise MutantError(f"the tests must pass without a mutant, got a failure: {verdict.by}.")
+    def check_untouched(self, mutants: list[Mutant]) -> None:
+        """Run their tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
+        for slow in (False, True):
+            tests = sorted({test for mutant in mutants if mutant.needs_slow_tests is slow for test in mutant.tests})
+            verdict = self._run(tests, slow=slow, timeout_s=_UNTOUCHED_TIMEOUT_S) if tests else None
+            if verdict and verdict.is_caught:
+                raise MutantError(f"the tests must pass without a mutant, got a failure: {verdict.by}.")
 
     def try_out(self, mutant: Mutant) -> Verdict:
         """Apply the mutant, run its tests up to the first failure, and take it back. Raises MutantError."""
         with self._applied(mutant):
-            return self._run(list(mutant.tests), timeout_s=_TIMEOUT_S)
+            return self._run(list(mutant.tests), slow=mutant.needs_slow_tests, timeout_s=_TIMEOUT_S)
 
     def check_untouched_by_chaos(self) -> None:
         """Run chaos without a mutant. Raises MutantError."""
@@ -112,8 +116,9 @@ class Copy:
                 return Verdict(True, f"seed {seed}: {why[:_MAX_WHY]}", time.monotonic() - started_at)
         return Verdict(False, "", time.monotonic() - started_at)
 
-    def _run(self, tests: list[str], *, timeout_s: float) -> Verdict:
-        arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]
+    def _run(self, tests: list[str], *, slow: bool, timeout_s: float) -> Verdict:
+        marks = "not long" if slow else "not slow and not long"
+        arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
         started_at = time.monotonic()
         try:
             done = self._python(arguments, timeout_s=timeout_s)
@@ -149,7 +154,15 @@ def read_mutants(kind: str) -> list[Mutant]:
     """Every mutant of a table."""
     table = tomllib.loads((Path(__file__).parent / f"{kind}.toml").read_text(encoding="utf-8"))
     return [
-        Mutant(name, planted["file"], old, new, tuple(planted["tests"]), table.get("unseen_by_chaos", {}).get(name, ""))
+        Mutant(
+            name,
+            planted["file"],
+            old,
+            new,
+            tuple(planted["tests"]),
+            unseen=table.get("unseen_by_chaos", {}).get(name, ""),
+            needs_slow_tests=planted.get("slow", False),
+        )
         for planted in table["planted"]
         for name, (old, new) in planted["mutants"].items()
     ]
