@@ -208,15 +208,7 @@ def _can_disable_user_namespaces() -> bool:
 
 
 # --- system calls ----------------------------------------------------------------------------------------------------
-_REFUSED = """
-    shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl mq_open mq_unlink
-    memfd_create memfd_secret ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp add_key
-    request_key keyctl bpf userfaultfd perf_event_open io_uring_setup io_uring_enter io_uring_register unshare setns
-    mount umount2 pivot_root chroot fsopen fsconfig fsmount fspick open_tree move_mount mount_setattr
-    open_by_handle_at name_to_handle_at fanotify_init kexec_load kexec_file_load init_module finit_module
-    delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
-    clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
-""".split()
+_REFUSED = ["shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "memfd_create", "memfd_secret", "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp", "add_key", "request_key", "keyctl", "bpf", "userfaultfd", "perf_event_open", "io_uring_setup", "io_uring_enter", "io_uring_register", "unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "fsopen", "fsconfig", "fsmount", "fspick", "open_tree", "move_mount", "mount_setattr", "open_by_handle_at", "name_to_handle_at", "fanotify_init", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "swapon", "swapoff", "reboot", "acct", "quotactl", "syslog", "iopl", "ioperm", "personality", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "lookup_dcookie", "nfsservctl", "vhangup", "uselib", "modify_ldt"]
 """System calls that no program needs which computes: they hide memory from the limits, or reach into the kernel."""
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags of `clone` that make namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
