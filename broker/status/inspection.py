@@ -20,7 +20,7 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Name
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.model_files import ModelFingerprint
-from slipstream.runtime.run_folder import versions
+from slipstream.runtime.process import versions
 
 MAX_BYTES = 256 * 1024
 """Bytes of one answer: like a chunk of weights, few enough that other peers are served in between."""

@@ -13,7 +13,7 @@ from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
-from slipstream.runtime.run_folder import is_locked
+from slipstream.runtime.run_folder import is_held
 
 # --- images of prompts -----------------------------------------------------------------------------------------------
 IMAGES = "images"
@@ -168,7 +168,7 @@ class Archive:
 
 
 def _unfinished(folder: Path, manifest: Manifest) -> str:
-    if not (manifest.unnamed or manifest.is_cut) or is_locked(folder / LOCK):
+    if not (manifest.unnamed or manifest.is_cut) or is_held(folder, LOCK):
         return ""
     lacking = next(iter(manifest.unnamed), "the end of its last line")
     return (

@@ -66,7 +66,7 @@ class Manifest(NamedTuple):
     shards: list[ShardEntry]
     """In order."""
     ledger: ShardEntry | None
-    """What the ledger begins with; None before the first step, and in archives of earlier versions."""
+    """The recorded beginning of the ledger; None before the first step, and in archives of earlier versions."""
     content: bytes
     """Its whole lines."""
     unnamed: set[str]

@@ -36,7 +36,7 @@ class ArchiveSource:
         """Open the archive in `folder`. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
         self.note = " ".join(filter(None, (note, self.archive.note)))
-        """What cannot be read: the run's store, if that was asked for, or the end of the manifest; else empty."""
+        """Reason why the run's store, if that was asked for, or the end of the manifest is not read; else empty."""
         self._versions: dict[int, int] = {}
         self._ledger_bytes = -1
         self.num_unreadable = 0

@@ -19,7 +19,7 @@ from slipstream.diagnose.checks import Finding
 from slipstream.diagnose.install import installed_packages
 from slipstream.diagnose.last_run import log_tail, read_events, read_or_nothing
 from slipstream.diagnose.secrets import known_secrets, mask, without_secrets
-from slipstream.runtime.run_folder import versions
+from slipstream.runtime.process import versions
 
 _ENDING = ".tar.gz"
 _LINES, _LOG_BYTES = 300, 2**22

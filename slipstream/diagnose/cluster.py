@@ -34,7 +34,7 @@ from slipstream.diagnose.checks import (
     check_versions,
 )
 from slipstream.runtime.console import add_row, make_console, make_table
-from slipstream.runtime.run_folder import versions
+from slipstream.runtime.process import versions
 
 _FAILED = 1
 """Exit code when a check has failed."""

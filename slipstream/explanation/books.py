@@ -47,7 +47,7 @@ class Books:
         self._store = store
         self._archive = archive
         self.damage = archive.note if archive else ""
-        """What the archive lacks by damage, or after a crash; empty if it is whole."""
+        """Sentence on a part of the archive that is missing, by damage or after a crash; empty if it is whole."""
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:

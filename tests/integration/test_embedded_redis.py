@@ -189,11 +189,10 @@ def test_half_a_transaction_at_the_end_of_the_log_is_never_executed_however_ofte
     assert not [*folder.glob("*.load")]
 
 
-def test_a_server_that_dies_while_it_loads_a_log_that_was_cut_is_noticed_at_once(folder):
-    folder.mkdir()
-    # Long enough to answer that it loads, before it meets the end. Whoever waits for that server waits for ever.
-    (folder / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n" * 200_000 + b"*3\r\n")
-    with running(EmbeddedRedis(folder)) as server:
+def test_a_server_starts_on_damaged_files_though_it_dies_while_it_loads_a_log_that_was_cut(tmp_path):
+    (tmp_path / "redis.socket-path").write_bytes(b"/tmp/\xff")
+    (tmp_path / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n" * 200_000 + b"*3\r\n")
+    with running(EmbeddedRedis(tmp_path)) as server:
         assert connect(server.url).get("a") == b"1"
 
 
@@ -257,11 +256,8 @@ def test_the_short_folder_of_somebody_else_is_refused(tmp_path):
         socket.parent.unlink()
 
 
-def test_a_directory_with_odd_characters_and_a_damaged_socket_path_is_fine(tmp_path):
-    folder = tmp_path / "a b%20c?d'e"
-    folder.mkdir()
-    (folder / "redis.socket-path").write_bytes(b"/tmp/\xff")
-    with running(EmbeddedRedis(folder)) as server:
+def test_a_directory_with_odd_characters_is_fine(tmp_path):
+    with running(EmbeddedRedis(tmp_path / "a b%20c?d'e")) as server:
         assert opened(server).counts().accepted == 0
 
 
@@ -284,9 +280,7 @@ def test_an_absent_store_is_named_with_a_remedy(url):
 
 
 def test_an_invalid_address_is_refused():
-    with pytest.raises(
-        StoreUnavailableError, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"
-    ):
+    with pytest.raises(StoreUnavailableError, match=r"must be a redis://, rediss:// or unix:// .*, got 'localhost'"):
         open_run_store("localhost", "run", timeout_s=0)
 
 

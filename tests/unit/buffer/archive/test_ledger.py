@@ -47,7 +47,7 @@ def test_what_a_crash_between_ledger_and_manifest_leaves_is_read_and_recorded_at
     ledger.write_bytes(ledger.read_bytes()[: -cut or None])
     known = [1] if cut else [1, 2]
     assert [entry.step for entry in Archive(tmp_path).steps()] == known
-    write(tmp_path)
+    LedgerWriter(tmp_path, ManifestWriter(tmp_path))
     ledger.write_bytes(ledger.read_bytes().splitlines(keepends=True)[0])
     if not cut:
         with pytest.raises(ArchiveError, match=r"must begin with .* \(2 steps, up to step 2\), got .* with 1 whole"):

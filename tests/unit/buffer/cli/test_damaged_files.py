@@ -16,7 +16,7 @@ from tests.recorded_run import record_run
 from tests.unit.buffer.archive.test_ledger import make_step
 
 OFFSET = 450
-"""Of a byte of the token ids, without which a shard can still be read."""
+"""A byte of the token ids: a shard with another one can still be read."""
 
 
 def halve(data: bytes) -> bytes:
