@@ -44,7 +44,8 @@ from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
-from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
+from slipstream.learner.training.load import is_sharded
+from slipstream.learner.training.model import load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.runtime.model_files import weight_files

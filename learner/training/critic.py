@@ -27,7 +27,8 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
+from slipstream.learner.training.load import load_module
+from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, scaled
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 

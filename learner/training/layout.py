@@ -16,36 +16,36 @@ from contextlib import contextmanager
 import numpy as np
 import structlog
 import torch
-from torch import Tensor
 
 from slipstream.configs.run import RunConfig
-from slipstream.learner.batching.collate import Layout, LayoutKind, collate
+from slipstream.learner.batching.collate import Layout, LayoutKind
 from slipstream.learner.batching.microbatch import Sample, SampleImages
-from slipstream.learner.errors import DivergenceError, ModelError
+from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED
-from slipstream.learner.training.critic import ValueModel
-from slipstream.learner.training.model import UNLIMITED, Policy, first_line, positions_of
-from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
+from slipstream.learner.training.load import UNLIMITED, first_line, positions_of
+from slipstream.learner.training.model import Policy
+from slipstream.learner.training.rounding import difference
+from slipstream.learner.training.row_check import (
+    ALONE_LAYOUT,
+    Probed,
+    before_last,
+    excess_of,
+    numbered,
+    numbers,
+    with_others,
+)
 from slipstream.learner.training.sequence_parallel import ALONE
 from slipstream.runtime.images import VisionModel, takes_images
-
-CHECK_EVERY_STEPS = 20
-"""Steps between two checks of rows during training."""
 
 _SHORTEST_PROBE = 64
 _RESPONSE_TOKENS = 16
 _MIN_ROW_TOKENS = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _DRAWS = 3
-_ALONE = Layout("one_at_a_time", 1)
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 log = structlog.get_logger(__name__)
-
-
-Probed = Policy | ValueModel
-"""A model that reads microbatches."""
 
 
 class LayoutChooser:
@@ -108,7 +108,7 @@ class LayoutChooser:
 
 
 class _Proof:
-    """What one model computes of the same samples in several layouts. Every method is collective."""
+    """Comparison of one model's numbers of the same samples in several layouts. Every method is collective."""
 
     def __init__(
         self,
@@ -149,17 +149,17 @@ class _Proof:
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
         """Raise ModelError unless the tokens of a sample predict the same whatever its last one is."""
-        samples = _numbered([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
+        samples = numbered([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
         if not samples:
             return
         changed = [
-            _with_others(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size) for sample in samples
+            with_others(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size) for sample in samples
         ]
         got = f"got {path!r} ({self.name})"
         try:
             with self._natively(torch.float32):
                 before, after = (
-                    _numbers(self._model, each, _ALONE, device=self._device) for each in (samples, changed)
+                    numbers(self._model, each, ALONE_LAYOUT, device=self._device) for each in (samples, changed)
                 )
         except torch.OutOfMemoryError:
             raise
@@ -168,7 +168,7 @@ class _Proof:
                 f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
                 f"({first_line(error)}): train another model, or lower model.max_length."
             ) from error
-        parts = [_before_last(sample, self._model) for sample in samples]
+        parts = [before_last(sample, self._model) for sample in samples]
         excess = self._excess(difference(after, before, parts=parts), samples, torch.float32)
         if excess > 1:
             raise ModelError(
@@ -191,7 +191,7 @@ class _Proof:
         return self.found[layout][0] <= 1
 
     def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
-        """Of some draws: rounding may send a token to another expert, but hardly in each. A leak is in every one."""
+        """Smallest difference of a few draws: rounding may change an expert in one of them, a leak is in each."""
         best = self._compare(layout, dtype, 0, fills_row=fills_row)
         for draw in range(1, _DRAWS):
             if 1 < best[0] < torch.inf:
@@ -216,10 +216,10 @@ class _Proof:
         found, error = torch.inf, ""
         try:
             with self._natively(dtype):
-                alone = _numbers(self._model, samples, _ALONE, device=self._device)
+                alone = numbers(self._model, samples, ALONE_LAYOUT, device=self._device)
             with _computing_in(self._model, dtype):
                 packed, disturbed = (
-                    _numbers(self._model, _numbered([*each, *fillers]), rows, device=self._device)[: len(alone)]
+                    numbers(self._model, numbered([*each, *fillers]), rows, device=self._device)[: len(alone)]
                     for each in (samples, exchanged)
                 )
             parts = [sample.indices for sample in samples]
@@ -234,7 +234,7 @@ class _Proof:
 
     def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
         with self._natively(dtype):
-            return _excess(found, self._model, samples, ranks=self._ranks, device=self._device)
+            return excess_of(found, self._model, samples, ranks=self._ranks, device=self._device)
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
@@ -282,7 +282,7 @@ class _Proof:
                 own = take(max(1, response - 5 * member))
                 trained = np.arange(prompt, prompt + len(own))
                 samples.append(Sample(np.concatenate([start, own]), trained, 0, group_id=str(group)))
-        return _numbered([*samples, *self._samples_with_images(random, longest)])
+        return numbered([*samples, *self._samples_with_images(random, longest)])
 
     def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
         """Two answers about one image, and one about another."""
@@ -324,98 +324,6 @@ class _Proof:
             Sample(random.integers(0, self._model.vocab_size, length + 1), trained, 0, group_id=f"filler {index}")
             for index in range((layout.row_tokens - total) // length)
         ]
-
-
-# --- during training -------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def check_rows(
-    model: Probed, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
-) -> None:
-    """Try on three of a step's samples that one depends neither on the others in its row nor on its last token.
-
-    Takes three forward passes of the shortest samples, in the precision of training. Collective: all ranks pass the
-    same samples. Raises DivergenceError.
-    """
-    samples = [sample for sample in samples if len(sample.trained)]
-    if not samples:
-        return
-    chosen = _short_row(samples)
-    vocab_size, subject = model.vocab_size, chosen[-1]
-    beside = [
-        _with_others(each, np.arange(each.trained[0], len(each.token_ids)), vocab_size=vocab_size) for each in chosen
-    ]
-    last = _with_others(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
-    # Rows are as long as the longest sample of a step.
-    rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
-    before = _numbers(model, chosen, rows, device=device)
-    for what, other, part in (
-        ("the samples beside it", [*beside[:-1], subject], subject.indices),
-        ("its last token", [*chosen[:-1], last], _before_last(subject, model)),
-    ):
-        found = difference(_numbers(model, other, rows, device=device), before, parts=[part] if len(part) else [])
-        excess = _excess(found, model, chosen, ranks=ranks, device=device)
-        if excess > 1:
-            raise DivergenceError(
-                f"{type(model.backbone).__name__} must compute a sample whatever {what} is, got a change by "
-                f"{excess:.2g} times what rounding explains in step {step}, with layout {layout.kind}: resume with "
-                "learner.packing=false, or train another model."
-            )
-
-
-def _short_row(samples: Sequence[Sample]) -> list[Sample]:
-    """The shortest sample, after another one of its group and one of another group where there are any."""
-    ordered = sorted(samples, key=lambda sample: sample.num_inputs)
-    subject = ordered[0]
-    sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
-    other = [each for each in ordered if each.group_id != subject.group_id][:1]
-    # Scores are of the last token alone, before which others must not change either.
-    first = min(int(subject.trained[0]), max(1, int(subject.trained[-1]) - 7))
-    trained = np.arange(first, subject.trained[-1] + 1)
-    return _numbered([*other, *sibling, dataclasses.replace(subject, trained=trained)])
-
-
-# --- samples and their numbers ---------------------------------------------------------------------------------------
-def _numbers(model: Probed, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
-    """Float32[N, K], in the order of the samples."""
-    parts, indices = [], []
-    for microbatch in collate(samples, layout=layout):
-        parts.append(model.probe(microbatch.to(device)).float().cpu())
-        indices.append(microbatch.indices)
-    return torch.cat(parts)[torch.cat(indices).argsort()]
-
-
-def _excess(found: float, model: Probed, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device) -> float:
-    """The largest difference on any rank relative to what rounding explains: the ranks decide together."""
-    worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
-    if LIMIT < worst < torch.inf:
-        expected, parts = _numbers(model, samples, _ALONE, device=device), [sample.indices for sample in samples]
-        with rounded(model.backbone, model.compute_dtype):
-            moved = difference(_numbers(model, samples, _ALONE, device=device), expected, parts=parts)
-        explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
-    return worst / explained
-
-
-def _with_others(sample: Sample, places: np.ndarray, *, vocab_size: int) -> Sample:
-    """The sample with other tokens in these places."""
-    token_ids = sample.token_ids.astype(np.int64)
-    token_ids[places] = (token_ids[places] + 1 + places % 7) % vocab_size
-    return dataclasses.replace(sample, token_ids=token_ids)
-
-
-def _before_last(sample: Sample, model: Probed) -> np.ndarray:
-    """Indices of the numbers of a probe that depend on the last token that is read only in a leak."""
-    # Its own log-probability depends on it, the hidden state that predicts it doesn't.
-    end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
-    return sample.indices[sample.trained < end]
-
-
-def _numbered(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples one after the other in the columns of their numbers."""
-    ends = np.cumsum([len(sample.trained) for sample in samples])
-    return [
-        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
-        for sample, end in zip(samples, ends, strict=True)
-    ]
 
 
 @contextmanager

@@ -36,8 +36,8 @@ from slipstream.learner.publishing.staging import canary_logprobs, canary_token_
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.frozen_models import FrozenModels
-from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.model import Policy
+from slipstream.learner.training.row_check import CHECK_EVERY_STEPS, check_rows
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.routers import aux_loss_coefficient
 from slipstream.runtime.time_account import TimeAccount

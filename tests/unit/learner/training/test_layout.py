@@ -13,11 +13,13 @@ from slipstream.configs.algorithm_terms import DistillationConfig
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.training import layout as layout_module
 from slipstream.learner.training import model as model_module
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.row_check import check_rows
 from tests.families import FAMILIES, make_family
 from tests.unit.learner.builders import (
     CPU,
@@ -245,11 +247,19 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
     model = (trainer.critic if is_critic else trainer).engine.model
     leak(model.backbone.base_model.layers[-1], places=places)
     trainer.step(groups, learner_version=0, step=20)
-    must = (
-        rf"{type(model.backbone).__name__} must compute a sample whatever {what} is.*in step 21.*learner.packing=false"
-    )
+    must = rf"{type(model.backbone).__name__} must compute a sample independently of {what}, .*in step 21.*learner.packing=false"
     with pytest.raises(DivergenceError, match=must):
         trainer.step(groups, learner_version=0, step=21)
+
+
+def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp_path):
+    policy = load_policy(ModelConfig(path=str(make_model(tmp_path))), device=CPU, is_reward_model=True)
+    samples = [Sample(np.arange(2, 8), np.array([5]), index, group_id=str(index)) for index in range(2)]
+    settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "device": CPU, "step": 1}
+    check_rows(policy, samples, **settings)
+    leak(policy.backbone.base_model.layers[-1], places=1)
+    with pytest.raises(DivergenceError, match="independently of the samples beside it"):
+        check_rows(policy, samples, **settings)
 
 
 @pytest.mark.parametrize("name", ["mistral", "mamba2"])
