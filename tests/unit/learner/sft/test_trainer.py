@@ -155,6 +155,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         sft.step(make_demonstrations(), step=3)
 
 
+def test_demonstrations_that_leak_into_each_other_stop_the_run(tmp_path):
+    sft, trainer = make_sft_trainer(tmp_path)
+    sft.step(make_demonstrations(), step=1)
+    layer = trainer.engine.model.causal_lm.model.layers[-1]
+    layer.register_forward_hook(lambda *parts: parts[2] + 1e-3 * parts[2].mean(dim=1, keepdim=True))
+    with pytest.raises(DivergenceError, match="independently of the samples beside it"):
+        sft.step(make_demonstrations(), step=21)
+
+
 def test_samples_stand_one_after_the_other_and_share_no_prompt():
     demonstrations = make_demonstrations(5)
     samples = to_samples(demonstrations)

@@ -247,7 +247,8 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
     model = (trainer.critic if is_critic else trainer).engine.model
     leak(model.backbone.base_model.layers[-1], places=places)
     trainer.step(groups, learner_version=0, step=20)
-    must = rf"{type(model.backbone).__name__} must compute a sample independently of {what}, .*in step 21.*learner.packing=false"
+    name = type(model.backbone).__name__
+    must = rf"{name} must compute a sample independently of {what}, .*in step 21.*learner.packing=false"
     with pytest.raises(DivergenceError, match=must):
         trainer.step(groups, learner_version=0, step=21)
 
