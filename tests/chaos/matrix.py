@@ -66,7 +66,7 @@ class Result(Record):
 
     name: str
     outcome: str = ""
-    """What the run did: it went on, or it ended with a sentence and was resumed; or why the row was skipped."""
+    """Outcome: the run continued, or it ended with a sentence and was resumed; or why the row was skipped."""
     loss: Loss = Loss()
     left: list[str] = []
     """Processes, sockets and files left behind."""
