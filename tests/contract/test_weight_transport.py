@@ -289,9 +289,10 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> 
         group.sender.open_epoch(first + count, num_members=0, timeout_s=1.0)
         return process.num_fds(), process.num_threads()
 
-    # Threads of earlier tests may end meanwhile.
-    before, after = rounds(1, 5), rounds(10, 100)
-    assert [now <= then for now, then in zip(after, before, strict=True)] == [True, True]
+    before = rounds(1, 5)
+    rounds(10, 100)
+    # The thread that closes a connection may outlive it by a moment.
+    assert eventually(lambda: process.num_fds() <= before[0] and process.num_threads() <= before[1])
 
 
 def test_members_on_one_machine_open_no_port_and_their_files_are_gone_afterwards(tmp_path: Path) -> None:
