@@ -22,6 +22,7 @@ from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
 Named = list[tuple[str, Tensor]]
+from tests.contract.test_channels import eventually
 
 
 class Group:
