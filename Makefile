@@ -34,10 +34,10 @@ check: $(INSTALLED) ## format, lint, types, imports, spelling, and the fast test
 	$(PYTEST) -q -n auto --maxprocesses=8 $(BY_FILE) -m "not slow and not long" tests/unit tests/contract tests/shape
 
 docs: $(INSTALLED) ## update the generated parts of docs/
-	$(python) -m slipstream.scripts.write_docs
+	$(python) -m docs.tools.write_docs
 
 site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
-	@$(python) -m slipstream.scripts.site
+	@$(python) -m docs.tools.site
 
 test: $(INSTALLED) ## the fast tests and the most valuable slow ones, 8 minutes on 2 cores; ARGS="tests/unit -k cli" selects
 	$(PYTEST) $(if $(ARGS),-m "not long" $(ARGS),-q -n auto --maxprocesses=8 $(BY_FILE) -m "not long and (core or not slow)")

@@ -32,7 +32,6 @@ from rich.console import Console
 from benchmarks.harness import make_parser, make_table, write_result
 from benchmarks.ingest.paths import ANY_LEASE, make_trajectory
 from benchmarks.ingest.served_run import GROUP_SIZE, SOCKETS, TOKEN, ServedRun
-from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import (
     NO_EPOCH,
     Ack,
@@ -54,9 +53,10 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.transport import zmq_channels
-from slipstream.broker.transport.route import preferred
+from slipstream.broker.transport.client import preferred
 from slipstream.buffer.codec import decode, encode, pack
 from slipstream.buffer.trajectory import make_trajectory_id
+from slipstream.runtime.credentials import derive_keys
 
 _LEARNER = "learner"
 _JOIN_S, _BURST_S = 60.0, 60.0

@@ -9,8 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.prompts.dataset import read_heldout, read_train
+from slipstream.broker.dataset import read_heldout, read_train
 from slipstream.broker.router import Router
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
@@ -18,6 +17,7 @@ from slipstream.buffer.redis.run_store import open_own_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.credentials import derive_keys, make_token
 from slipstream.runtime.run_folder import RunFolder
 
 JOIN_TIMEOUT_S = 120.0

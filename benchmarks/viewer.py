@@ -25,12 +25,12 @@ from tokenizers.models import BPE
 
 from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
-from slipstream.buffer.archive.manifest import MANIFEST, ManifestWriter, ShardEntry, next_shard
+from slipstream.buffer.archive.index import MANIFEST, ManifestWriter, ShardEntry, next_shard
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
-from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
-from slipstream.viewer.list_screen import ViewerApp
-from slipstream.viewer.screens import SortScreen
+from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
+from slipstream.observe.viewer.list_screen import ViewerApp
+from slipstream.observe.viewer.screens import SortScreen
 
 _GROUP_SIZE = 8
 _SHARD_ROWS = 65536

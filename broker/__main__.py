@@ -26,19 +26,17 @@ import structlog
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.broker.chief import Chief
-from slipstream.broker.credentials import derive_keys, make_token, write_guest_tokens
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.errors import BrokerError
-from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
-from slipstream.broker.status.role_status import LAUNCHER
-from slipstream.broker.transport.interface import listen
-from slipstream.broker.transport.zmq_channels import ZmqServerChannel
+from slipstream.broker.transport.zmq_channels import ZmqServerChannel, listen
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.buffer.sampling import RowCount
 from slipstream.cluster.observers import Observers, check_observers, observed
 from slipstream.configs.base import require
@@ -47,6 +45,7 @@ from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
+from slipstream.runtime.credentials import derive_keys, make_token, write_guest_tokens
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
 from slipstream.runtime.process import (

@@ -22,17 +22,16 @@ from typing import Literal
 import msgspec
 import structlog
 
-from slipstream.broker.status.role_status import WaitsFor
-from slipstream.buffer.archive.archive import missing_images, write_images
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.mirror import ArchiveMirror
-from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.chief import NO_FENCE
+from slipstream.buffer.archive.archive import ArchiveMirror, missing_images, write_images
+from slipstream.buffer.archive.index import LedgerWriter
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder
 from slipstream.buffer.records import FinishedGroup, StepEntry, image_names
+from slipstream.buffer.role_reports import WaitsFor
 from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import Record
+from slipstream.buffer.store_rules import NO_FENCE
+from slipstream.configs.base import Record
 from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full

@@ -13,9 +13,9 @@ import structlog
 
 from slipstream.broker.messages import LivingBrokers
 from slipstream.broker.transport.endpoints import machine_id
-from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.store import Store
+from slipstream.buffer.store_rules import NO_FENCE
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.run_folder import RunFolder

@@ -8,13 +8,11 @@ from operator import itemgetter
 
 import structlog
 
-from slipstream.broker.messages import Ack, Message, Nack, Put
-from slipstream.broker.partial_decode import oversized_error
-from slipstream.broker.store_outage import StoreOutage
+from slipstream.broker.messages import Ack, Message, Nack, Put, oversized_error
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
 from slipstream.buffer.records import Insertion
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import Store, StoreOutage
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 

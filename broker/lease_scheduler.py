@@ -7,7 +7,17 @@ from math import ceil
 import msgspec
 import structlog
 
-from slipstream.broker.admission import (
+from slipstream.broker.chief import Chief
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.fair_share import FairShare
+from slipstream.broker.guests import GuestDesk
+from slipstream.broker.messages import Ack, Message, Prompt, Prompts
+from slipstream.broker.peers import Peer
+from slipstream.broker.prompt_rows import Row
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.pacing import (
     admission_limit,
     admission_reason,
     capacity_limit,
@@ -15,20 +25,9 @@ from slipstream.broker.admission import (
     pacing_reason,
     weights_reason,
 )
-from slipstream.broker.chief import Chief
-from slipstream.broker.fair_share import FairShare
-from slipstream.broker.guests.desk import GuestDesk
-from slipstream.broker.messages import Ack, Message, Prompt, Prompts
-from slipstream.broker.peers import Peer
-from slipstream.broker.prompts.dataset import Dataset
-from slipstream.broker.prompts.rows import Row
-from slipstream.broker.store_outage import StoreOutage
-from slipstream.buffer.accounting import StoreCounts
-from slipstream.buffer.codec import encode
-from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming, look_ahead
-from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import Lease, RunState
-from slipstream.buffer.store import Store
+from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, look_ahead
+from slipstream.buffer.store import Store, StoreOutage
 from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock

@@ -8,7 +8,6 @@ from math import ceil
 
 import structlog
 
-from slipstream.broker.handshake import LEARNER
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
     Drain,
@@ -21,7 +20,9 @@ from slipstream.broker.messages import (
     Pong,
     WeightTransport,
 )
+from slipstream.buffer.control import DRAIN_REQUEST
 from slipstream.buffer.records import Heartbeat
+from slipstream.buffer.role_reports import LEARNER
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
@@ -286,12 +287,6 @@ class Departures:
         oldest = self._store.now() - self._run.broker.peer_timeout_s
         roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
         return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
-
-
-# --- drain requests --------------------------------------------------------------------------------------------------
-DRAIN_REQUEST = "drain/"
-"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock, and behind
-it, once the order was sent, the incarnation that it was sent to."""
 
 
 class DrainRequests:

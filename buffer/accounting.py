@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from slipstream.buffer.records import StepEntry
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
 """Reasons for which a filter rejects a complete group: no sampled member has a reward, the rewards of all are alike,

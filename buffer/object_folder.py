@@ -24,9 +24,8 @@ import structlog
 import xxhash
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
-from slipstream.buffer.durable_files import sync_path, write_durably
+from slipstream.buffer.durable_files import CHECKSUMS, checksum, sync_path, write_durably
 from slipstream.buffer.errors import DamagedObjectError, StorageError
-from slipstream.buffer.sealed_folder import CHECKSUMS, checksum
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 

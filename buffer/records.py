@@ -8,7 +8,8 @@ import msgspec
 import xxhash
 
 from slipstream.buffer.codec import decode, unpack
-from slipstream.buffer.trajectory import Media, Purpose, Record, Trajectory, TrajectoryHeader
+from slipstream.buffer.trajectory import Media, Purpose, Trajectory, TrajectoryHeader
+from slipstream.configs.base import Record
 
 # --- limits of what is stored for people only ------------------------------------------------------------------------
 METRICS_KEPT = 1000

@@ -6,12 +6,12 @@ reason, and gives its admission back. Each transition is one atomic operation. A
 it is archived, if the run has an archive.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.buffer.accounting import Audit, StoreCounts, StoreMemory
-from slipstream.buffer.chief import NO_FENCE, Brokers
-from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
@@ -28,10 +28,12 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.sampling import NotReady, RowCount, SamplingRules
+from slipstream.buffer.sampling import NOTHING_SKIPPED, NotReady, RowCount, SamplingRules, Upcoming
+from slipstream.buffer.store_rules import NO_FENCE, Brokers
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig, GroupDeadline
 from slipstream.configs.data import CurriculumConfig
+from slipstream.runtime.clock import Clock
 
 
 class Store(Protocol):
@@ -356,3 +358,40 @@ class Store(Protocol):
     def close(self) -> None:
         """Release all connections to the server."""
         ...
+
+
+_REPORT_INTERVAL_S = 5.0
+
+
+class StoreOutage:
+    """An interval in which calls of the store fail. Life: (record* -> end)*."""
+
+    def __init__(self, *, report: Callable[[str], object], clock: Clock = time.monotonic) -> None:
+        """`report` receives one sentence at a time."""
+        self._report = report
+        self._clock = clock
+        self._began_at: float | None = None
+        self._next_report_at = 0.0
+        self.reason = ""
+        """`store_unavailable` | `store_cannot_write`, as peers receive it in a Nack; empty while the store works."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration so far; 0 without an outage."""
+        return 0.0 if self._began_at is None else self._clock() - self._began_at
+
+    def record(self, error: StoreUnavailableError) -> None:
+        """Record a failed call, and report it if a report is due."""
+        now = self._clock()
+        if self._began_at is None:
+            self._began_at = self._next_report_at = now
+        self.reason = "store_cannot_write" if isinstance(error, StoreCannotWriteError) else "store_unavailable"
+        if now >= self._next_report_at:
+            self._next_report_at = now + _REPORT_INTERVAL_S
+            self._report(f"waiting for the store for {self.seconds:.0f} s: {error}")
+
+    def end(self) -> None:
+        """Record that a call has succeeded."""
+        if self._began_at is not None:
+            self._report(f"the store works again after {self.seconds:.1f} s")
+        self._began_at, self.reason = None, ""

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from slipstream.configs.base import Record
+
 SCHEMA_VERSION = 4
 """Raised with every change a reader of the previous schema would misread. What version 3 wrote can be read."""
 
@@ -39,10 +41,6 @@ def lease_of(trajectory_id: str) -> str:
 def group_of(lease_id: str) -> str:
     """Return the id of the leased group; empty for any other text."""
     return lease_id.rpartition("-")[0]
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the records that cross a process boundary."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

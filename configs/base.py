@@ -72,3 +72,7 @@ class Formula(Config, tag_field="kind"):
 def union_of(base: type[Formula]) -> Any:
     """Union of the records derived from `base`, in the order of their definition."""
     return Union[tuple(base.__subclasses__())]  # noqa: UP007
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the records that cross a process boundary."""

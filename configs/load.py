@@ -380,3 +380,26 @@ def _lookup(data: Any, path: str) -> object:
     for step in re.findall(r"[^.\[\]]+", path):
         data = data[int(step)] if isinstance(data, list) else data[step]
     return data
+
+
+_OWN_SETTINGS = (
+    "experiment=",
+    "broker.",
+    "weights.transport=",
+    "name=",
+    "runs_dir=",
+    "model.path=",
+    "model.trust_remote_code=",
+    "generators.reward.function=",
+    "generators.reward.functions=",
+    "generators/agent=",
+    "generators.agent.",
+    "generators.agents",
+)
+"""Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
+_OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
+
+
+def own_settings(overrides: list[str]) -> list[str]:
+    """Those of a run's overrides that its generators need on whatever machine, above all those that name code."""
+    return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]

@@ -36,24 +36,22 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipstream.broker.credentials import TOKEN_REMEDY, TOKEN_VARIABLE, derive_keys, find_token, given_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
-from slipstream.broker.transport.endpoints import is_listening
-from slipstream.broker.transport.inbox import call_threadsafe
-from slipstream.broker.transport.interface import collective_environment
-from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.transport.endpoints import collective_environment, is_listening
+from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe, join
 from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.configs.load import load
+from slipstream.configs.load import _OWN_SETTINGS, load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
 from slipstream.generators.rewards.composition import BUILT_IN, REACHING_OUT
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
+from slipstream.runtime.credentials import TOKEN_REMEDY, TOKEN_VARIABLE, derive_keys, find_token, given_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
 from slipstream.runtime.process import exempt_from_collection, on_stop_signal
@@ -61,22 +59,8 @@ from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
 _LOOK_EVERY_S = 1.0
-_OWN_SETTINGS = (
-    "experiment=",
-    "broker.",
-    "weights.transport=",
-    "name=",
-    "runs_dir=",
-    "model.path=",
-    "model.trust_remote_code=",
-    "generators.reward.function=",
-    "generators.reward.functions=",
-    "generators/agent=",
-    "generators.agent.",
-    "generators.agents",
-)
-"""Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
-_OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
+
+
 _HARMLESS_TOOL = "calculator"
 """The built-in tool that neither runs what a model wrote nor talks to an address."""
 
@@ -270,11 +254,6 @@ def _transport_override(overrides: list[str]) -> Any:
     """Weight transport set for this generator alone; empty = the run's."""
     is_set = any(override.startswith("weights.transport=") for override in overrides)
     return load(overrides).weights.transport if is_set else ""
-
-
-def own_settings(overrides: list[str]) -> list[str]:
-    """Those of a run's overrides that its generators need on whatever machine, above all those that name code."""
-    return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]
 
 
 def ignored_settings(overrides: list[str]) -> list[str]:

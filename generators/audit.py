@@ -20,7 +20,7 @@ from slipstream.broker.messages import Audit, Audited, Prompt
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.trajectory import AnswerCheck, Trajectory
-from slipstream.generators.agents.agent import Agent, Scorer
+from slipstream.generators.agents.episode import Agent, Scorer
 from slipstream.generators.engines.engine import Engine, PromptScores
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.reward import RewardInput

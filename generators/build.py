@@ -6,7 +6,6 @@ from typing import Any
 
 import structlog
 
-from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Member
 from slipstream.broker.transport.client import BrokerClient
@@ -15,7 +14,7 @@ from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.configs.base import ConfigError
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.agent import Agent
+from slipstream.generators.agents.episode import Agent
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.audit import Auditor
 from slipstream.generators.engines.engine import Engine
@@ -23,6 +22,7 @@ from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.credentials import Keys
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import Trace

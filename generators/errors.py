@@ -31,3 +31,7 @@ class PromptError(GeneratorError, ValueError):
 
 class UnverifiedWeightsError(GeneratorError, RuntimeError):
     """The engine's weights differ from the learner's."""
+
+
+class ToolError(Exception):
+    """A call that cannot be answered; the model reads the message."""

@@ -32,24 +32,67 @@ from slipstream.broker.messages import (
     Update,
     Welcome,
 )
-from slipstream.broker.status.role_status import WaitsFor
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.buffer.codec import pack
+from slipstream.buffer.role_reports import WaitsFor
 from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.agent import Agent
+from slipstream.generators.agents.episode import Agent
 from slipstream.generators.audit import Auditor
-from slipstream.generators.concurrency import ConcurrencyLimit
 from slipstream.generators.engines.engine import Engine, EngineLoad, ProfiledEngine
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.weight_updates import WeightUpdates
-from slipstream.runtime.clock import Clock
-from slipstream.runtime.rates import Rate
+from slipstream.runtime.clock import Clock, Rate
 from slipstream.runtime.run_folder import RunFolder
-from slipstream.runtime.time_account import ProcessorTime, TimeAccount
-from slipstream.runtime.trace import Trace
+from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
+
+
+class ConcurrencyLimit:
+    """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
+
+    Grows by one group while the limit is what holds the engine back, its queue is empty and its cache has room. Shrinks
+    on preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. A
+    queue that gets shorter (after a burst of prompts) and preemptions in a cache with room (caused by a weight update)
+    change nothing.
+
+    Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
+    Differs: a queue shrinks the limit by its length rather than by a factor, because it tells how many are too many.
+    """
+
+    ROOM_BELOW = 0.8
+    """KV cache usage up to which the limit grows; the rest is for running sequences, which still get longer."""
+    DECREASE = 0.75
+    """Factor after a preemption, which throws away the work of a whole sequence."""
+
+    def __init__(self, *, least: int, most: int) -> None:
+        """Start at `most`. `least` is the size of a group, and the step of the increase."""
+        self._least = min(least, most)
+        self._most = most
+        self._num_waiting = 0
+        self._num_preempted = 0
+        self.limit = most
+
+    def observe(self, load: EngineLoad, *, running: int) -> None:
+        """Update the limit from the engine's load while `running` trajectories are in flight; about once a second."""
+        preempted = load.num_preempted - self._num_preempted
+        lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
+        self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
+        if running > self.limit:
+            # The last decrease has not taken effect yet: cutting again for the same cause would overshoot.
+            return
+        has_room = load.kv_usage < self.ROOM_BELOW
+        if preempted > 0 and not has_room:
+            self._set(int(self.DECREASE * running))
+        elif lasting_queue:
+            self._set(running - lasting_queue)
+        elif has_room and not load.num_waiting and running + self._least > self.limit:
+            self._set(self.limit + self._least)
+
+    def _set(self, limit: int) -> None:
+        self.limit = max(self._least, min(self._most, limit))
+
 
 _REQUEST_TIMEOUT_S = 5.0
 """A lease request without an answer for this long is sent again: the broker may have restarted."""

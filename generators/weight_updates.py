@@ -21,7 +21,8 @@ from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch,
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.buffer.trajectory import Record, Sampling
+from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.base import Record
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 from slipstream.runtime.trace import Trace

@@ -24,9 +24,16 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.buffer.durable_files import sync_path, write_durably
+from slipstream.buffer.durable_files import (
+    CHECKSUMS,
+    checksums_of,
+    merge,
+    read_checksums,
+    seal,
+    sync_path,
+    write_durably,
+)
 from slipstream.buffer.object_folder import ObjectFolder
-from slipstream.buffer.sealed_folder import CHECKSUMS, checksums_of, merge, read_checksums, seal
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.disk import DiskWait

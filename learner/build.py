@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from slipstream.broker.transport.inbox import Inbox, Sender
+from slipstream.broker.transport.session import Inbox, Sender
 from slipstream.broker.weights.transport import WeightSender
-from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.store import Store
 from slipstream.configs.data import ModelConfig
@@ -22,12 +22,10 @@ from slipstream.learner.engines.engine import ModelEngine, Trainable, TrainEngin
 from slipstream.learner.engines.torch_engine import TorchEngine, WholeModel
 from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
-from slipstream.learner.metrics.log import MetricsLog
-from slipstream.learner.objective.objective import Objective
+from slipstream.learner.metrics_log import MetricsLog
 from slipstream.learner.profiler import StepProfiler
-from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
-from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
@@ -37,6 +35,7 @@ from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.load import is_sharded
 from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.sequence_parallel import SequenceGroup
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock

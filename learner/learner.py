@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import structlog
 
 from slipstream.broker.transport.client import PeerStatus
-from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, make_entry
 from slipstream.buffer.sampling import SamplingRules
@@ -27,22 +28,53 @@ from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
-from slipstream.learner.best_checkpoint import BestCheckpoint
-from slipstream.learner.claim_keeper import ClaimKeeper
+from slipstream.learner.checkpoint import BestCheckpoint
 from slipstream.learner.errors import DeadEndError, DivergenceError, LearnerError
-from slipstream.learner.evaluator import Evaluator
-from slipstream.learner.metrics.log import MetricsLog, Row
+from slipstream.learner.evaluation import Evaluator
+from slipstream.learner.metrics_log import MetricsLog, Row
 from slipstream.learner.profiler import StepProfiler
-from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher
 from slipstream.learner.publishing.staging import check_first_step
 from slipstream.learner.rank_group import RankGroup
-from slipstream.learner.stall.detector import StallDetector
+from slipstream.learner.stall import StallDetector
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 
-_POLL_EVERY_S = 0.2
-
 log = structlog.get_logger(__name__)
+
+
+class ClaimKeeper:
+    """Context that renews a claim while its step runs, so that a slow step is not taken for a dead learner.
+
+    A claim may lapse nevertheless, when this process stands still; its fencing token then fails the commit.
+    """
+
+    def __init__(self, store: Store, claim: Claim, *, lease_s: float) -> None:
+        self._store = store
+        self._claim = claim
+        self._lease_s = lease_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="claim-keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join(timeout=1.0)
+
+    def _renew(self) -> None:
+        while not self._done.wait(self._lease_s / 3):
+            try:
+                self._store.renew_claim(self._claim, lease_s=self._lease_s)
+            except ReplayBufferError as error:
+                log.warning("claim_not_renewed", step=self._claim.step, error=str(error))
+
+
+_POLL_EVERY_S = 0.2
 
 
 class Learner:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer, image_names
-from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
+from slipstream.buffer.trajectory import Trajectory, lag_histogram
+from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import Checkpoints, CheckpointState, save_model
 from slipstream.learner.errors import DivergenceError

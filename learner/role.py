@@ -11,17 +11,15 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.credentials import Keys, derive_keys, find_token
-from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
-from slipstream.broker.transport.endpoints import is_listening
-from slipstream.broker.transport.interface import collective_environment, find_interface
+from slipstream.broker.transport.endpoints import collective_environment, find_interface, is_listening
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.role_reports import LEARNER
 from slipstream.cluster.observers import check_observers, observed
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
@@ -34,6 +32,7 @@ from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.ranks import ERROR_HANDLING, check_environment, exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.clock import Deadline
+from slipstream.runtime.credentials import Keys, derive_keys, find_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
 from slipstream.runtime.process import exempt_from_collection, raise_on_stop_signal

@@ -19,8 +19,8 @@ from slipstream.configs.advantages import CustomAdvantageConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
-from slipstream.learner.objective.formulas import load_formula
-from slipstream.runtime.console import make_console
+from slipstream.learner.training.objective import load_formula
+from slipstream.runtime.command_line import make_console
 
 _TOLERANCE = 1e-5
 

@@ -25,7 +25,7 @@ TRAIN = "train.parquet"
 def make_row(
     prompt: str | list[dict[str, str]], *, ground_truth: Any, data_source: str, index: int, split: str
 ) -> dict[str, Any]:
-    """Build one row, in the form that verl and `slipstream.broker.prompts.dataset` read.
+    """Build one row, in the form that verl and `slipstream.broker.dataset` read.
 
     Example: {"data_source": "digits/reverse", "prompt": "48213=", "reward_model": {"style": "rule",
         "ground_truth": "31284"}, "extra_info": {"index": 17, "split": "train"}}

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from slipstream.broker.prompts.rows import make_row
+from slipstream.broker.prompt_rows import make_row
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.runtime.images import Grid, VisionModel, takes_images

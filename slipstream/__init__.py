@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _DOOR = {
-    "Run": "slipstream.notebook.finished_run",
-    "Trainer": "slipstream.notebook.trainer",
-    "load_run": "slipstream.notebook.finished_run",
-    "open_catalog": "slipstream.buffer.catalog.catalog",
-    "run": "slipstream.notebook.trainer",
+    "Run": "slipstream.notebook",
+    "Trainer": "slipstream.notebook",
+    "load_run": "slipstream.notebook",
+    "open_catalog": "slipstream.observe.catalog.catalog",
+    "run": "slipstream.notebook",
 }
 __all__ = ["Run", "Trainer", "load_run", "open_catalog", "run"]
 

@@ -15,12 +15,12 @@ from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
-from slipstream.diagnose.command import diagnose
 from slipstream.generators.errors import GeneratorError
+from slipstream.launch.diagnose.command import diagnose
 from slipstream.learner.errors import LearnerError
 from slipstream.migration.command import import_config
+from slipstream.observe.viewer.list_screen import data, view
 from slipstream.runtime.command_line import WITH_OVERRIDES, Overrides, fail_cleanly, make_app, run_app, with_command
-from slipstream.viewer.command import data, view
 
 app = make_app(
     """Asynchronous actor-learner reinforcement learning for language models.
@@ -146,7 +146,7 @@ def status(
 
     Exit codes: 0, 1 when the store does not answer, 2 for a run that does not exist.
     """
-    from slipstream.launch.commands import show_status
+    from slipstream.observe.terminal import show_status
 
     show_status(run or [], is_json=json, is_watching=watch)
 
@@ -173,7 +173,7 @@ def watch(
 
     Prints the address to open. Reads stores and run folders alone: it works whichever role is dead.
     """
-    from slipstream.dashboard.server import watch as serve
+    from slipstream.observe.dashboard.app import watch as serve
 
     serve(runs or [], host=host, port=port, names=allow_host or [])
 
@@ -262,7 +262,7 @@ def explain(
     slipstream explain slow
     slipstream explain step 12 runs/digits_cpu
     """
-    from slipstream.explanation.command import explain as explain_run
+    from slipstream.observe.explain import explain as explain_run
 
     explain_run(kind, words or [])
 
@@ -351,7 +351,7 @@ def check(
 @app.command()
 def plot(run: RunWords = None) -> None:
     """Draw the curves of a run into its folder, as curve.png."""
-    from slipstream.launch.plot import plot_run
+    from slipstream.observe.plot import plot_run
     from slipstream.runtime.run_folder import find_run
 
     print(plot_run(find_run(run or [], command="plot")))
@@ -382,7 +382,7 @@ app.command(**WITH_OVERRIDES)(diagnose)
 @app.command(context_settings=_FORWARDED)
 def launch(ctx: typer.Context) -> None:
     """Start a run by Slurm or on Kubernetes, or print what would."""
-    from slipstream.recipes.app import app as recipes_app
+    from slipstream.cluster.recipe_commands import app as recipes_app
 
     run_app(recipes_app, ctx.args, program=ctx.command_path)
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from slipstream.broker.messages import Prompt
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.codec import encode, pack
 from slipstream.buffer.records import FinishedGroup, Lease
 from slipstream.buffer.trajectory import (

@@ -10,16 +10,15 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.broker.credentials import derive_keys
+from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
-from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
-from slipstream.broker.status.monitor import Monitor
-from slipstream.broker.status.run_status import RunStatus, make_status
-from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
+from slipstream.observe.run_status import Monitor, RunStatus, make_status
+from slipstream.runtime.credentials import derive_keys
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
 from tests.memory_store.store import MemoryStore

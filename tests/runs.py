@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import RunState
@@ -27,7 +26,8 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import read_config
-from slipstream.launch.commands import as_json
+from slipstream.observe.run_status import StatusReader
+from slipstream.observe.terminal import as_json
 from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,7 @@ from rich.console import Console
 from benchmarks.harness import make_parser, make_table, medians, write_result
 from benchmarks.router import join_run, open_store, router_thread
 from slipstream.broker.messages import Member, Update, UpdateApplied
-from slipstream.broker.transport.inbox import call_threadsafe
-from slipstream.broker.transport.session import Session, StatusBoard
+from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules

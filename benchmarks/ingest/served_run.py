@@ -11,11 +11,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.load import load
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from slipstream.runtime.run_folder import RunFolder
 
 GROUP_SIZE = 8

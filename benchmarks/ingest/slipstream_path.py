@@ -9,13 +9,13 @@ import numpy as np
 from benchmarks.ingest.paths import Passage, make_trajectory
 from benchmarks.ingest.plain_sockets import plain_sockets
 from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, TOKEN, ServedRun
-from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.codec import Packed, pack, unpack
 from slipstream.buffer.records import CheckpointPointer, Claim, Lease, make_entry
 from slipstream.buffer.sampling import SamplingRules
+from slipstream.runtime.credentials import derive_keys
 
 _TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.002

@@ -21,9 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
 from benchmarks.router import join_run
-from slipstream.broker.prompts.dataset import read_train
-from slipstream.broker.transport.inbox import call_threadsafe
-from slipstream.broker.transport.session import Session, StatusBoard
+from slipstream.broker.dataset import read_train
+from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.engines import VllmEngineConfig

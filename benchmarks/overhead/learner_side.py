@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
-from slipstream.broker.prompts.dataset import read_train
-from slipstream.broker.prompts.rows import Row
+from slipstream.broker.dataset import read_train
+from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, Lease, make_entry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -30,8 +30,8 @@ from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSp
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
-from slipstream.learner.claim_keeper import ClaimKeeper
-from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.learner import ClaimKeeper
+from slipstream.learner.metrics_log import MetricsLog
 from slipstream.learner.publishing.publisher import Published
 from slipstream.learner.publishing.staging import Staged, Stager
 from slipstream.learner.ranks import join_ranks

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from slipstream.broker.prompts.dataset import read_heldout, read_train
-from slipstream.broker.prompts.rows import Row
+from slipstream.broker.dataset import read_heldout, read_train
+from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.staleness.plans import METHODS
 from slipstream.configs.base import ConfigError
-from slipstream.launch.plot import BLUE, ORANGE, STYLE
+from slipstream.observe.plot import BLUE, ORANGE, STYLE
 
 Rows = list[dict[str, Any]]
 """Finished runs, as `lagging_run.run_plan` returns them."""

@@ -21,14 +21,13 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness import make_parser, write_result
-from slipstream.broker.credentials import derive_keys
 from slipstream.broker.weights import delta
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from slipstream.broker.weights.stream import StreamServer, WeightStream
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.staging import Staged, Stager
+from slipstream.runtime.credentials import derive_keys
 
 _HEAD_WIDTH = 64
 _VOCABULARY_SIZE = 8192

@@ -23,17 +23,16 @@ from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
 from benchmarks.router import join_run, open_store, router_thread
-from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.preflight import prepare
-from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
-from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Stager
+from slipstream.runtime.credentials import derive_keys, make_token
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_S = 0.3

@@ -17,15 +17,15 @@ import torch
 from rich.console import Console
 
 from benchmarks.harness import make_parser, make_table, medians, rotate, write_result
-from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import Member, Members, MemberState, SnapshotSource, Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.host_weights import HostWeights, digest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.learner.publishing.lenders import Lenders
+from slipstream.learner.publishing.fetches import Lenders
 from slipstream.learner.publishing.members import MemberTable
+from slipstream.runtime.credentials import derive_keys
 
 _TIMEOUT_S = 600.0
 _MIB = 2**20

@@ -40,7 +40,7 @@ from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveS
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.vllm.stats import LoadRecorder
+from slipstream.generators.engines.vllm.health import LoadRecorder
 
 _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200

@@ -4,7 +4,8 @@ import threading
 import time
 
 from slipstream.broker.messages import Nack
-from slipstream.buffer.trajectory import Record, TrajectoryHeader
+from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.configs.base import Record
 from slipstream.runtime.clock import Clock
 
 _ANSWER_TIMEOUT_S = 15.0

@@ -15,12 +15,14 @@ import uuid
 from collections import deque
 from contextlib import suppress
 from ipaddress import IPv4Network
+from itertools import accumulate, chain, pairwise
+from typing import Annotated
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.endpoints import (
@@ -30,8 +32,43 @@ from slipstream.broker.transport.endpoints import (
     check_unused,
     remove_path,
     speaks_curve,
+    tcp_endpoints,
 )
-from slipstream.broker.transport.pieces import PIECE_BYTES, assembled, in_pieces
+from slipstream.configs.cluster import ClusterConfig
+from slipstream.runtime.credentials import Keys
+
+PIECE_BYTES = 64 * 1024
+"""Largest frame towards a server, and so the memory that a connection can fill before it has authenticated itself."""
+
+
+def in_pieces(frames: Frames) -> Frames:
+    """Split a message with a frame above PIECE_BYTES: an empty frame, the number of pieces of each frame, the pieces.
+
+    No message starts with an empty frame otherwise, because a header is never empty.
+    """
+    if all(len(frame) <= PIECE_BYTES for frame in frames):
+        return frames
+    split = [_pieces_of(frame) for frame in frames]
+    return [b"", msgspec.msgpack.encode([len(pieces) for pieces in split]), *chain.from_iterable(split)]
+
+
+def _pieces_of(frame: bytes) -> Frames:
+    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame]
+
+
+def assembled(frames: Frames) -> Frames:
+    """Undo `in_pieces`; if the pieces do not add up, return the message as it is: its empty header is refused."""
+    if len(frames) < 2 or frames[0]:
+        return frames
+    try:
+        counts = msgspec.msgpack.decode(frames[1], type=list[Annotated[int, msgspec.Meta(ge=1)]])
+    except msgspec.MsgspecError:
+        return frames
+    ends = list(accumulate(counts, initial=2))
+    if ends[-1] != len(frames):
+        return frames
+    return [b"".join(frames[start:end]) for start, end in pairwise(ends)]
+
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
@@ -360,3 +397,26 @@ def _milliseconds(seconds: float) -> int:
 def _check_open(checked: zmq.Socket) -> None:
     if checked.closed:
         raise ChannelClosedError("a channel must not be used after close: open a new one")
+
+
+def listen(
+    address: str, *, keys: Keys, cluster: ClusterConfig, setting: str = BROKER_ADDRESS, before: str = ""
+) -> ZmqServerChannel:
+    """Open a server at the address, which `setting` names; beside an ipc one also at a port for other machines, if
+    `cluster` has an interface: the first of `tcp_endpoints` that is free.
+
+    Raises ConfigError, ChannelClosedError.
+    """
+    is_local = cluster.network is None or not address.startswith("ipc://")
+    endpoints = [] if is_local else tcp_endpoints(cluster, before=before)
+    channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
+    try:
+        if endpoints and not any(map(channel.bind, endpoints)):
+            raise ChannelClosedError(
+                f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name "
+                "a wider range."
+            )
+    except ChannelClosedError:
+        channel.close()
+        raise
+    return channel

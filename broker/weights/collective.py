@@ -17,9 +17,15 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import rendezvous
-from slipstream.broker.weights.process_group import ProcessGroup, device_name, naming_phase
-from slipstream.broker.weights.rendezvous import SENDER_RANK, EpochRank, seconds_left
+from slipstream.broker.weights import process_group
+from slipstream.broker.weights.process_group import (
+    SENDER_RANK,
+    EpochRank,
+    ProcessGroup,
+    device_name,
+    naming_phase,
+    seconds_left,
+)
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 
 _LOOPBACK = "127.0.0.1"
@@ -47,10 +53,10 @@ class CollectiveSender:
         """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
         self._store: dist.Store | None
         if folder:
-            self.address = rendezvous.create_file(folder), 0
-            self._store = rendezvous.open_file(self.address[0])
+            self.address = process_group.create_file(folder), 0
+            self._store = process_group.open_file(self.address[0])
         else:
-            listening = rendezvous.listen(host, ports=ports)
+            listening = process_group.listen(host, ports=ports)
             self.address, self._store = (host, listening.port), listening
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None
@@ -105,8 +111,8 @@ class CollectiveSender:
         """Close the group and stop the store. Idempotent."""
         self._close_group()
         self._store = None
-        if rendezvous.is_file(self.address[0]):
-            rendezvous.delete_file(self.address[0])
+        if process_group.is_file(self.address[0]):
+            process_group.delete_file(self.address[0])
 
     def _close_group(self) -> None:
         self._num_members = None
@@ -180,11 +186,11 @@ class CollectiveReceiver:
 
 def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
     """Open the learner's rendezvous store; returns it with the `own_host` of a group. Raises RuntimeError, OSError."""
-    if rendezvous.is_file(opening.host):
-        store = rendezvous.open_file(opening.host)
+    if process_group.is_file(opening.host):
+        store = process_group.open_file(opening.host)
         return store, Path(store.path).parent
-    own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
-    return rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline)), own_host
+    own_host = process_group.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
+    return process_group.connect(opening.host, opening.port, timeout_s=seconds_left(deadline)), own_host
 
 
 def _require_open(group: ProcessGroup | None) -> ProcessGroup:

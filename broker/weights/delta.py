@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 
 BLOCK_ELEMENTS = 2**20
 _WIDTHS = (8, 4, 2, 1)

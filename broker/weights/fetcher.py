@@ -16,19 +16,18 @@ from threading import Event
 import msgspec
 import structlog
 
-from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import LenderError, SnapshotSource, Update
 from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import snapshot
+from slipstream.broker.weights import snapshots
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore, WeightFiles
 from slipstream.broker.weights.stream import StreamServer, WeightStream
 from slipstream.configs.cluster import LOCAL, ClusterConfig
 from slipstream.runtime.clock import Deadline
+from slipstream.runtime.credentials import Keys
 
 _POLL_INTERVAL_S = 0.05
 _DIAGNOSE_TIMEOUT_S = 2.0
@@ -199,7 +198,7 @@ def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:
     newest = files.newest(timeout_s=_DIAGNOSE_TIMEOUT_S)
     if newest is None:
         return WeightTransferError(f"it must be available {after}, got no version at all")
-    manifest = snapshot.parse_manifest(files.read(newest, snapshot.MANIFEST, timeout_s=_DIAGNOSE_TIMEOUT_S))
+    manifest = snapshots.parse_manifest(files.read(newest, snapshots.MANIFEST, timeout_s=_DIAGNOSE_TIMEOUT_S))
     pairs = list(zip_longest(manifest.checksums, checksums, fillvalue=0))
     index = next((index for index, (got, expected) in enumerate(pairs) if got != expected), 0)
     return WeightTransferError(

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, NotYetError, WeightTransferError
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import snapshot
+from slipstream.broker.weights import snapshots as snapshot
 from slipstream.broker.weights.delta import Delta, apply
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import DELTA, WeightFiles, delta_name
+from slipstream.broker.weights.snapshots import DELTA, Manifest, WeightFiles, delta_name
 
 _MAX_DELTAS = 16
 """Length of a chain of deltas above which the snapshot is fetched."""

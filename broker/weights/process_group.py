@@ -10,19 +10,30 @@ at the timeout of the bucket.
 
 On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started:
 otherwise NCCL's watchdog reacts to an error by ending the process.
+
+DoubleBuffer: two buffers on a GPU between buckets in host memory and a broadcast that takes GPU memory.
+
+Invariant: nothing is enqueued on the default stream, on which the learner trains: copies have a stream of their own,
+broadcasts another. A copy starts only after the broadcast out of its buffer ended, a broadcast only after its copy.
+
+Rendezvous: the ranks of a membership epoch meet before they build a process group.
+
+The learner owns one store for the whole run, a file in the run's private folder, or a TCPStore, which takes what anyone
+writes who reaches its port; every epoch has its own prefix in it. Each rank registers; rank 0 waits
+for all and publishes a verdict, either to proceed or which ranks are missing, so that no rank waits in vain.
 """
 
 import select
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread, Timer
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,9 +41,207 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
-from slipstream.broker.weights import rendezvous
-from slipstream.broker.weights.double_buffer import DoubleBuffer
-from slipstream.broker.weights.rendezvous import SENDER_RANK, EpochRank, seconds_left
+
+StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
+"""Starts the broadcast of bucket `index` from or into a buffer, behind the current stream; returns a function that
+makes that stream wait for its end, and blocks until then."""
+
+
+class DoubleBuffer:
+    """While one bucket is broadcast, its neighbour is copied. Belongs to one thread.
+
+    Versions are staged and verified in host memory, because a second whole version beside the model would cost the
+    model's size once more. The buffers grow to the largest bucket and are kept.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        """`cuda`: torch.cuda, or what has its streams."""
+        self._device = device
+        self._cuda = cuda
+        self._copies = cuda.Stream(device)
+        self._broadcasts = cuda.Stream(device)
+        self._buffers: list[Tensor] = []
+
+    def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
+        """Broadcast buckets in order; those on the GPU already as they are. Blocks."""
+        self._grow([bucket for bucket in buckets if not bucket.is_cuda])
+        self._upload(buckets, 0)
+        for index in range(len(buckets)):
+            self._broadcasts.wait_stream(self._copies)
+            with self._cuda.stream(self._broadcasts):
+                finish = start(index, self._buffer(buckets, index))
+                # Into the other buffer, which is free: `finish` has blocked until its broadcast ended.
+                self._upload(buckets, index + 1)
+                finish()
+
+    def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
+        """Fill host buckets in order. Blocks."""
+        self._grow(buckets)
+        copied: list[Any] = []
+        for index, bucket in enumerate(buckets):
+            with self._cuda.stream(self._broadcasts):
+                if index > 1:
+                    self._broadcasts.wait_event(copied[index - 2])
+                start(index, self._buffer(buckets, index))()
+            self._copies.wait_stream(self._broadcasts)
+            # Out of this buffer while the other one fills.
+            with self._cuda.stream(self._copies):
+                bucket.copy_(self._buffer(buckets, index), non_blocking=True)
+            copied.append(self._copies.record_event())
+        self._copies.synchronize()
+
+    def _upload(self, buckets: Sequence[Tensor], index: int) -> None:
+        if index < len(buckets) and not buckets[index].is_cuda:
+            with self._cuda.stream(self._copies):
+                self._buffer(buckets, index).copy_(buckets[index], non_blocking=True)
+
+    def _grow(self, buckets: Sequence[Tensor]) -> None:
+        largest = max((bucket.numel() for bucket in buckets), default=0)
+        if largest > (self._buffers[0].numel() if self._buffers else 0):
+            # On the stream that writes them first: memory of the default stream's may still be read by its kernels.
+            with self._cuda.stream(self._copies):
+                self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    def _buffer(self, buckets: Sequence[Tensor], index: int) -> Tensor:
+        bucket = buckets[index]
+        return bucket if bucket.is_cuda else self._buffers[index % 2][: bucket.numel()]
+
+
+SENDER_RANK = 0
+STORE_TIMEOUT_S = 10.0
+"""Timeout of store operations other than our own waits, seconds."""
+PROCEED = b"proceed"
+_POLL_INTERVAL_S = 0.002
+
+
+class EpochRank(NamedTuple):
+    """A rank of a membership epoch. Example: EpochRank(epoch=3, rank=1, num_ranks=4)."""
+
+    epoch: int
+    rank: int
+    num_ranks: int
+
+
+def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
+    """Open the store on this address, at the first free port; 0 takes any. Raises WeightTransferError."""
+    # Bound here, because torch, given only a port, listens on every interface.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _bind_first(listener, host, ports)
+    bound_port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        bound_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+    )
+
+
+def _bind_first(listener: socket.socket, host: str, ports: Iterable[int]) -> None:
+    failure = ""
+    for port in ports:
+        try:
+            listener.bind((host, port))
+            listener.listen(128)
+            return
+        except OSError as error:
+            failure = failure or f"{host}:{port}: {error}"
+    listener.close()
+    raise WeightTransferError(
+        f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
+    )
+
+
+_FILE = "file://"
+FILE_NAME = "rendezvous-"
+
+
+def create_file(folder: Path) -> str:
+    """Return the address of a new store in `folder`; those of learners that were killed are deleted."""
+    for left_behind in folder.glob(f"{FILE_NAME}*"):
+        left_behind.unlink(missing_ok=True)
+    path = folder.resolve() / f"{FILE_NAME}{uuid.uuid4().hex}"
+    path.touch(mode=0o600)
+    return f"{_FILE}{path}"
+
+
+def delete_file(address: str) -> None:
+    """Delete a store that `create_file` made. Idempotent."""
+    Path(address.removeprefix(_FILE)).unlink(missing_ok=True)
+
+
+def is_file(address: str) -> bool:
+    """Return whether an address is that of a file, rather than a host."""
+    return address.startswith(_FILE)
+
+
+def open_file(address: str) -> dist.FileStore:
+    """Open a store that `create_file` made. Raises OSError if there is none."""
+    path = address.removeprefix(_FILE)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} must be there, on the learner's machine, got no such file")
+    # A negative number of users: the learner deletes the file, and not its last user.
+    return dist.FileStore(path, -1)
+
+
+def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """Open a client of the learner's store. Raises RuntimeError."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def own_address(host: str, port: int, *, timeout_s: float) -> str:
+    """Return the local address of a connection to the learner, independent of whether this machine's name resolves.
+
+    Connecting by hand also detects an unreachable store early, with a short error; torch's client would retry and dump
+    its stack. Raises OSError.
+    """
+    with socket.create_connection((host, port), timeout=timeout_s) as probe:
+        return probe.getsockname()[0]
+
+
+def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
+    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError, naming the missing.
+
+    Rank 0 stops waiting when `is_aborted` is set; its verdict then reaches all ranks.
+    """
+    if own.rank != SENDER_RANK:
+        store.set(f"ready/{own.rank}", b"1")
+        _await_verdict(store, deadline=deadline)
+        return
+    missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
+    # Published in both cases: the other ranks wait for it, whether or not they are the missing ones.
+    verdict = f"rank {missing} did not arrive in time" if missing else ""
+    store.set("verdict", verdict.encode() or PROCEED)
+    if missing:
+        raise RuntimeError(verdict)
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until the deadline; at least a millisecond, because torch takes zero for no timeout."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
+    for rank in range(SENDER_RANK + 1, own.num_ranks):
+        # Polling instead of `wait`: torch writes two lines to stderr for every wait that times out.
+        while not store.check([f"ready/{rank}"]):
+            if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
+                yield rank
+                break
+            time.sleep(_POLL_INTERVAL_S)
+
+
+def _await_verdict(store: dist.Store, *, deadline: float) -> None:
+    try:
+        store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
+    except RuntimeError as error:
+        raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
+    verdict = store.get("verdict")
+    if verdict != PROCEED:
+        raise RuntimeError(verdict.decode())
+
 
 _PIECE_BYTES = 1024 * 1024
 """Size of one Gloo operation; equal on all ranks. Gloo notices a dead peer at once except while it writes to it, so a
@@ -99,7 +308,7 @@ class UnixBackend:
             self._peers[0].setblocking(False)
             return
         # A name for each epoch: no member of an earlier one finds it.
-        path = folder / f"{rendezvous.FILE_NAME}{uuid.uuid4().hex[:8]}.s"
+        path = folder / f"{FILE_NAME}{uuid.uuid4().hex[:8]}.s"
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
             try:
@@ -169,7 +378,7 @@ class ProcessGroup:
         # A prefix per epoch: late writes of an earlier epoch cannot be taken for this one's.
         prefixed = dist.PrefixStore(f"weights/epoch-{self._own.epoch}", store)
         with self._phase("gather"):
-            rendezvous.gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
+            gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
         deadline = min(deadline, time.monotonic() + (_GLOO_CONNECT_S if self._is_on_host else _NCCL_CONNECT_S))
         with self._phase("connect"):
             self._backend = build_backend(

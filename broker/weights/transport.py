@@ -1,10 +1,17 @@
-"""Protocols of the two ends of a weight transport."""
+"""Protocols of the two ends of a weight transport.
+
+Weight transport within one process, for the serial mode.
+
+Fulfils the protocols of the collective transport, on one thread: the sender publishes, and receivers come after it.
+"""
 
 from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
+from slipstream.broker.weights import buckets as flat
 
 
 class WeightSender(Protocol):
@@ -56,3 +63,74 @@ class WeightReceiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class MemoryWeights:
+    """State shared by sender and receivers: the open epoch and its latest broadcast."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.num_members = 0
+        self.buckets: list[Tensor] = []
+
+
+class MemorySender:
+    """The learner's end. Fulfils WeightSender; never blocks."""
+
+    address = "memory", 0
+    """Placeholder for OpenEpoch: nothing listens."""
+    device: DeviceName = "cpu"
+
+    def __init__(self, weights: MemoryWeights) -> None:
+        self._weights = weights
+
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend = "gloo") -> None:
+        self._weights.epoch, self._weights.num_members, self._weights.buckets = epoch, num_members, []
+
+    def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
+        """Publish a copy, so that the caller may overwrite `buckets`. Raises WeightTransferError without an epoch."""
+        if self._weights.epoch is None:
+            raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
+        self._weights.buckets = [bucket.clone() for bucket in buckets]
+
+    def abort(self) -> None:
+        """Do nothing: no operation blocks."""
+
+    def close(self) -> None:
+        """Close the epoch and free the copy. Idempotent."""
+        self._weights.epoch, self._weights.buckets = None, []
+
+
+class MemoryReceiver:
+    """A generator's end. Fulfils WeightReceiver; never blocks, so that engines call it on the thread of their loop.
+
+    Received tensors are views shared by all receivers: read-only.
+    """
+
+    def __init__(self, weights: MemoryWeights) -> None:
+        self._weights = weights
+        self._epoch: int | None = None
+
+    def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
+        if opening.epoch != self._weights.epoch or not 1 <= rank <= self._weights.num_members:
+            raise WeightTransferError(
+                f"weight epoch {self._weights.epoch} takes ranks 1 to {self._weights.num_members}, got rank {rank} of "
+                f"epoch {opening.epoch}"
+            )
+        self._epoch = opening.epoch
+
+    def receive(
+        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
+    ) -> list[tuple[str, Tensor]]:
+        if self._epoch is None or self._epoch != self._weights.epoch:
+            raise WeightTransferError(
+                f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"
+            )
+        buckets = self._weights.buckets
+        if (sizes := [bucket.numel() for bucket in buckets]) != bucket_bytes:
+            raise WeightTransferError(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
+        flat.verify(buckets, expected=checksums)
+        return flat.unpack(buckets, slots)
+
+    def close(self) -> None:
+        self._epoch = None

@@ -11,8 +11,7 @@ from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Claim, FinishedGroup, StepEntry
 from slipstream.buffer.redis.connection import RedisConnection, text
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
-from slipstream.buffer.trajectory import Trajectory, make_lease_id
-from slipstream.buffer.transitions import (
+from slipstream.buffer.store_rules import (
     already_committed,
     make_claim,
     not_stored,
@@ -22,6 +21,7 @@ from slipstream.buffer.transitions import (
     stale_claim,
     superseded_learner,
 )
+from slipstream.buffer.trajectory import Trajectory, make_lease_id
 
 _FETCHED_AT_ONCE = 16
 """Groups whose payloads are in the connection's buffers together."""

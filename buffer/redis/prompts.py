@@ -5,9 +5,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.codec import Packed, chunks, decode, encode
-from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
@@ -22,8 +20,9 @@ from slipstream.buffer.records import (
     stored_answer,
 )
 from slipstream.buffer.redis.connection import RedisConnection, is_out_of_memory, text
-from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.buffer.transitions import (
+from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming
+from slipstream.buffer.store_rules import (
+    NO_FENCE,
     asked_answers,
     evaluation_sequence,
     lapsed_claim_message,
@@ -31,6 +30,7 @@ from slipstream.buffer.transitions import (
     make_lease,
     short_group_message,
 )
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
 
 _REAPED_AT_ONCE = 500

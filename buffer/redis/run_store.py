@@ -9,9 +9,8 @@ from urllib.parse import quote
 import msgspec
 
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, await_usable_server, connect
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
-from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.store import Store

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
-from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -30,7 +29,7 @@ from slipstream.buffer.redis.batches import RedisBatches
 from slipstream.buffer.redis.connection import decode_row_count, describe_store_disk, text
 from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.transitions import PHASES, check_same_run, no_run
+from slipstream.buffer.store_rules import NO_FENCE, PHASES, Brokers, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig
 

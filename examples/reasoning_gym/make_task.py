@@ -11,7 +11,7 @@ from pathlib import Path
 from string import ascii_letters, ascii_lowercase
 
 from examples.tiny_task import encode_demonstration, make_tokenizer, write_model
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
 from slipstream.scripts.make_digits_data import write_file
 from slipstream.scripts.make_prompts import TAGS
 

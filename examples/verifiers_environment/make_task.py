@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 from examples.tiny_task import encode_demonstration, make_tokenizer, write_model
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
 from slipstream.scripts.make_digits_data import write_file
 
 DATA, MODEL = Path("data/sums_v1"), Path("models/sums_v1")

@@ -17,8 +17,7 @@ import structlog
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import EnvironmentAgentConfig
 from slipstream.generators import environments
-from slipstream.generators.agents.agent import AgentLoop
-from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.episode import AgentLoop, Episode
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.reward import checked
 

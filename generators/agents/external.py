@@ -17,9 +17,8 @@ from starlette.routing import Route
 
 from slipstream.buffer.trajectory import Reward, ShortName
 from slipstream.configs.generators import ExternalAgentConfig
-from slipstream.generators.agents.agent import AgentLoop
 from slipstream.generators.agents.door import Visitor
-from slipstream.generators.agents.episode import Access, Episode
+from slipstream.generators.agents.episode import Access, AgentLoop, Episode
 from slipstream.generators.agents.openai_api import DoorError, bearer_of, decode_json, read_body
 from slipstream.generators.rewards.reward import checked, failed_reward
 

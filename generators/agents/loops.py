@@ -1,8 +1,12 @@
-"""Loops: the agent loop of each config, and those that are a few lines."""
+"""Agent loops: single answers, tool calls, and interaction with a simulated user."""
 
+import asyncio
 import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
+from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import (
     AgentKind,
@@ -10,21 +14,224 @@ from slipstream.configs.generators import (
     EnvironmentAgentConfig,
     ExternalAgentConfig,
     InteractionAgentConfig,
+    InteractionConfig,
     SearchAgentConfig,
     SingleTurnConfig,
     ToolConfig,
     ToolsAgentConfig,
 )
-from slipstream.generators.agents.agent import AgentLoop
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
-from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
 from slipstream.generators.agents.external import Desk, ExternalLoop
-from slipstream.generators.agents.interaction_loop import InteractionLoop
-from slipstream.generators.agents.tool_loop import ToolLoop
+from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
-from slipstream.generators.tools.built_in import ToolError
-from slipstream.generators.tools.tool import Tool
-from slipstream.runtime.import_path import load_function
+from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
+from slipstream.generators.tools.tool import OpenTool, Tool, call_either, load_tools
+from slipstream.runtime.import_path import find_function, load_function
+
+_SHORTENED = "\n[... {left_out} characters left out ...]\n"
+
+
+class ToolLoop:
+    """Agent loop with tools.
+
+    A call that fails (unknown name, arguments that do not fit, an exception, a time limit) is answered with its error,
+    which the model reads, and counted in `tool_failures`.
+    """
+
+    def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
+        """Import the tools; `setting` is the config's key. Raises ConfigError."""
+        self._config = config
+        self._tools = load_tools(config.tools, setting=setting)
+        self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
+        self._decode = encoder.tokenizer.decode
+        is_text = self._format.is_text or not self._tools
+        self._role = "" if is_text else encoder.result_role(setting=setting)
+
+    def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Schemas of the tools that this row may call, if any."""
+        return [tool.schema for tool in self._chosen(prompt)] or None
+
+    async def run(self, episode: Episode) -> None:
+        await self.converse(episode, _silence)
+
+    async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
+        """Run the loop; `answer` reads a turn without calls, and returns a text, or None for the end."""
+        # Also of an answer without a call, so that means are over all answers.
+        episode.metrics.update(tool_calls=0, tool_failures=0)
+        arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
+        opened: dict[str, OpenTool] = {}
+        try:
+            for tool in self._chosen(episode.prompt):
+                opened[tool.name] = tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
+            await self._converse(episode, opened, answer)
+        finally:
+            await asyncio.gather(*(tool.close() for tool in opened.values()))
+
+    async def _converse(
+        self, episode: Episode, tools: dict[str, OpenTool], answer: Callable[[Episode], Awaitable[str | None]]
+    ) -> None:
+        for number in range(1, self._config.max_turns + 1):
+            turn = await episode.generate(stop=self._format.stop)
+            # Of a turn that was cut off no call is whole, and nobody answers it.
+            if turn.stop_reason in ("length", "context_overflow"):
+                return
+            calls = self._calls(turn) if self._tools else []
+            text = None if calls else await answer(episode)
+            if not calls and text is None:
+                return
+            if number == self._config.max_turns:
+                episode.stop_reason = "turn_limit"
+                return
+            if text is None:
+                self._observe(episode, await self._answer(episode, calls, tools))
+            elif isinstance(episode.prompt.prompt, str):
+                episode.observe(text)
+            else:
+                episode.observe_messages([{"role": "user", "content": text}])
+
+    def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
+        # With special tokens, some of which mark calls, but without the one that ended the turn.
+        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
+        try:
+            return [*self._format.parse(self._decode(own, skip_special_tokens=False))]
+        except ToolError as error:
+            return [error]
+
+    async def _answer(
+        self, episode: Episode, calls: Sequence[ToolCall | ToolError], tools: dict[str, OpenTool]
+    ) -> list[str]:
+        answered = calls[: self._config.max_parallel_calls]
+        results = await asyncio.gather(*(self._result(call, tools) for call in answered))
+        left_out = len(calls) - len(answered)
+        episode.metrics["tool_calls"] += len(calls)
+        episode.metrics["tool_failures"] += left_out + sum(is_failed for _, is_failed in results)
+        limit = f"error: a turn may have {self._config.max_parallel_calls} calls, this is one more"
+        return [text for text, _ in results] + [limit] * left_out
+
+    async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
+        """Text for the model, and whether the call failed."""
+        try:
+            if isinstance(call, ToolError):
+                raise call
+            if call.name not in tools:
+                raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tools)}")
+            return self._shortened(await tools[call.name].call(self._named(call))), False
+        except ToolError as error:
+            return self._shortened(f"error: {error}"), True
+
+    def _named(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments, of which a format may leave the name of the only one out."""
+        if set(call.arguments) != {ONLY}:
+            return call.arguments
+        tool = next(tool for tool in self._tools if tool.name == call.name)
+        names = list(tool.schema["function"]["parameters"]["properties"])
+        if len(names) != 1:
+            raise ToolError(f"{call.name} needs a JSON record with {', '.join(names)}")
+        return {names[0]: call.arguments[ONLY]}
+
+    def _observe(self, episode: Episode, results: list[str]) -> None:
+        if self._format.is_text:
+            episode.observe(" " + "\n".join(results) + "\n")
+        else:
+            episode.observe_messages([{"role": self._role, "content": result} for result in results])
+
+    def _shortened(self, text: str) -> str:
+        limit = self._config.max_result_characters
+        if len(text) <= limit:
+            return text
+        half = limit // 2
+        return text[:half] + _SHORTENED.format(left_out=len(text) - 2 * half) + text[len(text) - half :]
+
+    def _chosen(self, prompt: Prompt) -> list[Tool]:
+        selection = prompt.extra_info.get("tool_selection")
+        return [tool for tool in self._tools if selection is None or tool.name in selection]
+
+
+async def _silence(episode: Episode) -> None:
+    """Nobody answers a turn without calls."""
+
+
+_END_S = 5.0
+"""Longest end of a conversation."""
+_METHODS = ("start_interaction", "generate_response", "finalize_interaction")
+
+
+class InteractionLoop(ToolLoop):
+    """Agent loop with a simulated user: one object for all answers, which tells them apart by an id."""
+
+    def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
+        """Import tools and users; `setting` is the config's key. Raises ConfigError."""
+        super().__init__(config, encoder=encoder, setting=setting)
+        if not config.interactions:
+            raise ConfigError(f"{setting}.interactions must name at least one class, got none.")
+        self._users: dict[str, Any] = {}
+        for number, each in enumerate(config.interactions):
+            user = InteractionConfig(function=each) if isinstance(each, str) else each
+            built, name = _build(user, setting=f"{setting}.interactions[{number}]")
+            if name in self._users:
+                raise ConfigError(f"{setting}.interactions must have different names, got {name} twice: set `name`.")
+            self._users[name] = built
+
+    async def run(self, episode: Episode) -> None:
+        prompt = episode.prompt
+        given = {"ground_truth": prompt.ground_truth} | (prompt.extra_info.get("interaction_kwargs") or {})
+        name = given.get("name") or next(iter(self._users))
+        if name not in self._users:
+            raise PromptError(
+                f"prompt {prompt.uid} names the interaction {name!r}, so the agent's `interactions` must have it, got "
+                f"{', '.join(self._users)}: add it, or change interaction_kwargs.name"
+            )
+        user = self._users[name]
+        found = await call_either(partial(user.start_interaction, episode.id, **given))
+        own_id = found if isinstance(found, str) else episode.id
+        try:
+            await self.converse(episode, partial(_answer, user, own_id, given))
+        finally:
+            try:
+                async with asyncio.timeout(_END_S):
+                    await call_either(partial(user.finalize_interaction, own_id, **given))
+            except TimeoutError:
+                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, it did not") from None
+        _pay(episode, 0.0)
+
+
+async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
+    """Have the user answer and score the last turn; None if the conversation is over."""
+    prompt = episode.prompt.prompt
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
+    match found:
+        case (bool() as is_over, str() as text, bool() | int() | float() as score, dict() as info):
+            _pay(episode, float(score))
+        case _:
+            raise TypeError(
+                f"generate_response must return (is it over, text, score, record), got {str(found)[:200]} from "
+                f"{type(user).__name__}"
+            )
+    numbers = {str(key): value for key, value in info.items() if isinstance(value, int | float)}
+    episode.metrics.update(numbers)
+    return None if is_over else text
+
+
+def _pay(episode: Episode, score: float) -> None:
+    """Give the last turn its score, and those before it without one, which called tools, nothing."""
+    missing = episode.transcript.num_turns - len(episode.turn_rewards)
+    episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
+
+
+def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
+    found = find_function(config.function, setting=setting)
+    try:
+        user = found(config.arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}.function must name a class that is made with one record, got {config.function!r}: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if missing := [name for name in _METHODS if not callable(getattr(user, name, None))]:
+        raise ConfigError(f"{setting}.function must have the methods {', '.join(_METHODS)}, but lacks {missing[0]}.")
+    return user, config.name or found.__name__
 
 
 class SingleTurn(AgentLoop):

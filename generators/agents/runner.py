@@ -20,10 +20,9 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
 from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
-from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
 from slipstream.generators.agents.external import Desk
 from slipstream.generators.agents.loops import SingleTurn, build_loop
 from slipstream.generators.agents.session import ChatForm

@@ -7,12 +7,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.agents.agent import Transcript
-from slipstream.generators.agents.episode import Episode, Turn
+from slipstream.generators.agents.episode import Episode, Transcript, Turn
 from slipstream.generators.engines.engine import Completion
-from slipstream.generators.errors import PromptError
+from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
-from slipstream.generators.tools.built_in import ToolError
 from slipstream.generators.tools.call_format import ToolCall, load_format
 
 Message = dict[str, Any]

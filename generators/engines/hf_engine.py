@@ -15,14 +15,20 @@ from transformers import AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
-from slipstream.broker.weights.memory import MemoryReceiver
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.broker.weights.transport import MemoryReceiver, WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, end_token_ids, require_routers
-from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
+from slipstream.generators.engines.engine import (
+    Completion,
+    EngineLoad,
+    PromptScores,
+    WeightLayout,
+    end_token_ids,
+    receive_update,
+    require_routers,
+)
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class

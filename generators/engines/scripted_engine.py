@@ -11,8 +11,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores
-from slipstream.generators.engines.weight_layout import receive_update
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, receive_update
 from slipstream.runtime.images import PromptImage
 
 END_TOKEN_ID = 1

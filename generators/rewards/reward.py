@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slipstream.buffer.trajectory import Record, Reward
-from slipstream.configs.base import ConfigError
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError, Record
 
 RewardFunction = Callable[..., Any]
 """RewardInput -> Reward, dict with the fields of Reward, or number v, which means Reward(v, is_correct=v >= 1)."""

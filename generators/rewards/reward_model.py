@@ -10,8 +10,7 @@ from typing import Any
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.generators.rewards.reward import RewardInput
-from slipstream.runtime.answer_tokens import answer_token_ids
-from slipstream.runtime.model_files import check_model_path
+from slipstream.runtime.model_files import answer_token_ids, check_model_path
 
 
 class RewardModel:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 
 
 class ToolCall(NamedTuple):

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _PASSING = (429, 502, 503, 504)

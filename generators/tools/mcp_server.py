@@ -16,7 +16,7 @@ from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as Description
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.http_tool import from_environment
 
 T = TypeVar("T")

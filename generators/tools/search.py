@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 
 
 class Passage(NamedTuple):

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory, stale_mask
 from slipstream.learner.batching.batch import Batch, Tokens, Trajectories
-from slipstream.learner.batching.images import PromptImages
-from slipstream.learner.batching.microbatch import Sample
+from slipstream.learner.batching.microbatch import PromptImages, Sample
 from slipstream.learner.errors import BatchError
 from slipstream.runtime.routers import EXPERTS, Routers
 

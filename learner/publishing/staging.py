@@ -12,8 +12,8 @@ import structlog
 import torch
 from transformers import AutoTokenizer
 
+from slipstream.broker.dataset import read_train
 from slipstream.broker.messages import Update
-from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.weights import buckets
 from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import WeightsConfig

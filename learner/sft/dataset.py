@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.answer_tokens import answer_token_ids
-from slipstream.runtime.model_files import read_chat_template
+from slipstream.runtime.model_files import answer_token_ids, read_chat_template
 
 _ROWS_AT_ONCE = 1024
 

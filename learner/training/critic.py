@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from slipstream.configs.algorithm_terms import CriticConfig
+from slipstream.configs.algorithm import CriticConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance

@@ -23,24 +23,22 @@ from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
 from slipstream.learner.batching.collate import Layout, collate
-from slipstream.learner.batching.images import PromptImages
-from slipstream.learner.batching.microbatch import Microbatch, Sample, recompute
+from slipstream.learner.batching.microbatch import Microbatch, PromptImages, Sample, recompute
 from slipstream.learner.engines.engine import TrainEngine, check_finite, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate
-from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
-from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.metrics.step_tokens import TokenRecorder
-from slipstream.learner.objective.loss_inputs import describe_advantages, learning_rate_scale
-from slipstream.learner.objective.objective import Objective
 from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.training.model import Policy
+from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.row_check import CHECK_EVERY_STEPS, check_rows
+from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics
+from slipstream.learner.training.step_tokens import TokenRecorder
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.routers import aux_loss_coefficient
-from slipstream.runtime.time_account import TimeAccount
+from slipstream.runtime.trace import TimeAccount
 
 
 class Trainer:

@@ -80,11 +80,13 @@ class Observers:
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
         self._processes = {
-            RoleProcess(role_of(name), ["slipstream.loggers", name, *where], logs=logs): run.logging.close_timeout_s
+            RoleProcess(
+                role_of(name), ["slipstream.observe.loggers", name, *where], logs=logs
+            ): run.logging.close_timeout_s
             for name in run.loggers
         }
         if run.exporter.is_wanted:
-            exporter = RoleProcess(EXPORTER, ["slipstream.exporter", *where], logs=logs)
+            exporter = RoleProcess(EXPORTER, ["slipstream.observe.exporter", *where], logs=logs)
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 
     def start(self) -> None:

@@ -26,8 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import slipstream
 from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError, describe
-from slipstream.cluster.seat import LocalSeat, Seat
-from slipstream.cluster.spread_seat import SpreadSeat
+from slipstream.cluster.seat import LocalSeat, Seat, SpreadSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig, SeatConfig
 

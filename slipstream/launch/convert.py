@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
-from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage, seal
+from slipstream.buffer.durable_files import CHECKSUMS, find_damage, seal
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.learner import SHARD_SIZE
 from slipstream.learner.training.model import COMPUTE_DTYPES

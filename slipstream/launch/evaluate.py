@@ -6,18 +6,19 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.lease_scheduler import make_prompt
-from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.buffer.records import EvaluationAnswer, make_answer
-from slipstream.buffer.trajectory import Record, Trajectory
-from slipstream.buffer.transitions import asked_answers, evaluation_group_id, make_lease
+from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.base import Record
 from slipstream.configs.data import HeldoutSet
 from slipstream.configs.load import load_with_models
 from slipstream.configs.run import RunConfig
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
-from slipstream.learner.metrics.scores import Estimate, Score, by_source, differences, metric_sums, score
-from slipstream.runtime.console import add_row, make_console, make_table
+from slipstream.learner.evaluation import Estimate, Score, by_source, differences, metric_sums, score
+from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path
 
 Answers = dict[str, list[EvaluationAnswer]]

@@ -12,18 +12,18 @@ import msgspec
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from slipstream.broker.dataset import open_datasets
 from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.broker.messages import Prompt
-from slipstream.broker.prompts.dataset import open_datasets
-from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
+from slipstream.broker.weights.transport import MemoryReceiver, MemoryWeights
 from slipstream.buffer.archive.archive import Archive, write_images
-from slipstream.buffer.archive.manifest import is_archive
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.index import is_archive
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.records import FinishedGroup, Lease, Outcome
+from slipstream.buffer.store_rules import check_same_run
 from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan, make_lease_id
-from slipstream.buffer.transitions import check_same_run
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner

@@ -12,28 +12,23 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
-from slipstream.broker.handshake import LEARNER
-from slipstream.broker.status.live_view import LiveView
-from slipstream.broker.status.monitor import Monitor, RunSnapshot
-from slipstream.broker.status.role_status import LAUNCHER
-from slipstream.broker.status.status_view import join_command
-from slipstream.broker.store_outage import StoreOutage
-from slipstream.broker.transport.interface import find_last_port
+from slipstream.broker.transport.endpoints import find_last_port
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.buffer.role_reports import LAUNCHER, LEARNER
+from slipstream.buffer.store import StoreOutage
 from slipstream.cluster.observers import observed
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
 from slipstream.cluster.seat import LocalSeat, Places, Seat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.load import own_settings
 from slipstream.configs.run import RunConfig
-from slipstream.generators.__main__ import own_settings
 from slipstream.launch.generator_pool import (
     DEVICES_VARIABLE,
     Event,
@@ -45,6 +40,9 @@ from slipstream.launch.generator_pool import (
 )
 from slipstream.launch.preflight import preparation_limit_s
 from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.observe.run_status import Monitor, RunSnapshot
+from slipstream.observe.terminal import LiveView, join_command
+from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.logs import make_output_lossy
 from slipstream.runtime.process import LAUNCHER_VARIABLE, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder

@@ -27,8 +27,7 @@ from slipstream.launch.generator_pool import place
 from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.learner.training.step_memory import layer_input_bytes, step_bytes
-from slipstream.runtime.command_line import exit_with_error
-from slipstream.runtime.console import add_row, make_console, make_table
+from slipstream.runtime.command_line import add_row, exit_with_error, make_console, make_table
 from slipstream.runtime.lora import adapter_parameters, meta_model
 from slipstream.runtime.model_files import check_model_path
 from slipstream.runtime.process import group_limits

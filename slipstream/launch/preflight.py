@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec import json
 
-from slipstream.broker.credentials import find_token
-from slipstream.broker.prompts.dataset import Dataset, describe_shortages, read_heldout, read_train
-from slipstream.broker.transport.interface import find_interface
+from slipstream.broker.dataset import Dataset, describe_shortages, read_heldout, read_train
+from slipstream.broker.transport.endpoints import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
+from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.cluster.observers import check_observers
@@ -21,8 +21,8 @@ from slipstream.configs.data import PrepareStep
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.launch.generator_pool import check_placement
-from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.credentials import find_token
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_path, read_chat_template
 from slipstream.runtime.run_folder import RunFolder

@@ -21,9 +21,10 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.prompts.dataset import Dataset, read_train
-from slipstream.broker.prompts.rows import Row
+from slipstream.broker.dataset import Dataset, read_train
+from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.archive.archive import read_images
+from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import FinishedGroup, image_names
@@ -38,7 +39,6 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
-from slipstream.launch.replay_plan import plan_replay
 from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment

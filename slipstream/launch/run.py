@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from slipstream.broker.status.step_times import describe_times
+from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
@@ -20,7 +20,7 @@ from slipstream.configs.load import load, provenance
 from slipstream.configs.run import RunConfig
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
-from slipstream.runtime.console import make_console
+from slipstream.runtime.command_line import make_console
 from slipstream.runtime.run_folder import RunFolder, is_held
 
 console = make_console()
@@ -140,7 +140,7 @@ REPORTED = {
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
     """Print the result of a run that has ended, from its summary, and draw its curve."""
     # Matplotlib takes a second to import, which the start does without.
-    from slipstream.launch.plot import plot_run
+    from slipstream.observe.plot import plot_run
 
     summary = json.loads(folder.summary.read_text())
     try:

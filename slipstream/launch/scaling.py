@@ -10,21 +10,18 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from slipstream.broker.status.monitor import RunSnapshot
-from slipstream.broker.status.role_status import LAUNCHER, RoleStatus, role_statuses
-from slipstream.broker.status.run_status import busy_fraction, wait_fraction
+from slipstream.buffer.control import GENERATORS
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT
+from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, role_statuses
 from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import Record
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import Event, GeneratorPool
+from slipstream.observe.run_status import RunSnapshot, busy_fraction, wait_fraction
 from slipstream.runtime.clock import Clock
 
-GENERATORS = "generators"
-"""Subject of a scaling request in the store; its value is the number, a space, and an id for the answer."""
 _WORKING_STATES = ("ready", "updating")
 """States of a generator that has weights."""
 _MIN_STEPS = 5

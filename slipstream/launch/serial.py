@@ -15,13 +15,13 @@ from contextlib import ExitStack, closing
 import torch
 
 from slipstream.broker.archiver import Archiver
+from slipstream.broker.dataset import open_datasets
 from slipstream.broker.messages import Hello, Member, Message
-from slipstream.broker.prompts.dataset import open_datasets
 from slipstream.broker.router import Router
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.session import StatusBoard
-from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
 from slipstream.buffer.redis.run_store import begin_run, open_own_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import EmbeddedRedisConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})

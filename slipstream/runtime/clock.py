@@ -1,7 +1,10 @@
 """Clocks, passed to role loops as arguments, and deadlines that name what is waited for."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
 
 Clock = Callable[[], float]
 """Seconds, monotonic; `time.monotonic` outside tests."""
@@ -35,3 +38,60 @@ class Deadline:
             raise WaitTimeoutError(
                 f"waited {self._timeout_s:g} s for {self._what}" + (f"; missing: {missing}" if missing else "")
             )
+
+
+class Rate:
+    """Amount per second over the last `window_s` seconds. Safe to read from another thread.
+
+    Example: tokens = Rate(); tokens.add(512); tokens.per_s
+    """
+
+    def __init__(self, *, window_s: float = 5.0, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._window_s = window_s
+        self._events: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
+        self._started_at = clock()
+        self.total = 0.0
+
+    def add(self, amount: float) -> None:
+        with self._lock:
+            self._events.append((self._clock(), amount))
+            self._sum += amount
+            self.total += amount
+
+    @property
+    def per_s(self) -> float:
+        """Mean over the window, or over the time since the start while that is shorter."""
+        with self._lock:
+            now = self._clock()
+            while self._events and self._events[0][0] < now - self._window_s:
+                self._sum -= self._events.popleft()[1]
+            return self._sum / max(1e-9, min(self._window_s, now - self._started_at))
+
+
+class Growth:
+    """Total growth of several counters, each of which may vanish and restart at 0.
+
+    Example: growth = Growth({"generator-0": 500.0}); growth.update({"generator-0": 700.0, "generator-1": 100.0});
+        growth.total == 300.0
+    """
+
+    def __init__(self, counters: Mapping[Any, float]) -> None:
+        """`counters`: their present values. A counter that appears later started at 0."""
+        self._last = dict(counters)
+        self.each: dict[Any, float] = {}
+        """Growth of each so far, without that between the last update and the restart of a counter."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.each.values())
+
+    def update(self, counters: Mapping[Any, float]) -> None:
+        """Add the growth since the last update."""
+        for name, count in counters.items():
+            last = self._last.get(name, 0.0)
+            # A smaller value means a restart from 0, so that all of it is growth.
+            self.each[name] = self.each.get(name, 0.0) + (count - last if count >= last else count)
+        self._last |= counters

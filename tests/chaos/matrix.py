@@ -24,9 +24,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from docs.tools.write_docs import Block, filled
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.trajectory import Record
-from slipstream.scripts.write_docs import Block, filled
+from slipstream.configs.base import Record
 from tests import runs
 from tests.chaos.matrix_runs import (
     END_TIMEOUT_S,

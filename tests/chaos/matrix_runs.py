@@ -15,11 +15,11 @@ from typing import Protocol
 
 import psutil
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from slipstream.runtime.run_folder import parse_row
 from tests import runs
 from tests.chaos.acts import Acts

@@ -19,7 +19,8 @@ from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.sampling import row_of
-from slipstream.buffer.trajectory import Record, Trajectory
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.base import Record
 from slipstream.learner.engines.optimizer import STATE_FILE
 from tests.chaos.watched.journal import content_of
 

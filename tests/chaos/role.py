@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Literal
 
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 from tests.chaos.processes import Process
 
 Action = Literal["kill", "terminate", "stop"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.transport import session
 from slipstream.broker.transport.session import Session, StatusBoard, join
@@ -33,13 +32,14 @@ from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.torch_engine import TorchEngine
 from slipstream.learner.errors import LearnerError
-from slipstream.learner.objective.objective import Objective
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.credentials import derive_keys, make_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 from tests.chaos.outcome import Sample, uninterrupted
 from tests.chaos.processes import WarmProcess
 

@@ -16,19 +16,19 @@ import psutil
 import pytest
 import zmq
 
-from slipstream.broker.credentials import Keys, derive_keys, guest_token
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
-from slipstream.broker.transport.channels import ClientChannel, ServerChannel
+from slipstream.broker.transport.channels import ClientChannel, MemoryBroker, ServerChannel
 from slipstream.broker.transport.endpoints import CURVE_GREETING
-from slipstream.broker.transport.memory_channels import MemoryBroker
-from slipstream.broker.transport.pieces import PIECE_BYTES, in_pieces
 from slipstream.broker.transport.zmq_channels import (
     HIGH_WATER_MARK,
+    PIECE_BYTES,
     ZmqClientChannel,
     ZmqServerChannel,
+    in_pieces,
     is_refused,
 )
+from slipstream.runtime.credentials import Keys, derive_keys, guest_token
 from tests.fakes import KEYS, TOKEN
 
 TIMEOUT_S = 10.0
@@ -437,7 +437,7 @@ import resource
 from slipstream.broker.transport import zmq_channels
 resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
 zmq_channels._SERVER_OPTIONS[zmq_channels.zmq.HANDSHAKE_IVL] = 1000
-from slipstream.broker.credentials import derive_keys
+from slipstream.runtime.credentials import derive_keys
 server = zmq_channels.ZmqServerChannel("tcp://127.0.0.1:0", keys=derive_keys({TOKEN!r}))
 print(server.address, flush=True)
 while True:

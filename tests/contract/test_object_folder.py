@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.buffer.durable_files import CHECKSUMS, checksums_of, find_damage, seal
 from slipstream.buffer.errors import DamagedObjectError, StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.sealed_folder import CHECKSUMS, checksums_of, find_damage, seal
 
 FILES = {"state.json": b"{}", "model/weights": b"w" * 100_000, "model/config.json": b"c", "empty": b""}
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.errors import StaleFenceError
+from slipstream.buffer.store_rules import NO_FENCE, Brokers
 from tests.contract.stores import AnyStore, lease
 
 LEASE_S = 5.0

@@ -2,10 +2,9 @@
 
 import pytest
 
-from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import Lease
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import row_of
+from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, row_of
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.buffer import TrainShortConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig

@@ -8,10 +8,9 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from slipstream.buffer.curriculum import Upcoming
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import Claim, Lease, VersionEntry
-from slipstream.buffer.sampling import SamplingRules
+from slipstream.buffer.sampling import SamplingRules, Upcoming
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.buffer import (
     AccuracyConfig,

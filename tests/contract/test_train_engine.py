@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.configs.advantages import GaeConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CriticConfig, CriticOptimizerConfig, KlConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CriticConfig, CriticOptimizerConfig, KlConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
@@ -19,11 +18,11 @@ from slipstream.learner.engines import deepspeed_engine
 from slipstream.learner.engines.engine import check_finite
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
-from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
 from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.load import is_sharded
 from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     VOCABULARY,

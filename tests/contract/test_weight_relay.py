@@ -22,9 +22,9 @@ from slipstream.broker.weights import host_weights as host_weights_module
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.host_weights import HostWeights, digest
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.learner.publishing.lenders import Lenders
+from slipstream.learner.publishing.fetches import Lenders
 from slipstream.learner.publishing.members import MemberTable
 from tests import runs
 from tests.fakes import KEYS, FakeClock

@@ -13,8 +13,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from slipstream.broker.weights.stream import CHUNK_BYTES, CHUNKS_AHEAD, StreamServer, WeightStream
 from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version

@@ -18,11 +18,11 @@ from slipstream.broker.messages import Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.broker.weights.transport import WeightReceiver, WeightSender
+from tests.contract.test_channels import eventually
 
 TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
 Named = list[tuple[str, Tensor]]
-from tests.contract.test_channels import eventually
 
 
 class Group:

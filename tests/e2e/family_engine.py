@@ -18,8 +18,8 @@ from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.engine import WeightLayout
 from slipstream.generators.engines.vllm.environment import engine_environment
-from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.runtime.images import VisionModel
 
 CONFIG = VllmEngineConfig(max_num_seqs=8)
@@ -56,7 +56,7 @@ def run(
     names, max_positions = CheckpointNames(module), module.config.get_text_config().max_position_embeddings
     arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)
     if images:
-        from slipstream.generators.engines.vllm.images import image_input
+        from slipstream.generators.engines.vllm.patches import image_input
 
         vision = VisionModel(folder)
         expanded, placed = vision.expand(token_ids, [Path(image).read_bytes() for image in images])

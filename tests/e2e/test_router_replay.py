@@ -11,7 +11,7 @@ import torch
 
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.agents.agent import Transcript
+from slipstream.generators.agents.episode import Transcript
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.errors import EngineError

@@ -10,7 +10,7 @@ from pyarrow.parquet import read_table
 from safetensors.torch import load_file
 
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
-from slipstream.buffer.catalog.catalog import CatalogQuery, open_catalog
+from slipstream.observe.catalog.catalog import CatalogQuery, open_catalog
 from tests import runs
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """The probe of `slipstream diagnose` on a GPU: libraries load, GPUs compute, NCCL sums."""
 
-from slipstream.diagnose.probe import run_probe
+from slipstream.launch.diagnose.probe import run_probe
 from tests.gpu.device import IS_SMALL
 
 

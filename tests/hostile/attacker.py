@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import zmq
 
-from slipstream.broker.messages import Ack, AnyMessage, Bye, Frames, Hello, Message, Nack, Put
-from slipstream.broker.partial_decode import UNREADABLE
-from slipstream.broker.transport.pieces import in_pieces
+from slipstream.broker.messages import UNREADABLE, Ack, AnyMessage, Bye, Frames, Hello, Message, Nack, Put
+from slipstream.broker.transport.zmq_channels import in_pieces
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION

@@ -9,11 +9,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests.fakes import TOKEN
 
 NUM_GROUPS = 64

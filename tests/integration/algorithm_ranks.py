@@ -15,7 +15,7 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
-from slipstream.learner.sft.trainer import PairTrainer, SftTrainer
+from slipstream.learner.sft.run import PairTrainer, SftTrainer
 from tests.families import make_family
 from tests.unit.learner.builders import CPU, make_groups, make_model, make_run, weights, zero
 from tests.unit.learner.sft.test_pairs import make_pairs

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import Member, Message, Update
-from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
-from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig

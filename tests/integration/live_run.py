@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.status.role_status import LAUNCHER
+from slipstream.buffer.control import GENERATORS
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.configs.run import RunConfig
-from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import lease, make_ready, open_run
 from tests.recorded_run import append_rows, make_row, record_run

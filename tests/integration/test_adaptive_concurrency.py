@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.messages import OpenEpoch
-from slipstream.broker.status.role_status import role_statuses
+from slipstream.buffer.role_reports import role_statuses
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad

@@ -13,8 +13,8 @@ import pytest
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.manifest import ShardEntry
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.index import ShardEntry
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.redis.connection import connect

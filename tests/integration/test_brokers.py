@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.credentials import Keys, derive_keys, make_token
 from slipstream.broker.messages import (
     NO_EPOCH,
     LeaseRequest,
@@ -24,9 +23,7 @@ from slipstream.broker.messages import (
     UpdateApplied,
     Welcome,
 )
-from slipstream.broker.status.run_status import StatusReader
-from slipstream.broker.transport.client import PeerStatus
-from slipstream.broker.transport.route import preferred
+from slipstream.broker.transport.client import PeerStatus, preferred
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.codec import unpack
@@ -38,6 +35,8 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import NotReady, SamplingRules
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
+from slipstream.observe.run_status import StatusReader
+from slipstream.runtime.credentials import Keys, derive_keys, make_token
 from slipstream.runtime.process import LAUNCHER_VARIABLE
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_packed

@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from slipstream.dashboard.guard import TOKEN_VARIABLE
+from slipstream.observe.dashboard.guard import TOKEN_VARIABLE
 from tests.builders import make_finished, make_run, write_archive
 from tests.integration.live_run import LiveRun
 from tests.recorded_run import append_rows, make_row, record_run

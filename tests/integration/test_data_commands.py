@@ -1,4 +1,4 @@
-"""`python -m buffer` on the store of a run in progress, of one that is over, and of a damaged one."""
+"""`slipstream data` on the store of a run in progress, of one that is over, and of a damaged one."""
 
 import json
 import shutil
@@ -9,8 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.catalog.catalog import Catalog, CatalogQuery, open_catalog
-from slipstream.buffer.catalog.sources import StoreSource
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
@@ -19,6 +17,8 @@ from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.buffer import ReuseConfig, ZeroSignalConfig
 from slipstream.configs.run import RunConfig
+from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
+from slipstream.observe.catalog.sources import StoreSource
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_finished, make_run, write_archive
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, entry_of, lease, make_ready, open_run

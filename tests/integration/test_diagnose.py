@@ -13,25 +13,24 @@ import msgspec
 import pytest
 
 from slipstream.broker.chief import LEASE_S
-from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys
-from slipstream.broker.handshake import LEARNER
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.handshake import Inspect
 from slipstream.broker.router import Router
-from slipstream.broker.status.inspection import Inspect
 from slipstream.broker.transport.client import PeerStatus
-from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.session import StatusBoard, join
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, listen
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.role_reports import LEARNER
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
-from slipstream.diagnose.checks import Finding
-from slipstream.diagnose.cluster import BrokerLink, find_all
-from slipstream.diagnose.inputs import check_store
-from slipstream.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose.cluster import BrokerLink, find_all
+from slipstream.launch.diagnose.diagnosis import check_last_run
+from slipstream.launch.diagnose.inputs import check_store
+from slipstream.launch.diagnose.machine import Finding
+from slipstream.runtime.credentials import TOKEN_VARIABLE, derive_keys
 from slipstream.runtime.model_files import fingerprint
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run

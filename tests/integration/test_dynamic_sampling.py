@@ -12,8 +12,7 @@ from slipstream.buffer.records import Claim, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.stall.causes import find_cause
-from slipstream.learner.stall.progress import Progress, take_snapshot
+from slipstream.learner.stall_causes import Progress, find_cause, take_snapshot
 from tests.contract.stores import make_memory_store, make_redis_store
 from tests.integration.generator_scene import CANARY, GeneratorScene, make_update, play
 

@@ -3,7 +3,7 @@
 from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.explanation.books import open_books
+from slipstream.observe.explain import open_books
 from tests.recorded_run import record_run
 
 

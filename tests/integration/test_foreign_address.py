@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.runtime.clock import WaitTimeoutError
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests.fakes import KEYS, TOKEN
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.runs import SMALL, Run, end, left_behind, until
 

@@ -12,8 +12,8 @@ import pytest
 
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.records import StepEntry
+from slipstream.buffer.redis.embedded import find_redis_binary
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.buffer.redis.server_program import find_redis_binary
 from tests import runs
 from tests.machines import Machine, network
 from tests.runs import SMALL, kill_tree, until

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.machines import Machine, network
 from tests.runs import SMALL, kill_tree, until

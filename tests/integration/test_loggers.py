@@ -136,7 +136,7 @@ def log_of(run: runs.Run, name: str) -> str:
 
 
 def of_loggers(folder: Path) -> list[psutil.Process]:
-    return [each for each in runs.processes_of(folder) if "slipstream.loggers" in each.cmdline()]
+    return [each for each in runs.processes_of(folder) if "slipstream.observe.loggers" in each.cmdline()]
 
 
 def of_store(process: psutil.Process) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.runs import ROOT, SMALL, kill_tree, until
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.runs import ROOT, SMALL
 

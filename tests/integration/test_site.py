@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from slipstream.scripts.site import HTML, build
+from docs.tools.site import HTML, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import Hello, Member, Message, UpdateApplied
-from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.session import StatusBoard
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, StepEntry

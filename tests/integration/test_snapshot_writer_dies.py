@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.weights import snapshot
+from slipstream.broker.weights import snapshots
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from tests.unit.broker.weight_versions import make_version
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,7 @@ TIMEOUT_S = 60.0
 WRITER = f"""
 import itertools, sys
 from pathlib import Path
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from tests.unit.broker.weight_versions import make_version
 store = SnapshotStore(Path(sys.argv[1]), num_kept={NUM_KEPT})
 for version in itertools.count(int(sys.argv[2])):
@@ -46,7 +45,7 @@ def test_every_version_is_complete_however_often_the_writer_is_killed(tmp_path: 
     folder, chance, first = tmp_path / "weights", random.Random(0), 0
     for _ in range(5):
         kill_after(folder, first=first, num_versions=2, delay_s=chance.uniform(0, 0.05))
-        for version in snapshot.versions(folder)[-NUM_KEPT:]:
+        for version in snapshots.versions(folder)[-NUM_KEPT:]:
             update, _ = make_version(version, moved=version % 1000, num_columns=COLUMNS)
             manifest = Manifest.of(update)
             HostWeights().update_to(SnapshotStore(folder), manifest, with_deltas=False, timeout_s=TIMEOUT_S)

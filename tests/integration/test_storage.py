@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.sealed_folder import find_damage
 from tests import runs
 from tests.runs import ROOT, SMALL
 

@@ -11,15 +11,14 @@ import pytest
 
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.messages import Ack, Nack, Put
-from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.buffer.redis.server_program import find_redis_binary
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.buffer.store import StoreOutage
 from tests import runs
 from tests.builders import make_packed
 from tests.runs import Run, assert_all_steps_once, assert_reconciled, has_stepped, until

@@ -12,7 +12,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import SnapshotSource, Update
 from slipstream.broker.weights.fetcher import Fetcher
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.fakes import KEYS

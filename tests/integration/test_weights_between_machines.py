@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.integration.test_other_machines import Machine, machines  # noqa: F401
 from tests.runs import SMALL, kill_tree, until

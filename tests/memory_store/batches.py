@@ -2,7 +2,7 @@
 
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
-from slipstream.buffer.transitions import (
+from slipstream.buffer.store_rules import (
     already_committed,
     make_claim,
     not_stored,

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from slipstream.buffer.chief import NO_FENCE
-from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
     EvaluationAnswer,
@@ -14,8 +12,9 @@ from slipstream.buffer.records import (
     Lease,
     stored_answer,
 )
-from slipstream.buffer.trajectory import Purpose, TrajectoryHeader, group_of, make_lease_id
-from slipstream.buffer.transitions import (
+from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming
+from slipstream.buffer.store_rules import (
+    NO_FENCE,
     asked_answers,
     evaluation_group_id,
     evaluation_sequence,
@@ -25,6 +24,7 @@ from slipstream.buffer.transitions import (
     make_lease,
     short_group_message,
 )
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader, group_of, make_lease_id
 from slipstream.configs.buffer import DropShortConfig, GroupDeadline, RefillConfig, TrainShortConfig
 from tests.memory_store.state import Group, Member, MemoryState, OpenEvaluation
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import Record
 from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig
 

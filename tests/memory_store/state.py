@@ -6,7 +6,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slipstream.buffer.chief import stale_chief
 from slipstream.buffer.records import (
     EVENTS_KEPT,
     FRAMES_KEPT,
@@ -19,8 +18,8 @@ from slipstream.buffer.records import (
     VersionEntry,
 )
 from slipstream.buffer.sampling import RowCount
+from slipstream.buffer.store_rules import no_run, stale_chief
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.buffer.transitions import no_run
 from slipstream.configs.buffer import FilterConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.memory_store.rules import GroupRewards, SuccessRate, rejection_reason

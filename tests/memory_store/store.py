@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
-from slipstream.buffer.chief import NO_FENCE, Brokers
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -23,7 +22,7 @@ from slipstream.buffer.records import (
     progress_mark,
 )
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
+from slipstream.buffer.store_rules import NO_FENCE, PHASES, Brokers, check_same_run, is_evaluation
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.memory_store.batches import MemoryBatches

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from tests.shape.tree import assert_none, paths, syntax, text
 
-MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_MODULES = 400, 60, 16
+MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_MODULES = 600, 60, 16
 BANNED_STEMS = {"util", "utils", "common", "helper", "helpers", "misc", "manager", "base_impl"}
 BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
@@ -18,7 +18,7 @@ QUESTION = re.compile(r"(What|Whose|Who|Whom|Of|Which|Where|How|When|Why)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w")
 
 
-def test_no_module_is_longer_than_400_lines() -> None:
+def test_no_module_is_longer_than_600_lines() -> None:
     # A contract stays one list of tests for every twin, however long it gets.
     lengths = {path: len(text(path).splitlines()) for path in paths(".py") if not path.startswith("tests/contract/")}
     assert_none([f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_MODULE_LINES])

@@ -18,12 +18,12 @@ import pytest
 import typer
 
 from slipstream.broker.__main__ import split_shard
-from slipstream.buffer.cli.app import app as data_app
 from slipstream.cli import app
+from slipstream.cluster.recipe_commands import app as recipes_app
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.launch.run import with_sft_preset
-from slipstream.recipes.app import app as recipes_app
+from slipstream.observe.catalog.commands import app as data_app
 from tests import runs
 from tests.shape.test_documents import HAND_WRITTEN, is_program
 from tests.shape.tree import ROOT, assert_none, text
@@ -92,7 +92,7 @@ TRIED_BY = {
     "python -m benchmarks.generators.long_answers": "tests/integration/test_benchmarks.py",
     "python -m slipstream.scripts.make_search_index": "tests/unit/generators/tools/test_search.py",
     "python -m slipstream.scripts.make_prompts": "tests/unit/scripts/test_make_prompts.py",
-    "python -m slipstream.scripts.write_docs": "tests/shape/test_documents.py",
+    "python -m docs.tools.write_docs": "tests/shape/test_documents.py",
 }
 """Test that runs the program in a short form, where `test_commands_on_a_run_work` does not."""
 

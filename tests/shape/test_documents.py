@@ -5,13 +5,13 @@ from pathlib import PurePosixPath
 
 import typer
 
-from slipstream.broker.status.role_status import RoleStatus
-from slipstream.broker.status.run_status import RunStatus
-from slipstream.buffer.cli.app import app as data_app
+from docs.tools.write_docs import stale_pages
+from slipstream.buffer.role_reports import RoleStatus
 from slipstream.cli import app
 from slipstream.configs.schema import groups, settings
-from slipstream.learner.metrics.ranges import RANGES
-from slipstream.scripts.write_docs import stale_pages
+from slipstream.observe.catalog.commands import app as data_app
+from slipstream.observe.run_status import RunStatus
+from slipstream.runtime.healthy_ranges import RANGES
 from tests.metric_docs import keys_under
 from tests.shape.tree import ROOT, assert_none, paths, text
 

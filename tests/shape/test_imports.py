@@ -18,15 +18,14 @@ WITHOUT_TORCH = [
     "slipstream.buffer.store",
     "slipstream.buffer.redis.store",
     "slipstream.broker.messages",
-    "slipstream.broker.prompts.dataset",
+    "slipstream.broker.dataset",
     "slipstream.broker.router",
     "slipstream.launch.preflight",
     "slipstream.launch.commands",
-    "slipstream.launch.plot",
+    "slipstream.observe.plot",
     "slipstream.launch.run",
     "slipstream.cli",
-    "slipstream.notebook.trainer",
-    "slipstream.scripts.write_docs",
+    "slipstream.notebook",
     "run_async",
 ]
 """Modules that load in a moment, because commands and light roles begin with them."""

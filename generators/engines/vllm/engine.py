@@ -32,11 +32,11 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, WeightLayout, require_routers
 from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
-from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
-from slipstream.generators.engines.vllm.images import image_input
+from slipstream.generators.engines.vllm.health import StepWatchdog, read_fatal_error, read_load
+from slipstream.generators.engines.vllm.patches import image_input, select_experts
 from slipstream.generators.engines.vllm.process import (
     PROFILES,
     check_environment,
@@ -46,9 +46,6 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
-from slipstream.generators.engines.vllm.routed_experts import select_experts
-from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
-from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 from slipstream.runtime.images import PromptImage, VisionModel, takes_images
 from slipstream.runtime.lora import adapted_layers

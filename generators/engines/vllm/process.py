@@ -25,10 +25,8 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.engine import end_token_ids
 from slipstream.generators.engines.vllm.adapter import lora_arguments
-from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
-from slipstream.generators.engines.vllm.images import image_arguments
-from slipstream.generators.engines.vllm.routed_experts import record_routed_experts
-from slipstream.generators.engines.vllm.stats import LoadRecorder
+from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
+from slipstream.generators.engines.vllm.patches import image_arguments, record_routed_experts
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images

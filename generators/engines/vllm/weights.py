@@ -35,9 +35,8 @@ from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.broker.weights.process_group import device_name
 from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
-from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
-from slipstream.generators.engines.vllm.images import serve_images_without_torchvision
-from slipstream.generators.engines.vllm.routed_experts import record_routed_experts
+from slipstream.generators.engines.vllm.health import report_fatal_errors
+from slipstream.generators.engines.vllm.patches import record_routed_experts, serve_images_without_torchvision
 from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 BACKEND = "slipstream"

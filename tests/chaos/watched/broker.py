@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.broker import __main__ as role
 from slipstream.broker import archiver, ingest, router
-from slipstream.buffer.archive import shard_writer
+from slipstream.buffer.archive import shards
 from slipstream.buffer.redis import run_store
 from tests.chaos.stage import JOURNALS, POINTS
 from tests.chaos.watched.journal import Journal
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> None:
     journal = WatchedStore.journal = Journal(Path(JOURNALS), "broker")
     points = WatchedStore.points = Points(Path(POINTS), "broker", on_obey=lambda at: journal.write("obeyed", point=at))
     run_store.RedisStore = WatchedStore  # type: ignore[misc]
-    write_durably = shard_writer.write_durably
+    write_durably = shards.write_durably
 
     def watched(*given: Any, **named: Any) -> Any:
         points.reach("before_shard")
         return write_durably(*given, **named)
 
-    shard_writer.write_durably = watched
+    shards.write_durably = watched
     if len(overrides) != len(arguments):
         lighten()
     role.main(overrides)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from slipstream.buffer.chief import NO_FENCE
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
 from slipstream.buffer.redis.connection import text
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import NotReady, SamplingRules
+from slipstream.buffer.store_rules import NO_FENCE
 from tests.chaos.watched.journal import Journal
 from tests.chaos.watched.points import Points
 

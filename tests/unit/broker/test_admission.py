@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from slipstream.broker.admission import admission_limit, admission_reason, capacity_limit, capacity_reason
+from slipstream.buffer.pacing import admission_limit, admission_reason, capacity_limit, capacity_reason
 from slipstream.buffer.records import RunState
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import CapacityConfig, StalenessConfig

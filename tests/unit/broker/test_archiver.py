@@ -10,13 +10,12 @@ import pytest
 
 from slipstream.broker.archiver import Archiver, ArchiverThread
 from slipstream.buffer.accounting import StoreCounts
-from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.mirror import ArchiveMirror
-from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.chief import NO_FENCE, stale_chief
+from slipstream.buffer.archive.archive import Archive, ArchiveMirror
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import ArchiveError, StorageError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
+from slipstream.buffer.store_rules import NO_FENCE, stale_chief
 from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.archiver import Archiver, ArchiverThread, OpenWriter
-from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.manifest import ShardEntry
-from slipstream.buffer.archive.mirror import ArchiveMirror
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.archive import Archive, ArchiveMirror
+from slipstream.buffer.archive.index import ShardEntry
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import FinishedGroup

@@ -7,7 +7,7 @@ import pytest
 from slipstream.broker.chief import LEASE_S
 from slipstream.broker.messages import Bye, Drain, Hello, LivingBrokers, Pong, Welcome
 from slipstream.broker.router import Router
-from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StaleFenceError
 from tests.fakes import FakePeer, RouterScene

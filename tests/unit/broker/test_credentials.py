@@ -8,7 +8,10 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from slipstream.broker.credentials import (
+from slipstream.configs.base import ConfigError
+from slipstream.configs.cluster import ClusterConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.credentials import (
     TOKEN_VARIABLE,
     derive_keys,
     find_token,
@@ -16,9 +19,6 @@ from slipstream.broker.credentials import (
     make_token,
     write_guest_tokens,
 )
-from slipstream.configs.base import ConfigError
-from slipstream.configs.cluster import ClusterConfig
-from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 

@@ -4,8 +4,8 @@ import pytest
 
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.messages import Ack, Nack, Put
-from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.records import Insertion
+from slipstream.buffer.store import StoreOutage
 from tests.builders import make_packed
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore

@@ -7,10 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import Bye, Hello, Member, Message, Nack, OpenEpoch, Put
-from slipstream.broker.partial_decode import UNREADABLE
+from slipstream.broker.messages import UNREADABLE, Bye, Hello, Member, Message, Nack, OpenEpoch, Put
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
-from slipstream.broker.transport.inbox import QueueInbox
+from slipstream.broker.transport.session import QueueInbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from slipstream.runtime.model_files import ModelFingerprint

@@ -1,7 +1,7 @@
 """An outage is reported when it begins, every few seconds while it lasts, and when it ends."""
 
-from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.store import StoreOutage
 from tests.fakes import FakeClock
 
 

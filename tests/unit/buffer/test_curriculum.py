@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from slipstream.buffer.curriculum import look_ahead
+from slipstream.buffer.sampling import look_ahead
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import CurriculumConfig
 from slipstream.configs.load import load

@@ -7,7 +7,7 @@ import pytest
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import Lease
 from slipstream.buffer.sampling import row_of
-from slipstream.buffer.transitions import (
+from slipstream.buffer.store_rules import (
     MAY_CHANGE,
     check_same_run,
     evaluation_group_id,

@@ -1,7 +1,7 @@
 """The tree of settings."""
 
 from slipstream.configs.advantages import GrpoConfig
-from slipstream.configs.algorithm_terms import CriticOptimizerConfig
+from slipstream.configs.algorithm import CriticOptimizerConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.schema import field_docstrings, settings, variants
 

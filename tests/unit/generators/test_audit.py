@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.broker.guests.desk import convict
+from slipstream.broker.guests import convict
 from slipstream.broker.messages import Audit, Audited, Prompt
 from slipstream.buffer.codec import encode
 from slipstream.buffer.records import Lease

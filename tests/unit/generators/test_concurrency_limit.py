@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from slipstream.generators.concurrency import ConcurrencyLimit
 from slipstream.generators.engines.engine import EngineLoad
+from slipstream.generators.generator import ConcurrencyLimit
 
 
 def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, running: int | None = None) -> list[int]:

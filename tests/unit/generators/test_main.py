@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.load import load
@@ -23,6 +22,7 @@ from slipstream.generators.__main__ import (
     wait_for_token,
 )
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
+from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 

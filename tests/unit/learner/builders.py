@@ -19,9 +19,9 @@ from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
-from slipstream.learner.metrics.step_metrics import LAG_BUCKETS
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.model import Policy
+from slipstream.learner.training.step_metrics import LAG_BUCKETS
 from slipstream.learner.training.trainer import Trainer
 from tests.builders import make_trajectory
 from tests.metric_docs import TOKENS, keys_under

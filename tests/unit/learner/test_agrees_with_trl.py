@@ -14,8 +14,7 @@ import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.advantages import DrGrpoConfig, GrpoConfig, RlooConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CorrectionConfig, KlConfig, RewardShapingConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RewardShapingConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     GmpoConfig,
@@ -28,8 +27,8 @@ from slipstream.configs.policy_losses import (
 from slipstream.learner.algorithms import advantages, distillation, kl
 from slipstream.learner.algorithms.segments import standardised, whiten
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.objective.objective import Objective
+from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.step_metrics import StepMetrics
 from tests.builders import make_trajectory
 from tests.unit.learner.builders import VOCABULARY
 from tests.unit.learner.inputs import advantage_inputs

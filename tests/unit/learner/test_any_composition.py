@@ -7,13 +7,12 @@ import torch
 
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.advantages import DrGrpoConfig, WinRateConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, RejectionConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, SppoConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.objective.objective import Objective
+from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.step_metrics import StepMetrics
 from tests.unit.learner.builders import VOCABULARY, examples, make_groups
 
 LOSSES = examples(PolicyLossConfig, function="tests.unit.learner.own_algorithm:squashed", arguments={"sharpness": 2.0})

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.durable_files import write_durably
+from slipstream.buffer.durable_files import CHECKSUMS, find_damage, write_durably
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage
 from slipstream.learner.background_save import BackgroundSaver, delete_folder
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")

@@ -7,13 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.buffer.durable_files import seal
 from slipstream.buffer.errors import DamagedObjectError
-from slipstream.buffer.sealed_folder import seal
 from slipstream.configs.advantages import MovingBaselineConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import AdaptiveKlConfig, KlConfig
+from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, KlConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
-from slipstream.learner.best_checkpoint import BestCheckpoint
+from slipstream.learner.checkpoint import BestCheckpoint
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks

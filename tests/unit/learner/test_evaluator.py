@@ -6,7 +6,7 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.data import DataConfig, HeldoutSet
 from slipstream.configs.learner import EvaluationConfig
-from slipstream.learner.evaluator import Evaluator
+from slipstream.learner.evaluation import Evaluator
 from tests.contract.stores import answer, lease, open_run
 from tests.memory_store.store import MemoryStore
 

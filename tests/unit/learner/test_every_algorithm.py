@@ -9,13 +9,14 @@ import torch
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs import advantages, policy_losses
-from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from slipstream.configs.algorithm_terms import (
+from slipstream.configs.algorithm import (
     AdaptiveKlConfig,
+    AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
     CriticOptimizerConfig,
     DistillationConfig,
+    EssLearningRateConfig,
     KlConfig,
     RejectionConfig,
     RewardShapingConfig,

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.learner import BestConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.learner.best_checkpoint import BestEntry
+from slipstream.learner.checkpoint import BestEntry
 from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
-from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.metrics_log import MetricsLog
+from slipstream.observe.run_status import StatusReader
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore

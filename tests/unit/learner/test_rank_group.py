@@ -18,7 +18,7 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, Operation, RankGroup
 from slipstream.learner.training import trainer as trainer_module
-from slipstream.runtime.time_account import TimeAccount
+from slipstream.runtime.trace import TimeAccount
 from tests.builders import make_run
 from tests.unit.learner.builders import (
     make_alone,

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from slipstream.learner import rank_watch
-from slipstream.learner.rank_watch import RankWatch, leave
+from slipstream.learner import ranks as rank_watch
+from slipstream.learner.ranks import RankWatch, leave
 
 TIMEOUT_S = 0.3
 DEADLINE_S = 20.0

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.load import load
 from slipstream.learner.build import choose_device
 from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.role import wait_for_token
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
+from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
 
 

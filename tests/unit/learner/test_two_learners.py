@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.records import CheckpointPointer
-from slipstream.buffer.sealed_folder import find_damage
 from slipstream.learner.checkpoint import write_model
 from slipstream.learner.errors import CheckpointError
 from tests.unit.learner.builders import make_checkpoints, make_model, make_run, save

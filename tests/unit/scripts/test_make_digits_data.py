@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
 from slipstream.scripts.make_digits_data import addition, main, make_files, make_problems, reverse
 

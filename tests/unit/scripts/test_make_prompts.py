@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
 from slipstream.scripts.make_prompts import (
     INSTRUCTION,

@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from slipstream.exporter.families import FAMILIES, family_of
-from slipstream.learner.metrics.ranges import RANGES
-from slipstream.scripts.monitoring_files import alerts, dashboard
+from docs.tools.monitoring_files import alerts, dashboard
+from slipstream.observe.exporter.families import FAMILIES, family_of
+from slipstream.runtime.healthy_ranges import RANGES
 from tests.metric_docs import ROWS, STEP, TOKENS, keys_under
 
 NAME = re.compile(r"slipstream_\w+")

@@ -71,7 +71,7 @@ def test_every_library_that_is_imported_is_asked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["cpu"]]
     names = {re.split(r"[\[<>=; ]", line)[0].lower() for line in asked}
-    product = [path for path in paths(".py") if not path.startswith(("tests/", "benchmarks/", "examples/"))]
+    product = [path for path in paths(".py") if not path.startswith(("tests/", "benchmarks/", "examples/", "docs/"))]
     imported = {name for path in product for name in imports(path)} - sys.stdlib_module_names - {"slipstream"}
     found = packages_distributions()
     missing = {

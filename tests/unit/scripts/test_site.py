@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.scripts import site
+from docs.tools import site
 
 
 @pytest.fixture

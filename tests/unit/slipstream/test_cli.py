@@ -155,16 +155,15 @@ def test_it_starts_without_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("role", ["broker", "generators", "learner", "buffer"])
+@pytest.mark.parametrize("role", ["broker", "generators", "learner"])
 def test_every_role_has_help_with_settings_that_exist(role: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", role, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr
     assert f"python -m {role}" in done.stdout
-    if role != "buffer":
-        assert "docs/settings.md" in done.stdout
-        assert named_settings(done.stdout) <= known_settings()
+    assert "docs/settings.md" in done.stdout
+    assert named_settings(done.stdout) <= known_settings()
 
 
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])

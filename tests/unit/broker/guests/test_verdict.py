@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.broker.guests.desk import convict
+from slipstream.broker.guests import convict
 from slipstream.buffer.trajectory import AnswerCheck
 
 HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)

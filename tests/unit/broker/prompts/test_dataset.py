@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.prompts.dataset import Dataset, describe_shortages, open_datasets, read_heldout, read_train
-from slipstream.broker.prompts.lengths import count_tokens
-from slipstream.broker.prompts.rows import Row
+from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
+from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.sampling import FileShare
 from slipstream.configs.base import ConfigError
@@ -249,7 +248,7 @@ def test_bytes_and_records_travel_in_a_message(tmp_path: Path) -> None:
 
 
 def test_the_dataset_loads_without_torch() -> None:
-    program = "import slipstream.broker.prompts.dataset, sys; sys.exit('torch' in sys.modules)"
+    program = "import slipstream.broker.dataset, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.lease_scheduler import make_prompt
-from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.records import Lease, image_names
 from slipstream.buffer.trajectory import Media

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from slipstream.broker.status.live_view import LiveView, sparkline
-from slipstream.broker.status.monitor import Monitor
-from slipstream.broker.status.role_status import role_statuses
+from slipstream.buffer.role_reports import role_statuses
+from slipstream.observe.run_status import Monitor
+from slipstream.observe.terminal import LiveView, sparkline
 from tests.builders import make_run
 from tests.memory_store.store import MemoryStore
 

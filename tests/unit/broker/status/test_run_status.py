@@ -2,8 +2,8 @@
 
 import pytest
 
-from slipstream.broker.status.blocking import Wait
 from slipstream.buffer.records import Event
+from slipstream.observe.run_status import Wait
 from tests.builders import make_run
 from tests.fakes import STATUS_ROW, make_gauges, make_reports, status_of
 

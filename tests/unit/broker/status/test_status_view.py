@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from slipstream.broker.status.run_status import RunStatus
-from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.records import Event
+from slipstream.observe.run_status import RunStatus
+from slipstream.observe.terminal import draw_status
 from tests.fakes import STATUS_ROW, make_reports, status_of
 
 

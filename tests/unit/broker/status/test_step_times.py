@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.status.step_times import describe_times, make_step_times, time_counters
-from slipstream.runtime.rates import Growth
+from slipstream.buffer.role_reports import describe_times, make_step_times, time_counters
+from slipstream.runtime.clock import Growth
 
 ROLES: dict[str, dict[str, Any]] = {
     "learner": {"role": "learner", "cpu_s": 1.0, "time/waiting": 6.0, "time/compute": 3.0, "time/rest": 1.0},

@@ -23,10 +23,9 @@ from slipstream.broker.messages import (
     ReturnLeases,
     Welcome,
 )
-from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
-from slipstream.broker.transport.inbox import QueueInbox
-from slipstream.broker.transport.memory_channels import MemoryBroker, MemoryServerChannel
-from slipstream.broker.transport.route import Route, preferred
+from slipstream.broker.transport.channels import MemoryBroker, MemoryServerChannel
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus, Route, preferred
+from slipstream.broker.transport.session import QueueInbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.broker import BROKER_SILENCE_S
 from tests.builders import make_packed

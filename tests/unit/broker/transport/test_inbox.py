@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from slipstream.broker.messages import Drain
-from slipstream.broker.transport.inbox import QueueInbox, call_threadsafe
+from slipstream.broker.transport.session import QueueInbox, call_threadsafe
 
 
 def test_queued_messages_are_forwarded_first() -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.errors import ChannelClosedError
-from slipstream.broker.transport.endpoints import check_reach
-from slipstream.broker.transport.interface import Interface, collective_environment, find_interface, listen
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, is_refused
+from slipstream.broker.transport.endpoints import Interface, check_reach, collective_environment, find_interface
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, is_refused, listen
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import LOCAL, ClusterConfig
 from tests.fakes import KEYS

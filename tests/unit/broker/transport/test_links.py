@@ -19,9 +19,9 @@ from slipstream.broker.messages import (
     Update,
     Welcome,
 )
+from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
-from slipstream.broker.transport.links import Links
-from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.session import Links
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
 
 BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}

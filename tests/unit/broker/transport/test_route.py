@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from slipstream.broker.transport.route import Route, preferred
+from slipstream.broker.transport.client import Route, preferred
 
 FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
 PEERS = [f"generator-{number}" for number in range(1000)]

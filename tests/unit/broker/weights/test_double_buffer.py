@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.process_group import DoubleBuffer
 from tests.cuda_fake import FakeCuda, FakeNccl
 
 CPU = torch.device("cpu")

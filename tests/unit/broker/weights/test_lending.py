@@ -9,8 +9,7 @@ import torch
 from slipstream.broker.errors import AlteredWeightsError, NotYetError, WeightTransferError
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights.host_weights import HostWeights, digest
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from tests.unit.broker.weight_versions import BUCKET_BYTES, make_version
 
 NAMES = [f"bucket-000{index}.bin" for index in range(3)]

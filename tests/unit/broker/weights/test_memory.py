@@ -6,7 +6,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
 
 TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3, dtype=torch.int8))]
 

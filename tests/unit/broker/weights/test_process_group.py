@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights import process_group, rendezvous
+from slipstream.broker.weights import process_group
+from slipstream.broker.weights import process_group as rendezvous
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.broker.weights.process_group import ProcessGroup
-from slipstream.broker.weights.rendezvous import EpochRank
+from slipstream.broker.weights.process_group import EpochRank, ProcessGroup
 
 NOT_A_CPU = torch.device("meta")
 

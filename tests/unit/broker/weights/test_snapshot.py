@@ -12,35 +12,35 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import snapshot
-from slipstream.broker.weights.snapshot import Manifest
+from slipstream.broker.weights import snapshots
+from slipstream.broker.weights.snapshots import Manifest
 from tests.unit.broker.weight_versions import make_slots, make_version
 
 
 def write(path: Path, version: int = 12) -> tuple[Manifest, list[Tensor]]:
     update, packed = make_version(version)
     manifest = Manifest.of(update)
-    snapshot.write(path, manifest, packed)
+    snapshots.write(path, manifest, packed)
     return manifest, packed
 
 
 def read(path: Path) -> list[Tensor]:
-    manifest = snapshot.read_manifest(path)
-    mapped = [snapshot.map_bucket(path, manifest, index) for index in range(len(manifest.checksums))]
+    manifest = snapshots.read_manifest(path)
+    mapped = [snapshots.map_bucket(path, manifest, index) for index in range(len(manifest.checksums))]
     for index, bucket in enumerate(mapped):
         flat.check_bucket(bucket, index, expected=manifest.checksums)
     return mapped
 
 
 def test_a_snapshot_is_read_back_bit_for_bit(tmp_path: Path) -> None:
-    manifest, packed = write(path := tmp_path / snapshot.folder_name(12))
+    manifest, packed = write(path := tmp_path / snapshots.folder_name(12))
     assert sorted(file.name for file in path.iterdir()) == [
         "bucket-0000.bin",
         "bucket-0001.bin",
         "bucket-0002.bin",
         "manifest.json",
     ]
-    assert snapshot.read_manifest(path) == manifest
+    assert snapshots.read_manifest(path) == manifest
     assert all(torch.equal(got, expected) for got, expected in zip(read(path), packed, strict=True))
     assert [name for name, _ in flat.unpack(read(path), manifest.slots)] == [slot.name for slot in make_slots()[0]]
 
@@ -53,7 +53,7 @@ def test_the_checksum_is_that_of_the_announced_buckets(tmp_path: Path) -> None:
 def test_empty_buckets_are_supported(tmp_path: Path) -> None:
     empty = [torch.zeros(0, dtype=torch.uint8)]
     sums = flat.checksums(empty)
-    snapshot.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
+    snapshots.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
     assert [bucket.numel() for bucket in read(tmp_path / "version-00000001")] == [0]
 
 
@@ -64,10 +64,10 @@ def test_writing_to_a_mapped_bucket_does_not_change_the_file(tmp_path: Path) -> 
 
 
 def test_only_complete_versions_are_listed(tmp_path: Path) -> None:
-    assert snapshot.versions(tmp_path / "absent") == []
+    assert snapshots.versions(tmp_path / "absent") == []
     for name in ("version-00000012", "version-00000002", ".version-00000013.tmp", "other", "version-3"):
         (tmp_path / name).mkdir()
-    assert snapshot.versions(tmp_path) == [2, 12]
+    assert snapshots.versions(tmp_path) == [2, 12]
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def test_an_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
         msgspec.structs.replace(manifest, bucket_bytes=[1]),
     ):
         with pytest.raises(WeightTransferError, match="it is damaged"):
-            snapshot.parse_manifest(msgspec.json.encode(inconsistent))
+            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
 def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(WeightTransferError, match="must be readable"):
-        snapshot.parse_manifest(content)
+        snapshots.parse_manifest(content)
 
 
 # --- room and crashes ------------------------------------------------------------------------------------------------
@@ -138,23 +138,23 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
             match=r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space",
         ),
     ):
-        snapshot.write(tmp_path / "version-00000013", Manifest.of(update), packed)
+        snapshots.write(tmp_path / "version-00000013", Manifest.of(update), packed)
     assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
-    assert snapshot.read_manifest(path) == before
+    assert snapshots.read_manifest(path) == before
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     update, packed = make_version(13)
     with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
-        snapshot.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
+        snapshots.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
 
 
 def test_leftovers_of_a_killed_writer_are_no_version_and_are_overwritten(tmp_path: Path) -> None:
     left = tmp_path / ".version-00000012.tmp"
     left.mkdir()
     (left / "bucket-0000.bin").write_bytes(b"half")
-    assert snapshot.versions(tmp_path) == []
+    assert snapshots.versions(tmp_path) == []
     _, packed = write(tmp_path / "version-00000012")
     assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
     assert torch.equal(read(tmp_path / "version-00000012")[0], packed[0])
@@ -163,6 +163,6 @@ def test_leftovers_of_a_killed_writer_are_no_version_and_are_overwritten(tmp_pat
 def test_a_version_can_be_replaced(tmp_path: Path) -> None:
     write(path := tmp_path / "version-00000012")
     update, packed = make_version(12, seed=1)
-    snapshot.write(path, Manifest.of(update), packed)
+    snapshots.write(path, Manifest.of(update), packed)
     assert torch.equal(read(path)[2], packed[2])
     assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]

@@ -10,10 +10,9 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import snapshot
+from slipstream.broker.weights import snapshots
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.snapshot import Manifest
-from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from tests.unit.broker.weight_versions import make_update, make_version
 
 NUM_BYTES = 3 * 32 * 1024
@@ -38,8 +37,8 @@ def update_to(weights: HostWeights, store: SnapshotStore, version: int, *, with_
 def files(store: SnapshotStore) -> dict[int, list[str]]:
     """Kinds of files by version."""
     return {
-        version: sorted({file.name.split("-")[0] for file in (store.folder / snapshot.folder_name(version)).iterdir()})
-        for version in snapshot.versions(store.folder)
+        version: sorted({file.name.split("-")[0] for file in (store.folder / snapshots.folder_name(version)).iterdir()})
+        for version in snapshots.versions(store.folder)
     }
 
 
@@ -76,7 +75,7 @@ def test_putting_an_older_version_deletes_the_newer_ones(store: SnapshotStore) -
     store.put(update, packed, with_delta=True)
     assert store.newest() == 2
     assert store.find(flat.combine(update.checksums)) == 2
-    assert snapshot.versions(store.folder) == [1, 2]
+    assert snapshots.versions(store.folder) == [1, 2]
 
 
 def test_buckets_that_do_not_match_the_update_are_refused(store: SnapshotStore) -> None:

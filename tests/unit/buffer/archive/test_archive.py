@@ -10,9 +10,8 @@ import pytest
 import xxhash
 
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import MANIFEST, ManifestWriter, read_manifest
-from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.index import MANIFEST, LedgerWriter, ManifestWriter, read_manifest
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.durable_files import LineFile
 from slipstream.buffer.errors import ArchiveError, ShardError

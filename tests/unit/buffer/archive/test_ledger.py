@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import LEDGER, MANIFEST, ManifestWriter
+from slipstream.buffer.archive.index import LEDGER, MANIFEST, LedgerWriter, ManifestWriter
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
 from tests.builders import make_finished, write_archive

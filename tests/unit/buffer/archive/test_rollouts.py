@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ArchiveError
 from tests.builders import make_finished, write_archive

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.manifest import MANIFEST, read_manifest
-from slipstream.buffer.archive.shard_writer import OVERFLOW, ShardWriter
+from slipstream.buffer.archive.index import MANIFEST, read_manifest
+from slipstream.buffer.archive.shards import OVERFLOW, ShardWriter
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import FinishedGroup

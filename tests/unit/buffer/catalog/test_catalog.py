@@ -12,15 +12,15 @@ from tokenizers.models import BPE, WordPiece
 
 from slipstream.buffer.archive.step_tokens import StepTokens, write_step
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
-from slipstream.buffer.catalog import catalog as catalog_module
-from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
-from slipstream.buffer.catalog.rows import ROWS, CatalogRow
-from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_text
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import SearchCancelledError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
 from slipstream.configs.base import ConfigError
+from slipstream.observe.catalog import catalog as catalog_module
+from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
+from slipstream.observe.catalog.rows import ROWS, CatalogRow
+from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 from tests.builders import make_run, make_trajectory, write_archive
 from tests.unit.buffer.cli.run import run
 

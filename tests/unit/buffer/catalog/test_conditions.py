@@ -2,8 +2,7 @@
 
 import pytest
 
-from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
-from slipstream.buffer.catalog.conditions import format_conditions, parse_conditions
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter, format_conditions, parse_conditions
 from slipstream.configs.base import ConfigError
 
 

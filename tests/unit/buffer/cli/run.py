@@ -1,12 +1,12 @@
-"""Runs a command of `python -m buffer` in this process."""
+"""Runs a command of `slipstream data` in this process."""
 
-from slipstream.buffer.__main__ import main
+from slipstream.cli import main
 
 
 def run(*arguments: object) -> int:
     """Return the exit code."""
     try:
-        main([str(argument) for argument in arguments])
+        main(["data", *(str(argument) for argument in arguments)])
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0

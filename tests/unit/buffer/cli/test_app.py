@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.index import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
 from tests.unit.buffer.cli.run import run

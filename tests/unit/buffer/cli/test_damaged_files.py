@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import ManifestWriter
-from slipstream.buffer.catalog.catalog import open_catalog
+from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
 from slipstream.buffer.errors import ArchiveError
 from slipstream.cli import main
+from slipstream.observe.catalog.catalog import open_catalog
 from tests.builders import make_finished, write_archive
 from tests.recorded_run import record_run
 from tests.unit.buffer.archive.test_ledger import make_step

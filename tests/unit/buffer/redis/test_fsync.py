@@ -2,7 +2,7 @@
 
 import psutil
 
-from slipstream.buffer.redis.fsync import Fsyncer
+from slipstream.buffer.redis.supervisor import Fsyncer
 
 
 def held(folder) -> set[str]:

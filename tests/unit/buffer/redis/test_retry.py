@@ -7,7 +7,7 @@ import time
 import pytest
 import redis
 
-from slipstream.buffer.redis.retry import RetryPolicy, is_transient
+from slipstream.buffer.redis.connection import RetryPolicy, is_transient
 
 
 class Server:

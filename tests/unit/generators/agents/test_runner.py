@@ -9,7 +9,7 @@ import pytest
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
-from slipstream.generators.agents.agent import Transcript
+from slipstream.generators.agents.episode import Transcript
 from slipstream.generators.agents.runner import AgentRunner, request_seed
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine

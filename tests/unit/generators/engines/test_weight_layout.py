@@ -8,7 +8,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
-from slipstream.generators.engines.weight_layout import WeightLayout
+from slipstream.generators.engines.engine import WeightLayout
 from tests.tiny_model import make_tiny_module
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"

@@ -163,7 +163,7 @@ def test_a_copy_that_the_function_forked_does_not_answer():
 
 
 def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipstream.generators.rewards.connection.REAP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("slipstream.generators.rewards.pool.REAP_TIMEOUT_S", 0.5)
 
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())

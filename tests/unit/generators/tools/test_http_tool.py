@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.tool import Tool
 
 CITY = {"type": "string", "description": "Name of the city."}

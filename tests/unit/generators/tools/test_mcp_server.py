@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
-from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.tool import Tool, load_tools
 from tests.unit.generators.agents.scene import play
 from tests.unit.generators.chat import make_chat_tokenizer

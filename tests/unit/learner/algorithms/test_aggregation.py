@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slipstream.learner.algorithms import aggregation, rejection
+from slipstream.learner.algorithms import aggregation, importance
 from slipstream.learner.algorithms.inputs import AggregationInputs
 from tests.unit.learner.inputs import checked
 
@@ -90,7 +90,7 @@ def rejected_update() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     """Counts before and after, whose token each one is, and which are kept: 1 of 2, 2 of 2, none of 4."""
     before, keep = torch.tensor([2, 2, 4]), torch.tensor([True, False, True, True, False, False, False, False])
     sequences = torch.arange(3).repeat_interleave(before)
-    return before, rejection.num_kept(keep, sequences, num_sequences=3), sequences, keep
+    return before, importance.num_kept(keep, sequences, num_sequences=3), sequences, keep
 
 
 @pytest.mark.parametrize("name", ["token_mean", "seq_mean_token_mean", "prompt_mean"])

@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
-from slipstream.learner.algorithms import rejection
+from slipstream.learner.algorithms import importance
 from slipstream.learner.algorithms.importance import token_log_ratio
 from tests.unit.learner.inputs import checked, over_ratios
 
-keep_k1, keep_k2, keep_k3 = (over_ratios(keep) for keep in rejection.STATISTICS.values())
-veto, num_kept = over_ratios(rejection.veto), checked(rejection.num_kept)
+keep_k1, keep_k2, keep_k3 = (over_ratios(keep) for keep in importance.STATISTICS.values())
+veto, num_kept = over_ratios(importance.veto), checked(importance.num_kept)
 OVERS = ["token", "sum", "mean"]
 SEQUENCES = torch.tensor([0, 0, 2, 2])
 NO_TOKENS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from slipstream.learner.algorithms import reward_shaping
+from slipstream.learner.algorithms import advantages
 from tests.unit.learner.inputs import checked, whole, wide
 
-overlong_penalty, mix = checked(reward_shaping.overlong_penalty), checked(reward_shaping.mix)
-kl_in_reward = checked(reward_shaping.kl_in_reward)
+overlong_penalty, mix = checked(advantages.overlong_penalty), checked(advantages.mix)
+kl_in_reward = checked(advantages.kl_in_reward)
 
 SEQUENCES = torch.tensor([0, 0, 0, 1, 3, 3])
 """Lengths 3, 1, 0 and 2."""

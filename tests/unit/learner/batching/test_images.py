@@ -11,8 +11,7 @@ from slipstream.buffer.trajectory import Media
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.batching.collate import Layout, MicrobatchBuilder, collate
-from slipstream.learner.batching.images import PromptImages
-from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.batching.microbatch import Microbatch, PromptImages
 from slipstream.learner.errors import BatchError
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy

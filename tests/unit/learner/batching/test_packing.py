@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.learner.batching.packing import bundle_by_prompt, bundle_singly, distribute, pack, row_length
+from slipstream.learner.batching.collate import bundle_by_prompt, bundle_singly, distribute, pack, row_length
 from tests.unit.learner.builders import make_groups, make_response, make_sample
 
 

@@ -3,9 +3,8 @@ import re
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.learner.metrics.alerts import MetricAlerts
-from slipstream.learner.metrics.log import MetricsLog
-from slipstream.learner.metrics.ranges import RANGES, Range
+from slipstream.learner.metrics_log import MetricsLog
+from slipstream.runtime.healthy_ranges import RANGES, MetricAlerts, Range
 from slipstream.runtime.run_folder import RunFolder
 from tests.memory_store.store import MemoryStore
 from tests.metric_docs import STEP, TOKENS, keys_under

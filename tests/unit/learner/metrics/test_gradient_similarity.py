@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
+from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.unit.learner.builders import make_alone
 
 

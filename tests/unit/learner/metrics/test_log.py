@@ -8,7 +8,7 @@ from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.store import EvaluationResult
 from slipstream.configs.load import load
 from slipstream.launch.run import verdict
-from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.metrics_log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore

@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.trajectory import Reward
-from slipstream.learner.metrics import scores
-from slipstream.learner.metrics.scores import (
+from slipstream.learner import evaluation
+from slipstream.learner.evaluation import (
     Sums,
     best_at_k,
     by_source,
@@ -71,10 +71,10 @@ def test_a_majority_is_the_mean_over_all_subsets_with_ties_by_lot(seed: int) -> 
 def test_a_majority_of_too_many_subsets_is_close_to_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["42"] * 6 + ["7"] * 5 + ["9"] * 3
     exact = majority_at_k(names, [name == "42" for name in names], 7)
-    monkeypatch.setattr(scores, "_MOST_SUBSETS", 2000)
-    scores._subsets.cache_clear()
+    monkeypatch.setattr(evaluation, "_MOST_SUBSETS", 2000)
+    evaluation._subsets.cache_clear()
     drawn = majority_at_k(names, [name == "42" for name in names], 7)
-    scores._subsets.cache_clear()
+    evaluation._subsets.cache_clear()
     assert drawn != exact
     assert drawn == pytest.approx(exact, abs=0.03)
 

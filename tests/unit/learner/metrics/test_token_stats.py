@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slipstream.learner.metrics.step_metrics import (
+from slipstream.learner.training.step_metrics import (
     LAG_BUCKETS,
     StepMetrics,
     TokenStats,

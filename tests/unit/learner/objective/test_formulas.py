@@ -5,8 +5,7 @@ import pytest
 
 from slipstream.configs.advantages import AdvantageConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
-from slipstream.learner.objective.formulas import find
-from slipstream.learner.objective.objective import ObjectiveState
+from slipstream.learner.training.objective import ObjectiveState, find
 
 RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm import CorrectionConfig, RejectionConfig
 from slipstream.learner.algorithms.inputs import RatioInputs
-from slipstream.learner.objective.importance_correction import correct
+from slipstream.learner.training.loss_inputs import correct
 
 SEQUENCES = torch.tensor([0, 0, 1, 1])
 DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()

@@ -11,12 +11,11 @@ from slipstream.configs.advantages import (
     GdpoConfig,
     OptimalTokenBaselineConfig,
 )
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.objective.loss_inputs import describe_advantages
-from slipstream.learner.objective.objective import Objective
+from slipstream.learner.training.loss_inputs import describe_advantages
+from slipstream.learner.training.objective import Objective
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CorrectionConfig, KlConfig, RejectionConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RejectionConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     DppoConfig,
@@ -18,8 +17,8 @@ from slipstream.configs.policy_losses import (
     ToprConfig,
 )
 from slipstream.learner.batching.batch import Tokens
-from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.objective.objective import Objective
+from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.step_metrics import StepMetrics
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone
 

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher
 from tests.memory_store.store import MemoryStore
 from tests.unit.learner.fake_generators import (
     CANARY,

@@ -13,9 +13,9 @@ from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.load import load
 from slipstream.learner.errors import SampledLogprobsError
-from slipstream.learner.metrics.step_metrics import count_tokens, describe_by_lag
-from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher
 from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, check_first_step, prompt_tokens
+from slipstream.learner.training.step_metrics import count_tokens, describe_by_lag
 from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
 from tests.memory_store.store import MemoryStore

@@ -9,8 +9,8 @@ from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.sft.dataset import Pair, read_train
-from slipstream.learner.sft.trainer import PairTrainer
-from slipstream.runtime.answer_tokens import answer_token_ids
+from slipstream.learner.sft.run import PairTrainer
+from slipstream.runtime.model_files import answer_token_ids
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import VOCABULARY, make_alone, make_model, make_run, make_trainer, weights, zero
 from tests.unit.learner.sft.test_dataset import make_file, sft_run

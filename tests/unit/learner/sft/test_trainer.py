@@ -7,7 +7,7 @@ from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.sft.dataset import Demonstration
-from slipstream.learner.sft.trainer import SftTrainer, count_tokens, to_samples
+from slipstream.learner.sft.run import SftTrainer, count_tokens, to_samples
 from tests.tiny_model import make_tiny_module
 from tests.unit.learner.builders import VOCABULARY, make_alone, make_model, make_run, make_trainer, weights, zero
 

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.status.role_status import RoleStatus
-from slipstream.learner.stall.causes import StallCause, find_cause
-from slipstream.learner.stall.progress import Progress, Snapshot
+from slipstream.buffer.role_reports import RoleStatus
+from slipstream.learner.stall_causes import Progress, Snapshot, StallCause, find_cause
 from tests.builders import make_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore

@@ -3,11 +3,11 @@
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.status.blocking import dead_end_cause
 from slipstream.buffer.records import Claim
 from slipstream.buffer.trajectory import Reward
 from slipstream.learner.errors import DeadEndError
-from slipstream.learner.stall.detector import StallDetector
+from slipstream.learner.stall import StallDetector
+from slipstream.observe.run_status import dead_end_cause
 from tests.builders import make_run
 from tests.contract.stores import OLDEST_FIRST, answer, lease, open_run
 from tests.fakes import FakeClock
@@ -171,7 +171,7 @@ def test_a_pause_keeps_the_ranks_alive_says_so_and_ends_with_the_request(monkeyp
         if scene.clock.now >= 3600:
             scene.store.take_requests("learner", subjects=["pause"])
 
-    monkeypatch.setattr("slipstream.learner.stall.detector.time.sleep", pass_time)
+    monkeypatch.setattr("slipstream.learner.stall.time.sleep", pass_time)
     seen = [(reason, scene.detector.gauges()["waits_for"]) for reason in scene.detector.while_paused()]
     assert set(seen) == {("paused: `slipstream pause --off` lets the run go on", "user")}
     assert scene.num_keep_alives == 3600 / 5

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import KlConfig
+from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig

@@ -5,9 +5,9 @@ import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.advantages import GaeConfig, VtraceConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import (
+from slipstream.configs.algorithm import (
     AdaptiveKlConfig,
+    AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
     CriticOptimizerConfig,

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs.advantages import GaeConfig
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import DistillationConfig
+from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.learner.batching.collate import Layout, collate

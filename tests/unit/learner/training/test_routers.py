@@ -13,8 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import KlConfig
+from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
@@ -22,8 +21,8 @@ from slipstream.configs.generators import GeneratorsConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.errors import BatchError
-from slipstream.learner.metrics.step_metrics import describe_experts
 from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.step_metrics import describe_experts
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.routers import EXPERTS
 from tests.families import make_family, make_family_module

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from slipstream.configs.algorithm_terms import AdaptiveKlConfig, CorrectionConfig, KlConfig, RejectionConfig
+from slipstream.configs.algorithm import (
+    AdaptiveKlConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    EssLearningRateConfig,
+    KlConfig,
+    RejectionConfig,
+)
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import ReinforceConfig
 from slipstream.learner.errors import DivergenceError

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from slipstream.cluster.spread_seat import SpreadSeat
+from slipstream.cluster.seat import SpreadSeat
 
 
 class FakeSeat:

@@ -10,9 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from slipstream.configs.base import ConfigError
-from slipstream.dashboard.app import make_app
-from slipstream.dashboard.guard import KEY_HEADER
-from slipstream.dashboard.runs import Runs
+from slipstream.observe.dashboard.app import Runs, make_app
+from slipstream.observe.dashboard.guard import KEY_HEADER
 from slipstream.runtime.run_folder import RunFolder
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
@@ -199,7 +198,7 @@ def test_reading_has_no_other_method_and_acting_no_get(client):
 
 # --- the feed --------------------------------------------------------------------------------------------------------
 def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_path):
-    from slipstream.dashboard.feed import Feed
+    from slipstream.observe.dashboard.feed import Feed
 
     folder = record_run(tmp_path, steps=3)
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
@@ -226,7 +225,7 @@ def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_
 
 
 def test_a_stream_ends_with_the_server(tmp_path):
-    from slipstream.dashboard.feed import Feed
+    from slipstream.observe.dashboard.feed import Feed
 
     record_run(tmp_path)
     feed = Feed(Runs([f"runs_dir={tmp_path}"]).reader("mine"))
@@ -243,7 +242,7 @@ def test_a_stream_ends_with_the_server(tmp_path):
 
 @pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
 def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
-    from slipstream.dashboard.feed import Feed
+    from slipstream.observe.dashboard.feed import Feed
 
     record_run(tmp_path, steps=300)
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
-from slipstream.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
+from slipstream.observe.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
 
 TOKEN = "a-token-of-sixteen-and-more"
 COOKIE = "slipstream-8420"

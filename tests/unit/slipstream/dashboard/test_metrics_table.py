@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from slipstream.dashboard.metrics_table import MetricsTable, read_tail
+from slipstream.observe.metrics_rows import MetricsTable, read_tail
 
 
 def write(path: Path, *rows: dict, end: str = "\n") -> None:

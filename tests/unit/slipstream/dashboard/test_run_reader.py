@@ -6,12 +6,11 @@ import threading
 import pytest
 
 from slipstream.configs.load import load, provenance
-from slipstream.dashboard import run_reader
-from slipstream.dashboard import runs as module_of_runs
-from slipstream.dashboard.metrics_table import read_tail
-from slipstream.dashboard.run_reader import RunReader
-from slipstream.dashboard.runs import Runs
-from slipstream.explanation.health import Health
+from slipstream.observe import reader as run_reader
+from slipstream.observe.dashboard import app as module_of_runs
+from slipstream.observe.dashboard.app import Runs
+from slipstream.observe.metrics_rows import Health, read_tail
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
@@ -163,7 +162,7 @@ def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
 # --- origins ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
 def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
-    from slipstream.dashboard.meanings import read_settings
+    from slipstream.observe.dashboard.payloads import read_settings
 
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)

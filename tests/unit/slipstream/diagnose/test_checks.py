@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.cluster import ClusterConfig
-from slipstream.diagnose import checks
-from slipstream.diagnose.checks import (
+from slipstream.launch.diagnose import machine as checks
+from slipstream.launch.diagnose.machine import (
     check_clock,
     check_interface,
     check_locked_memory,
@@ -21,6 +20,7 @@ from slipstream.diagnose.checks import (
     check_token,
     check_versions,
 )
+from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
 

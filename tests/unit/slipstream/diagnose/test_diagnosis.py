@@ -11,10 +11,9 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.diagnose import diagnosis
-from slipstream.diagnose.bundle import secrets_of
-from slipstream.diagnose.checks import Finding
-from slipstream.diagnose.diagnosis import Check, choose, find_all, list_checks
+from slipstream.launch.diagnose import diagnosis
+from slipstream.launch.diagnose.diagnosis import Check, choose, find_all, list_checks, secrets_of
+from slipstream.launch.diagnose.machine import Finding
 from slipstream.runtime.run_folder import RunFolder
 
 GOOD = Finding("memory", "ok", "19.8 GiB free")

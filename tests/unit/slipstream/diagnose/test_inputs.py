@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
-from slipstream.diagnose.checks import Finding
-from slipstream.diagnose.inputs import check_data, check_model_folder, check_store, judge_server
+from slipstream.launch.diagnose.inputs import check_data, check_model_folder, check_store, judge_server
+from slipstream.launch.diagnose.machine import Finding
 from tests.builders import make_run
 from tests.fakes import write_rows
 
@@ -140,7 +140,7 @@ def test_demonstrations_are_left_to_their_reader(model: Path) -> None:
 
 # --- the store -------------------------------------------------------------------------------------------------------
 def test_a_store_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.diagnose.inputs._STORE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("slipstream.launch.diagnose.inputs._STORE_TIMEOUT_S", 0.2)
     away = make_run(buffer={"store": {"kind": "redis", "url": f"unix://{tmp_path}/none.sock"}})
     with pytest.raises(StoreUnavailableError, match="no store answered at unix:"):
         check_store(away, tmp_path, is_live=False)

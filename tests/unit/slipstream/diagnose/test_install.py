@@ -6,8 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from slipstream.configs.run import RunConfig
-from slipstream.diagnose import install
-from slipstream.diagnose.install import (
+from slipstream.launch.diagnose import install
+from slipstream.launch.diagnose.install import (
     check_instructions,
     check_packages,
     check_wheels,

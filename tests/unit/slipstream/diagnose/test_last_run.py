@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.records import Event
-from slipstream.diagnose import last_run
-from slipstream.diagnose.checks import Finding
-from slipstream.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose import diagnosis
+from slipstream.launch.diagnose.diagnosis import check_last_run
+from slipstream.launch.diagnose.machine import Finding
 
 OUT_OF_MEMORY = """12:00:00 [info] step step=3
 Traceback (most recent call last):
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def plant_events(monkeypatch: pytest.MonkeyPatch, *events: tuple[str, str]) -> None:
     found = [Event(time.time(), role, text) for role, text in events]
-    monkeypatch.setattr(last_run, "read_events", lambda *_, **__: (found, ""))
+    monkeypatch.setattr(diagnosis, "read_events", lambda *_, **__: (found, ""))
 
 
 def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Finding]:
@@ -110,8 +110,8 @@ def test_the_last_step_is_that_of_the_last_whole_row(folder: Path, rows: str, wo
 def test_a_tail_begins_with_a_whole_line(folder: Path) -> None:
     path = folder / "logs/broker.log"
     path.write_text("a secret that is cut is not recognized\nthe next line\n")
-    assert last_run.log_tail(path, num_bytes=30) == ["the next line"]
-    assert last_run.log_tail(path, num_bytes=len("the next line\n")) == ["the next line"]
+    assert diagnosis.log_tail(path, num_bytes=30) == ["the next line"]
+    assert diagnosis.log_tail(path, num_bytes=len("the next line\n")) == ["the next line"]
 
 
 def test_a_large_log_is_read_from_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

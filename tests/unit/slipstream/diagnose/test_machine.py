@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.diagnose import machine
-from slipstream.diagnose.machine import (
+from slipstream.launch.diagnose import machine
+from slipstream.launch.diagnose.machine import (
     check_disk,
     check_gpus,
     check_hardware,

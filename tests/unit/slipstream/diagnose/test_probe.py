@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.diagnose.probe import _PARTS, run_probe
+from slipstream.launch.diagnose.probe import _PARTS, run_probe
 
 FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found": "loads"}\', flush=True)\n'
 
@@ -38,6 +38,8 @@ def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skip
 
 def test_a_process_group_of_one_rank_sums_and_is_gone() -> None:
     # In a process of its own, as in a diagnosis: it must have no process group before.
-    program = "from slipstream.diagnose.probe import all_reduce as sums; sums('gloo', 'cpu'); sums('gloo', 'cpu')"
+    program = (
+        "from slipstream.launch.diagnose.probe import all_reduce as sums; sums('gloo', 'cpu'); sums('gloo', 'cpu')"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 import pytest
 
-from slipstream.diagnose.secrets import LEFT_OUT, known_secrets, mask, without_secrets
+from slipstream.runtime.credentials import LEFT_OUT, known_secrets, mask, without_secrets
 
 SECRET = "Zk3vN8qLw2XyT7bR"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.explanation.command import explain
+from slipstream.observe.explain import explain
 from tests.recorded_run import append_rows, make_row, record_run
 
 

@@ -8,13 +8,11 @@ import msgspec
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import ManifestWriter
+from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
 from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
-from slipstream.explanation.books import Books, open_books
-from slipstream.explanation.provenance import explain_step, explain_version, find_entry, table_of_step
+from slipstream.observe.explain import Books, explain_step, explain_version, find_entry, open_books, table_of_step
 from tests.builders import make_finished, make_packed, make_run, write_archive
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import append_rows, record_run

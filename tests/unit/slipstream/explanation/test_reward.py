@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.buffer.records import StepEntry
-from slipstream.explanation.reward import explain_reward, largest_fall
+from slipstream.observe.reward_fall import explain_reward, largest_fall
 from tests.builders import make_run
 
 STEPS = 80

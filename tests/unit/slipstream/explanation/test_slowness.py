@@ -2,9 +2,9 @@
 
 import pytest
 
-from slipstream.broker.status.step_times import PHASES as KNOWN
+from slipstream.buffer.role_reports import PHASES as KNOWN
 from slipstream.configs.base import ConfigError
-from slipstream.explanation.slowness import PHASES, explain_slowness
+from slipstream.observe.slowness import PHASES, explain_slowness
 from tests.builders import make_run
 from tests.recorded_run import make_row
 

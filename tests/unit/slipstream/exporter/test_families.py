@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.buffer.accounting import StoreMemory
 from slipstream.configs.run import RunConfig
-from slipstream.exporter.families import FAMILIES, Context, family_of, metrics_of, unreachable
+from slipstream.observe.exporter.families import FAMILIES, Context, family_of, metrics_of, unreachable
 from tests.builders import make_run
 from tests.fakes import make_reports, status_of
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.exporter.families import unreachable
-from slipstream.exporter.server import MetricsServer, guarded
+from slipstream.observe.exporter.__main__ import MetricsServer, guarded
+from slipstream.observe.exporter.families import unreachable
 
 TOKEN = "a token of thirty-two characters"
 

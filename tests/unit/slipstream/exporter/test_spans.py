@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from slipstream.exporter.__main__ import Outbox
-from slipstream.exporter.spans import ID, read_spans, send_trace
+from slipstream.observe.exporter.__main__ import Outbox
+from slipstream.observe.exporter.spans import ID, read_spans, send_trace
 from slipstream.runtime.trace import MARKS, SPANS, Trace, merge
 from tests.builders import make_run
 

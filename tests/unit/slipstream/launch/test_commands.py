@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.broker.status.run_status import RunStatus
 from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.commands import as_json, scale
+from slipstream.launch.commands import scale
+from slipstream.observe.run_status import RunStatus
+from slipstream.observe.terminal import as_json
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.fakes import STATUS_ROW, status_of
 
@@ -94,7 +95,7 @@ def test_scaling_a_run_that_does_not_exist_is_refused(tmp_path: Path):
 def test_every_command_says_that_a_run_has_ended(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("slipstream.launch.commands.COMMAND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slipstream.observe.terminal.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.buffer.sealed_folder import find_damage
+from slipstream.buffer.durable_files import find_damage
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import CheckpointConfig

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from slipstream import cli
-from slipstream.broker.prompts.dataset import open_datasets
+from slipstream.broker.dataset import open_datasets
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.evaluate import evaluate, tables
 from slipstream.launch.generate import generate
-from slipstream.runtime.console import make_console
+from slipstream.runtime.command_line import make_console
 from tests.builders import make_run
 from tests.tiny_model import make_tiny_model
 

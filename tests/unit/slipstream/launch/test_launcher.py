@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.broker.status.monitor import Monitor
 from slipstream.buffer.errors import RunConflictError
 from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
@@ -13,6 +12,7 @@ from slipstream.configs.load import load
 from slipstream.launch import launcher as launcher_module
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
 from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model

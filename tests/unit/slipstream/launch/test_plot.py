@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.launch.plot import draw, plot_run, running_mean
+from slipstream.observe.plot import draw, plot_run, running_mean
 from slipstream.runtime.run_folder import read_metrics
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.dataset import Dataset
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import Reward, Trajectory

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.archive.ledger import LedgerWriter
-from slipstream.buffer.archive.manifest import ManifestWriter
+from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
+from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.redis.run_store import open_own_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
-from slipstream.launch.replay_plan import plan_replay
 from tests.builders import make_finished, make_run, write_archive
 from tests.contract.stores import OLDEST_FIRST
 from tests.unit.buffer.archive.test_ledger import make_step

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.status.live_view import LiveView
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.run import (
@@ -19,6 +18,7 @@ from slipstream.launch.run import (
     with_free_name,
     with_sft_preset,
 )
+from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 

@@ -5,12 +5,12 @@ import os
 import pytest
 from msgspec import structs
 
-from slipstream.broker.status.monitor import Monitor
 from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.launch.generator_pool import Event
 from slipstream.launch.scaling import AbsenceTracker, LauncherReport, Scaling
+from slipstream.observe.run_status import Monitor
 from tests.builders import make_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore

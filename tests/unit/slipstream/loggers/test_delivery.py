@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.loggers.delivery import Delivery
-from slipstream.loggers.logger import Entry
+from slipstream.observe.loggers.feed import Delivery
+from slipstream.observe.loggers.logger import Entry
 from tests.fakes import FakeClock
 
 WAIT_S = 10.0

@@ -6,9 +6,9 @@ import pytest
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.broker import LoggingConfig
-from slipstream.loggers.feed import Bookmark, Feed
-from slipstream.loggers.logger import Entry, numbers_of
-from slipstream.loggers.sources import SAMPLE_COLUMNS, FileRows, StoreRows
+from slipstream.observe.loggers.feed import Bookmark, Feed
+from slipstream.observe.loggers.logger import Entry, numbers_of
+from slipstream.observe.loggers.sources import SAMPLE_COLUMNS, FileRows, StoreRows
 from tests.contract.stores import claim, commit, make_ready, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore

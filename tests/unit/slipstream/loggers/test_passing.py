@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.loggers.__main__ import Passing
-from slipstream.loggers.sources import FileRows
+from slipstream.observe.loggers.__main__ import Passing
+from slipstream.observe.loggers.sources import FileRows
 from tests.builders import make_run
 
 LOGGER = """

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.loggers.logger import LoggedRun, as_text, make_logger
+from slipstream.observe.loggers.logger import LoggedRun, as_text, make_logger
 
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="the package tensorboard is not installed"

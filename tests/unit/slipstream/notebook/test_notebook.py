@@ -12,9 +12,7 @@ import pytest
 import slipstream
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_plain
-from slipstream.notebook.finished_run import Run, load_run, replay_overrides
-from slipstream.notebook.processes import path_of
-from slipstream.notebook.trainer import Trainer, run
+from slipstream.notebook import Run, Trainer, load_run, path_of, replay_overrides, run
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
 from tests.shape.tree import ROOT

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import yaml
 
-from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.cli import main
+from slipstream.cluster.kubernetes import ANY_INTERFACE, Kind, Manifest, dump, manifest, secret
+from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
-from slipstream.recipes.kubernetes import ANY_INTERFACE, Kind, Manifest, dump, manifest, secret
-from slipstream.recipes.recipe import Recipe, read_recipe
+from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests.unit.slipstream.recipes.fields import Capabilities, Container, ContainerSecurity, JobSet, Pod, RayJob
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.cluster.recipe import read_recipe
+from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.recipes.recipe import read_recipe
-from slipstream.recipes.slurm import sbatch_script
 
 SPREAD = (
     "name=mine",

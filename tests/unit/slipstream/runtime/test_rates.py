@@ -2,7 +2,7 @@
 
 from threading import Thread
 
-from slipstream.runtime.rates import Growth, Rate
+from slipstream.runtime.clock import Growth, Rate
 from tests.fakes import FakeClock
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slipstream.runtime.time_account import ProcessorTime, TimeAccount
+from slipstream.runtime.trace import ProcessorTime, TimeAccount
 from tests.fakes import FakeClock
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.time_account import TimeAccount
-from slipstream.runtime.trace import MARKS, PUBLISH, SPANS, Trace, merge, parts_of
+from slipstream.runtime.trace import MARKS, PUBLISH, SPANS, TimeAccount, Trace, merge, parts_of
 from tests.fakes import no_file_above
 
 

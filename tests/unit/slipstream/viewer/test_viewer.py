@@ -9,13 +9,19 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from slipstream.buffer.catalog.catalog import open_catalog
 from slipstream.buffer.trajectory import Reward
 from slipstream.cli import main
-from slipstream.viewer.list_screen import ListScreen, ViewerApp
-from slipstream.viewer.row_list import RowList
-from slipstream.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen, TokenScreen
-from slipstream.viewer.token_text import TOKENS_AT_ONCE, page_of
+from slipstream.observe.catalog.catalog import open_catalog
+from slipstream.observe.viewer.list_screen import ListScreen, RowList, ViewerApp
+from slipstream.observe.viewer.screens import (
+    HELP,
+    TOKENS_AT_ONCE,
+    DetailScreen,
+    GroupScreen,
+    HelpScreen,
+    TokenScreen,
+    page_of,
+)
 from tests.builders import make_finished, write_archive
 from tests.unit.buffer.catalog.test_catalog import byte_tokenizer, group
 

@@ -6,11 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from slipstream.generators.engines.vllm.fatal_error import (
-    forget_fatal_error,
-    read_fatal_error,
-    report_fatal_errors,
-)
+from slipstream.generators.engines.vllm.health import forget_fatal_error, read_fatal_error, report_fatal_errors
 
 
 @pytest.fixture(autouse=True)

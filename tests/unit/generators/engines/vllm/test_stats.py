@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.generators.engines.engine import EngineLoad
-from slipstream.generators.engines.vllm.stats import StepWatchdog
+from slipstream.generators.engines.vllm.health import StepWatchdog
 from slipstream.generators.errors import EngineDiedError
 from tests.fakes import FakeClock
 

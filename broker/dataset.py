@@ -1,0 +1,290 @@
+"""Dataset: the prompts of one file or several, validated and measured when they are opened.
+
+Lengths of prompts in tokens, as generators encode them.
+
+With the tokenizer's own file, and without transformers' classes, which would bring torch into the broker.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+from tokenizers import Tokenizer
+
+from slipstream.broker.prompt_rows import PromptText, Row, image_sources, make_row, open_rows, place_images
+from slipstream.buffer.codec import encode
+from slipstream.buffer.sampling import FileShare, RowCount
+from slipstream.configs.base import ConfigError
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.images import VisionModel
+from slipstream.runtime.model_files import find_file, read_chat_template, read_json
+
+_BATCH = 1024
+
+log = structlog.get_logger(__name__)
+
+
+def is_short(prompt: PromptText, most: int) -> bool:
+    """Whether the prompt cannot have more than `most` tokens, as can be told without a tokenizer."""
+    # No token is shorter than a character, and a tokenizer may put one blank in front.
+    return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
+
+
+def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
+    """Count the tokens of each prompt as generators encode it; 0 where that cannot be known here."""
+    if not prompts:
+        return []
+    if (file := find_file(model.path, "tokenizer.json")) is None:
+        log.warning("prompt_lengths_unknown", reason=f"{model.path} has no tokenizer.json on this machine")
+        return [0] * len(prompts)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    render = chat_renderer(model) if any(not isinstance(prompt, str) for prompt in prompts) else str
+    texts = [prompt if isinstance(prompt, str) else render(prompt) for prompt in prompts]
+    # In batches, because an encoding takes far more memory than its text.
+    batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+    return [len(found) for batch in batches for found in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
+
+
+def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
+    """Function from chat messages to text by the template; to no text where generators will report an error."""
+    # Imported for this alone: it takes a second, and most of the time no prompt needs it.
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, settings = find_template(model), read_json(model.path, "tokenizer_config.json")
+    found = {key: value for key, value in settings.items() if key.endswith("_token")}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+
+    def render(messages: Any) -> str:
+        try:
+            texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **tokens)
+        except (TemplateError, TypeError, ValueError):
+            return ""
+        return str(texts[0])
+
+    return render if template else lambda _: ""
+
+
+def find_template(model: ModelConfig) -> str:
+    """Return the chat template of the settings, else of the checkpoint; empty without one. Raises ConfigError."""
+    if given := read_chat_template(model):
+        return given
+    if file := find_file(model.path, "chat_template.jinja"):
+        return file.read_text("utf-8")
+    # In older checkpoints a text, or a list of texts by name.
+    template = read_json(model.path, "tokenizer_config.json").get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+    return str(template)
+
+
+_MOST_OVERHEAD = 8
+"""A row's bytes in a message are fewer than so many times those of `RowFile.num_bytes`."""
+
+
+class Dataset:
+    """The rows of one file or several, numbered one file after the other, held in memory. Loads without torch."""
+
+    def __init__(self, *paths: str | Path, weights: Sequence[float] = (), names: Sequence[str] = ()) -> None:
+        """Open and validate the files. Raises ConfigError, naming the file and its first problem.
+
+        `weights`: shares of the files in the order of prompts; by their numbers of rows without. `names`: beginnings of
+        their rows' uids; without, those of the files.
+        """
+        names = names or _short_names(list(map(Path, paths)))
+        self._files = [_PromptFile(Path(path), name=name) for path, name in zip(paths, names, strict=True)]
+        self._weights = weights
+
+    def __len__(self) -> int:
+        return sum(map(len, self._files))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (file.row(index) for file in self._files for index in range(len(file)))
+
+    @property
+    def paths(self) -> str:
+        """The files, for messages."""
+        return ", ".join(str(file.path) for file in self._files)
+
+    @property
+    def row_count(self) -> RowCount:
+        """Number of rows of one file, or of each of several with its weight; the order of prompts follows from it."""
+        counts = [len(file) for file in self._files]
+        weights = self._weights or counts
+        shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
+        return shares if len(shares) > 1 else counts[0]
+
+    def row(self, index: int) -> Row:
+        """Return row `index`, from 0 to len - 1, of those that are kept. Raises IndexError otherwise."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
+        for file in self._files:
+            if index < len(file):
+                break
+            index -= len(file)
+        return file.row(index)
+
+    def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
+        """Refuse prompts of more than `most` tokens, or leave them out and log how many. Raises ConfigError."""
+        for file in self._files:
+            file.keep_short(num_tokens, most=most, drops=drops)
+
+    def check_images(self, vision: VisionModel) -> None:
+        """Read the headers of all images. Raises ConfigError for the first that cannot be used, or by this model."""
+        for file in self._files:
+            file.check_images(vision)
+
+    def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
+        for file in self._files:
+            file.check_row_sizes(max_message_bytes=max_message_bytes)
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """Names without endings, with as many parent folders as tell the files apart: gsm8k/train and math/train."""
+    parts = [path.with_suffix("").resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+class _PromptFile:
+    """The rows of one file that are kept."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        """`name`: beginning of the rows' uids, and their source if they have none."""
+        self.path = path
+        self._name = name
+        self._file = open_rows(path)
+        self._rows: Sequence[int] = range(len(self._file))
+        self._images: dict[int, tuple[int, int]] = {}
+        """Row -> bytes of its images, and tokens that they take beside their places."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        return self._row(self._rows[index])
+
+    def _row(self, number: int) -> Row:
+        values, folder = self._file.values(number), self.path.parent
+        return make_row(values, uid=f"{self._name}/{number:05d}", file_name=self._name, folder=folder)
+
+    def check_images(self, vision: VisionModel) -> None:
+        for number in self._rows if self._file.may_have_images else ():
+            if not image_sources(self._file.values(number)):
+                continue
+            # First, because it is about all rows.
+            vision.token_id  # noqa: B018
+            try:
+                images = self._row(number).images
+                tokens = [vision.num_tokens(vision.grid(data)) for data in images]
+            except ConfigError as error:
+                raise ConfigError(f"{self.path}, row {number}: {error}") from None
+            self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
+
+    def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
+        prompts = self._file.prompts()
+        unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
+        placed = [place_images(self._file.values(row)) if row in self._images else prompts[row] for row in unmeasured]
+        found_lengths = zip(unmeasured, num_tokens(placed), strict=True)
+        lengths = {row: length + self._images.get(row, (0, 0))[1] for row, length in found_lengths}
+        longer = {row: length for row, length in lengths.items() if length > most}
+        if not longer:
+            return
+        row, length = max(longer.items(), key=lambda item: item[1])
+        found = f"{len(longer)} of {len(self)} are longer, up to {length} tokens in row {row}"
+        if not drops or len(longer) == len(self):
+            raise ConfigError(
+                f"the prompts of {self.path} must hold at most data.max_prompt_tokens ({most}) tokens, but {found}: "
+                "raise the limit, or leave such rows out with data.too_long=drop."
+            )
+        self._rows = [row for row in self._rows if row not in longer]
+        log.warning(
+            "prompts_left_out",
+            file=str(self.path),
+            left_out=len(longer),
+            kept=len(self),
+            reason=f"over data.max_prompt_tokens ({most}): {found}",
+        )
+
+    def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        if (row := self._find_large(0, len(self._file), most=max_message_bytes // 2)) is not None:
+            raise ConfigError(
+                f"a row of {self.path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
+                f"{row.size} bytes in row {row.number}: raise broker.max_message_bytes, here and where generators are "
+                "started by hand, or shorten the row."
+            )
+
+    def _find_large(self, start: int, end: int, *, most: int) -> "_LargeRow | None":
+        """First row in this range whose message is too large."""
+        # Images may lie in files of their own.
+        num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
+        if start == end or num_bytes <= most // _MOST_OVERHEAD:
+            return None
+        if end - start == 1:
+            size = len(encode(self._row(start)))
+            return _LargeRow(start, size) if size > most and start in self._rows else None
+        middle = (start + end) // 2
+        return self._find_large(start, middle, most=most) or self._find_large(middle, end, most=most)
+
+
+class _LargeRow(NamedTuple):
+    number: int
+    size: int
+    """Bytes of its record in a message."""
+
+
+def read_train(run: RunConfig) -> Dataset:
+    """Open the prompts to train on, of any length. Raises ConfigError."""
+    files = run.data.train_files
+    weights = [file.weight for file in files if file.weight is not None]
+    return Dataset(*(file.path for file in files), weights=weights)
+
+
+def read_heldout(run: RunConfig) -> dict[str, Dataset]:
+    """Open the prompts of each held-out set, of any length; a file that several share is read once."""
+    sets = run.data.heldout_sets
+    paths = list(dict.fromkeys(each.path for each in sets))
+    names = _short_names(list(map(Path, paths)))
+    files = {path: Dataset(path, names=[name]) for path, name in zip(paths, names, strict=True)}
+    return {each.name: files[each.path] for each in sets}
+
+
+def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """Open the prompts to train on and those of each held-out set, without prompts over `data.max_prompt_tokens`.
+
+    Logs what is left out, and held-out files with fewer rows than the settings ask for. Raises ConfigError.
+    """
+    train, heldout = read_train(run), read_heldout(run)
+    for dataset in dict.fromkeys([train, *heldout.values()]):
+        dataset.check_images(VisionModel(run.model.path))
+        dataset.keep_short(
+            lambda prompts: count_tokens(prompts, run.model),
+            most=run.data.max_prompt_tokens,
+            drops=run.data.too_long == "drop",
+        )
+        dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+    for shortage in describe_shortages(run, heldout):
+        log.warning("few_heldout_prompts", reason=shortage)
+    return train, heldout
+
+
+def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:
+    """Say for each file of held-out prompts how evaluations share them if they are too few."""
+    wanted = run.evaluation.monitor_prompts + run.evaluation.final_prompts
+    found = []
+    for dataset in dict.fromkeys(heldout.values()):
+        if len(dataset) < wanted:
+            monitored, final = run.evaluation.rows(len(dataset))
+            found.append(
+                f"{dataset.paths} holds {len(dataset)} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
+                f"ask for {wanted}: {len(monitored)} are evaluated during training, {len(final)} before and after it"
+            )
+    return found

@@ -1,1 +1,0 @@
-"""Prompts of a run: the rows of its files, validated and measured."""

@@ -1,1 +1,0 @@
-"""Status of a run: gauges of the roles, which role blocks which, the terminal views."""

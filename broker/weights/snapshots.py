@@ -1,0 +1,342 @@
+"""Snapshots: a version of the weights as files, for generators that do not take part in its broadcast.
+
+version-00000012/
+    manifest.json       the version's tensors, buckets and their checksums
+    bucket-0000.bin     the bytes of one bucket, as in a broadcast
+Invariant: a folder of this name is complete, whenever its writer was killed; readers verify everything they read.
+
+SnapshotStore: the newest versions of the weights in a folder, each with the delta from the version before.
+
+<run folder>/weights/
+    version-00000012/       a snapshot (broker/weights/py); only the newest few keep their buckets
+        delta.json          the delta to this version, if it has one
+        delta-0000.bin      the delta's payload for one bucket
+One process writes versions; any number read them, directly or through broker/weights/stream.py.
+Invariant: the version written last is the newest. Higher ones are deleted: a resumed learner has rolled them back.
+"""
+
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import TensorSlot, Update
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights import delta
+from slipstream.broker.weights.delta import Delta
+from slipstream.buffer.durable_files import sync_path, write_synced
+from slipstream.configs.base import Record
+from slipstream.runtime.disk import describe_disk
+
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"version-(\d{8,})")
+_UNFINISHED = ".tmp"
+
+
+class Manifest(Record):
+    """Contents of a snapshot. Example: Manifest(12, "ab12...", slots=[...], bucket_bytes=[4096], checksums=[7])."""
+
+    version: int
+    checksum: str
+    """Checksum over the checksums of all buckets; the store keeps it with the version."""
+    slots: list[TensorSlot]
+    bucket_bytes: list[int]
+    checksums: list[int]
+    """xxh3-64 of the bytes of each bucket."""
+
+    @classmethod
+    def of(cls, update: Update) -> "Manifest":
+        """Build the manifest of the version that an update announces."""
+        checksum = flat.combine(update.checksums)
+        return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
+
+
+def folder_name(version: int) -> str:
+    """Return the folder of a version, like `version-00000012`."""
+    return f"version-{version:08d}"
+
+
+def bucket_name(index: int) -> str:
+    """Return the file of a bucket, like `bucket-0003.bin`."""
+    return f"bucket-{index:04d}.bin"
+
+
+def versions(folder: Path) -> list[int]:
+    """Return the versions of the snapshots in a folder, ascending."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
+
+
+def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
+    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
+
+    Raises WeightTransferError if the disk is full or the folder not writable; nothing is left behind then.
+    """
+    unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for index, bucket in enumerate(buckets):
+            write_synced(unfinished / bucket_name(index), bucket.detach().cpu().contiguous().numpy().data)
+        for name, content in more:
+            write_synced(unfinished / name, content)
+        write_synced(unfinished / MANIFEST, msgspec.json.encode(manifest))
+        # Files and folder are on disk before the rename publishes them, so that no crash leaves a partial version.
+        sync_path(unfinished)
+        if path.exists():
+            remove(path)
+        unfinished.rename(path)
+        # The rename itself must survive a crash of the machine.
+        sync_path(path.parent)
+    except (OSError, MemoryError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise WeightTransferError(
+            f"the snapshot of version {manifest.version} ({sum(manifest.bucket_bytes) / 2**20:.0f} MiB) must fit into "
+            f"{describe_disk(path.parent)}, got {error or 'no memory'}: free some space there, keep fewer versions, or "
+            "choose another folder"
+        ) from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the snapshot at `path`. Raises WeightTransferError."""
+    try:
+        return parse_manifest((path / MANIFEST).read_bytes())
+    except OSError as error:
+        raise WeightTransferError(f"a snapshot must be at {path} with its {MANIFEST}, got {error}") from error
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """Decode a manifest. Raises WeightTransferError if it is damaged or inconsistent."""
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+        # Raises OverflowError for a checksum that is not a 64-bit number.
+        own_checksum = flat.combine(manifest.checksums)
+    except (ValueError, OverflowError) as error:
+        raise WeightTransferError(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
+    if own_checksum != manifest.checksum or len(manifest.checksums) != len(manifest.bucket_bytes):
+        raise WeightTransferError(
+            f"the {MANIFEST} of version {manifest.version} must have one checksum for each of its "
+            f"{len(manifest.bucket_bytes)} buckets, {manifest.checksum} together, got {len(manifest.checksums)}, "
+            f"{own_checksum} together: it is damaged"
+        )
+    return manifest
+
+
+def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
+    """Map a bucket from its file, unverified; writes do not reach the file. Raises WeightTransferError."""
+    name, size = path / bucket_name(index), manifest.bucket_bytes[index]
+    try:
+        with name.open("rb") as file:
+            if (got := os.fstat(file.fileno()).st_size) != size:
+                raise WeightTransferError(f"{name} must have {size} bytes, got {got}: the snapshot is damaged")
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
+    except (OSError, MemoryError) as error:
+        raise WeightTransferError(f"the snapshot must have its file {name}, got {error}") from error
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+
+
+def remove(path: Path) -> None:
+    """Delete a snapshot. Renamed first, so that a crash leaves no part of it under its name."""
+    aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete leftovers of killed writers. For the only writer of the folder."""
+    for path in folder.glob(f".version-*{_UNFINISHED}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+DELTA = "delta.json"
+_FILE = re.compile(r"manifest\.json|delta\.json|(bucket|delta)-\d{4,6}\.bin")
+
+log = structlog.get_logger(__name__)
+
+
+class WeightFiles(Protocol):
+    """Source that a generator reads versions from: a SnapshotStore, or a WeightStream from a server that has one."""
+
+    num_arrived: int
+    """Bytes that have come over a network so far, those of unfinished files included."""
+
+    def find(self, checksum: str, *, timeout_s: float) -> int | None:
+        """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
+        ...
+
+    def newest(self, *, timeout_s: float) -> int | None:
+        """Return the newest version; None if there is none. Raises WeightTransferError."""
+        ...
+
+    def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
+        """Read a whole file. Raises WeightTransferError if it is missing or does not arrive in time."""
+        ...
+
+    def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
+        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
+        ...
+
+
+class _Label(msgspec.Struct):
+    """The fields of a manifest that a search needs."""
+
+    version: int
+    checksum: str
+
+
+class SnapshotStore:
+    """The versions in one folder. Fulfils WeightFiles, without waiting, and ServedFiles.
+
+    `put` belongs to one process; the rest may be called by any.
+    """
+
+    def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
+        """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
+        self.folder = folder
+        self.num_arrived = 0
+        self._num_kept = num_kept
+        self._num_deltas_kept = max(num_kept, num_deltas_kept)
+        self._put_lock = threading.Lock()
+
+    # --- writing -------------------------------------------------------------------------------------------------
+    def put(
+        self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
+    ) -> None:
+        """Write a version and, with `with_delta`, the delta from the previous one; does nothing if it exists already.
+
+        Versions in `pinned` keep their buckets, however old. Blocks until the files are on disk. Raises
+        WeightTransferError if there is no room, or the buckets do not match the update.
+        """
+        manifest = Manifest.of(update)
+        with self._put_lock:
+            if self._is_newest(manifest):
+                return
+            flat.verify(buckets, expected=manifest.checksums)
+            remove_unfinished(self.folder)
+            base = self._base_for(manifest) if with_delta else None
+            more = self._delta_files(*base, manifest, buckets) if base else ()
+            write(self.folder / folder_name(manifest.version), manifest, buckets, more=more)
+            try:
+                self._prune(newest=manifest.version, pinned=pinned)
+            except OSError as error:
+                # Not fatal: pruning is tried again with the next version.
+                log.warning("snapshots_not_pruned", reason=str(error))
+
+    def _is_newest(self, manifest: Manifest) -> bool:
+        # By checksum too: a resumed learner gives other weights the same version number.
+        newest = self.newest()
+        return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
+
+    def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
+        """Return the previous version and its buckets; None if they are missing or have another layout."""
+        before = [version for version in versions(self.folder) if version < manifest.version]
+        if not before:
+            return None
+        path = self.folder / folder_name(before[-1])
+        try:
+            base = read_manifest(path)
+            if (base.slots, base.bucket_bytes) != (manifest.slots, manifest.bucket_bytes):
+                return None
+            return base, [map_bucket(path, base, index) for index in range(len(base.bucket_bytes))]
+        except WeightTransferError as error:
+            log.info("no_delta", version=manifest.version, reason=str(error))
+            return None
+
+    def _delta_files(
+        self, base: Manifest, before: Sequence[Tensor], manifest: Manifest, buckets: Sequence[Tensor]
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the files of a delta, one bucket at a time, so that only one payload is in memory."""
+        entries: list[delta.BucketDelta] = []
+        for index, (old, new) in enumerate(zip(before, buckets, strict=True)):
+            entry, payload = delta.encode(old, new.detach().cpu(), width=delta.width_of(index, manifest.slots))
+            entries.append(entry)
+            if payload:
+                yield delta_name(index), payload
+        step = Delta(manifest.version, manifest.checksum, base.version, base.checksum, entries)
+        yield DELTA, msgspec.json.encode(step)
+
+    def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
+        """Delete what is too old, and versions above the newest, which a resumed learner has rolled back."""
+        held = versions(self.folder)
+        kept = [version for version in held if version <= newest]
+        for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):
+            remove(self.folder / folder_name(version))
+        for version in set(kept[-self._num_deltas_kept : -self._num_kept]) - set(pinned):
+            for bucket in (self.folder / folder_name(version)).glob("bucket-*.bin"):
+                bucket.unlink()
+
+    # --- reading -------------------------------------------------------------------------------------------------
+    def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
+        # Newest first: most queries are for the version that was just announced.
+        labels = (self._label(version) for version in reversed(versions(self.folder)))
+        return next((label.version for label in labels if label and label.checksum == checksum), None)
+
+    def newest(self, *, timeout_s: float = 0.0) -> int | None:
+        return max(versions(self.folder), default=None)
+
+    def read(self, version: int, name: str, *, timeout_s: float = 0.0) -> bytes:
+        return self.read_part(version, name, offset=0, num_bytes=self.size_bytes(version, name))
+
+    def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float = 0.0) -> None:
+        check_size(version, name, expected=len(into), got=self.size_bytes(version, name))
+        with _mapped_errors(path := self._path(version, name)), path.open("rb", buffering=0) as file:
+            num_read = 0
+            while num_read < len(into) and (part := file.readinto(into[num_read:])):
+                num_read += part
+        check_size(version, name, expected=len(into), got=num_read)
+
+    def size_bytes(self, version: int, name: str) -> int:
+        with _mapped_errors(path := self._path(version, name)):
+            return path.stat().st_size
+
+    def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
+        with _mapped_errors(path := self._path(version, name)), path.open("rb") as file:
+            return os.pread(file.fileno(), num_bytes, offset)
+
+    def _path(self, version: int, name: str) -> Path:
+        # Names come from other processes too: only files that belong to a version may be opened.
+        if not _FILE.fullmatch(name) or version < 0:
+            raise WeightTransferError(
+                f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"
+            )
+        return self.folder / folder_name(version) / name
+
+    def _label(self, version: int) -> _Label | None:
+        try:
+            return msgspec.json.decode(self._path(version, MANIFEST).read_bytes(), type=_Label)
+        except (OSError, ValueError):
+            return None
+
+
+def delta_name(index: int) -> str:
+    """Return the file of a delta's payload, like `delta-0003.bin`."""
+    return f"delta-{index:04d}.bin"
+
+
+def check_size(version: int, name: str, *, expected: int, got: int) -> None:
+    """Raise WeightTransferError unless a file has its expected size."""
+    if expected != got:
+        raise WeightTransferError(f"{name} of version {version} must have {expected} bytes, got {got}: it is damaged")
+
+
+@contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightTransferError(
+            f"{path.name} of {path.parent.name} must be in the snapshot store, got {error}: it was pruned or is damaged"
+        ) from error

@@ -1,0 +1,148 @@
+"""Replay: stored groups as an endless, seeded sequence, and the plan of a replay run.
+
+Each group comes once per epoch. An epoch visits the shards in a random order, and the groups within a shard in another,
+so that one shard at a time is in memory. The groups of a step depend on seed and step alone, so that a resumed run
+continues where it stopped.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.buffer.archive.archive import Archive, read_images
+from slipstream.buffer.archive.index import ShardEntry
+from slipstream.buffer.archive.shards import TRAINABLE, read_column, read_shard
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.records import FinishedGroup, StepEntry
+from slipstream.buffer.sampling import Sample
+from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.run import RunConfig
+
+_STREAM = 3
+"""Keeps these random numbers apart from those of `sampling.py`, which use the same seed."""
+
+
+class Rollouts:
+    """The sequence, for one learner.
+
+    Example: Rollouts(Path("runs/mine/archive"), seed=0).take(first=0, count=16)
+    """
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        """Read the group ids. Raises ArchiveError when there are none, or a shard is damaged."""
+        self._folder = folder
+        self._seed = seed
+        self._shards = Archive(folder).shards
+        self._group_ids = [
+            list(dict.fromkeys(read_column(folder, shard, "group_id", where=TRAINABLE))) for shard in self._shards
+        ]
+        self._loaded: tuple[str, dict[str, list[bytes]]] = ("", {})
+        if not self.num_groups:
+            raise ArchiveError(f"the archive {folder} must hold groups to train on, got none: name another.")
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups in an epoch."""
+        return sum(map(len, self._group_ids))
+
+    def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
+        """Return ids and encoded trajectories (by index) of `count` groups from number `first` of the sequence on."""
+        found = [self._group_at(number) for number in range(first, first + count)]
+        return [group_id for group_id, _ in found], [payloads for _, payloads in found]
+
+    def images(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the bytes of the named images that the archive has."""
+        return read_images(self._folder, names)
+
+    def _group_at(self, number: int) -> tuple[str, list[bytes]]:
+        epoch, offset = divmod(number, self.num_groups)
+        for index in self._shuffled(len(self._shards), epoch):
+            group_ids = self._group_ids[index]
+            if offset < len(group_ids):
+                group_id = group_ids[self._shuffled(len(group_ids), epoch, index)[offset]]
+                return group_id, self._payloads(self._shards[index])[group_id]
+            offset -= len(group_ids)
+        raise AssertionError("every group of an epoch is in one of its shards")
+
+    def _shuffled(self, count: int, *path: int) -> list[int]:
+        # Raw draws and a stable sort: numpy keeps the streams of its bit generators, not its `permutation`.
+        draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
+        return np.argsort(draws, kind="stable").tolist()
+
+    def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
+        # Consecutive groups lie in one shard, so that the newest alone is kept.
+        if self._loaded[0] != shard.file:
+            rows = read_shard(self._folder, shard, where=TRAINABLE)
+            groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
+            payloads = {name: list(map(encode, sorted(members, key=attrgetter("index")))) for name, members in groups}
+            self._loaded = (shard.file, payloads)
+        return self._loaded[1]
+
+
+class ReplayPlan(Record):
+    """The training data of a replay.
+
+    Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})
+    """
+
+    groups: list[FinishedGroup]
+    """In the order in which steps trained on them first; groups of no known step come last, in the order archived."""
+    samples: dict[int, Sample]
+    """Step -> its claim according to the ledger; empty when groups are claimed in the order of `groups`."""
+
+
+def plan_replay(run: RunConfig) -> ReplayPlan:
+    """Read the archive that the run replays.
+
+    Steps repeat the batches of the ledger when these are as large as a step of the replay; otherwise they claim the
+    same groups in the same order. Raises ArchiveError; ConfigError when the archive holds too few steps.
+    """
+    archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
+    groups, steps = stored_groups(archive), Archive(archive).steps()
+    if any(len(entry.group_ids) != per_step for entry in steps):
+        # Batches of another size cannot be repeated: fall back to the order of the groups.
+        steps = []
+    num_steps = len(steps) or len(groups) // per_step
+    if run.learner.max_steps > num_steps:
+        raise ConfigError(
+            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}: it holds "
+            f"{len(groups)} groups and {num_steps} steps."
+        )
+    replayed = steps[: run.learner.max_steps]
+    _check_complete(archive, replayed, groups)
+    return ReplayPlan(groups, samples={entry.step: _sample(entry) for entry in replayed})
+
+
+def stored_groups(archive: Path) -> list[FinishedGroup]:
+    """Return the retired groups: trained on by the stored run, or imported. Raises ArchiveError."""
+    rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
+    groups = []
+    for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
+        group = sorted(members, key=lambda stored: stored.trajectory.index)
+        payloads = [encode(stored.trajectory) for stored in group]
+        groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
+    # Stable: groups of one step keep the order of the archive, which is that of their retirement.
+    return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
+
+
+def _sample(entry: StepEntry) -> Sample:
+    ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
+    return Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
+
+
+def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
+    """Raise ArchiveError when a trajectory of a batch is missing: the step would train on another batch."""
+    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
+    for entry in steps:
+        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+            if stored.get(group_id) != names:
+                raise ArchiveError(
+                    f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
+                    "lists what else is missing."
+                )

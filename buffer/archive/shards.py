@@ -1,0 +1,243 @@
+"""Shards: finished groups as Parquet files that are complete and durable, or absent.
+
+Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
+line leaves a file that the manifest does not name: the next start removes it, and the store, which has not forgotten
+its groups yet, offers them again. A crash after the line has the store offer groups that are archived: `has` tells.
+"""
+
+import fcntl
+import io
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import structlog
+import xxhash
+
+from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns, missing_columns, newer_schema, to_table
+from slipstream.buffer.archive.index import ManifestWriter, ShardEntry, next_shard
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.codec import encode
+from slipstream.buffer.durable_files import checksum, sync_path, write_durably
+from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
+from slipstream.buffer.records import FinishedGroup
+
+TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
+"""Groups that may be trained on: neither quarantined nor rejected, and no answers to evaluations."""
+_BATCH_ROWS = 256
+"""Bounds the rows in memory at once."""
+
+
+@contextmanager
+def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
+    """Open a shard to read its columns; defects, of the reading too, become a ShardError."""
+    try:
+        yield _open(folder, shard)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ShardError(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None
+
+
+def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
+    """Yield the trajectories for which `where` (over the columns) holds, in order. Raises ShardError."""
+    with open_shard(folder, shard) as dataset:
+        columns = known_columns(dataset.schema)
+        for batch in dataset.to_batches(columns=columns, filter=where, batch_size=_BATCH_ROWS, use_threads=False):
+            yield from from_batch(batch)
+
+
+def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
+    """Return a column of text of the trajectories for which `where` holds, in order. Raises ShardError."""
+    with open_shard(folder, shard) as dataset:
+        return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
+
+
+_ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
+
+
+def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
+    path = folder / shard.file
+    if not path.is_file():
+        raise ShardError(shard.file, f"must lie in {folder}, but there is no such file: restore it from a copy.")
+    found = path.stat()
+    if found.st_size != shard.bytes:
+        raise ShardError(
+            shard.file, f"must have {shard.bytes} bytes, as the manifest says, got {found.st_size}: {_ADVICE}"
+        )
+    if (written := _checksum(path, found.st_size, found.st_mtime_ns)) != shard.checksum:
+        raise ShardError(shard.file, f"must have checksum {shard.checksum}, got {written}: {_ADVICE}")
+    dataset = ds.dataset(str(path), format="parquet")
+    if reason := newer_schema(dataset.schema):
+        raise ShardError(shard.file, f"{reason}.")
+    if reason := missing_columns(dataset.schema):
+        raise ShardError(shard.file, f"{reason}.")
+    return dataset
+
+
+@cache
+def _checksum(path: Path, _size: int, _modified_ns: int) -> str:
+    """Checksum of a file, computed once per process while size and time of modification stay the same."""
+    return checksum(path)
+
+
+log = structlog.get_logger(__name__)
+
+LOCK = "writer.lock"
+"""File that the writer of an archive holds."""
+
+# --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
+OVERFLOW = "overflow"
+"""Folder of these groups in the archive's."""
+_FOLDERS = (OVERFLOW, "set_aside")
+"""Folders that are read: archives are kept for years, and in the first ones the folder had the second name."""
+_PREFIX, _SUFFIX = "group-", ".msgpack"
+
+
+def overflow_groups(archive: Path) -> set[str]:
+    """Return the ids of the groups in the overflow."""
+    files = [file for folder in _FOLDERS for file in (archive / folder).glob(f"{_PREFIX}*{_SUFFIX}")]
+    return {file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for file in files}
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+_ROWS_PER_ROW_GROUP = 1024
+_REMEMBERED_SHARDS = 16
+"""A store that came back from its disk may offer groups again that it had forgotten in its last two seconds."""
+_LOGPROBS = "generator_logprobs.list.element"
+"""Values are all different, so a dictionary would not help; their exponents compress well apart from the rest."""
+_REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
+_REPETITIVE += ["reward_status", "outcome", "reason"]
+
+
+class ShardWriter:
+    """The one writer of an archive's folder. Not thread-safe.
+
+    Example: writer = ShardWriter(folder); writer.write(store.finished(limit=1024)); writer.close()
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Create the folder if it is missing, and remove the leftovers of a crash.
+
+        `clock` returns seconds since 1970. Raises ArchiveError when another process writes here, or for shards that no
+        crash explains; OSError.
+        """
+        self._folder = folder
+        self._clock = clock
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder)
+        try:
+            self.manifest = self._recover()
+            self._recent = deque(map(self._groups_in, self.shards[-_REMEMBERED_SHARDS:]), maxlen=_REMEMBERED_SHARDS)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shards(self) -> list[ShardEntry]:
+        """All shards ever written, in order."""
+        return self.manifest.shards
+
+    def has(self, group_id: str) -> bool:
+        """Whether one of the newest shards holds the group."""
+        return any(group_id in groups for groups in self._recent)
+
+    def groups_since(self, step: int) -> set[str]:
+        """Return the archived groups of every shard with a group that `step` or a later one trained on."""
+        shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
+        return overflow_groups(self._folder).union(*map(self._groups_in, shards))
+
+    def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+        """Write one shard; durable on return. Groups that do not fit the columns go to the overflow.
+
+        Returns None if no group fits. Raises OSError, and can be called again then.
+        """
+        now = self._clock()
+        table, groups = self._tabulate(groups, archived_at=now)
+        if not table.num_rows:
+            return None
+        data = _to_parquet(table)
+        steps = [step for group in groups for step in group.steps]
+        shard = ShardEntry(
+            file=next_shard(self.shards),
+            rows=table.num_rows,
+            groups=sum(bool(group.payloads) for group in groups),
+            first_step=min(steps, default=None),
+            last_step=max(steps, default=None),
+            bytes=len(data),
+            checksum=xxhash.xxh3_64_hexdigest(data),
+            archived_at=now,
+        )
+        # The shard before its line: a line without its shard would be an archive that lost data.
+        write_durably(self._folder / shard.file, data)
+        self.manifest.append(shard)
+        self._recent.append({group.id for group in groups})
+        return shard
+
+    def close(self) -> None:
+        """Release the lock, so that another process may write here."""
+        self._lock.close()
+
+    def _recover(self) -> ManifestWriter:
+        manifest = ManifestWriter(self._folder)
+        for path in (*map(self._folder.joinpath, manifest.unnamed), *self._folder.glob("*.tmp")):
+            path.unlink()
+            log.info("removed_unfinished", file=path.name)
+        sync_path(self._folder)
+        return manifest
+
+    def _groups_in(self, shard: ShardEntry) -> set[str]:
+        try:
+            return set(read_column(self._folder, shard, "group_id"))
+        except ShardError as error:
+            # A damaged old shard must not keep new groups from being archived.
+            log.warning("shard_refused", reason=str(error))
+            return set()
+
+    def _tabulate(self, groups: list[FinishedGroup], *, archived_at: float) -> tuple[pa.Table, list[FinishedGroup]]:
+        """Return (table, the groups in it): one bad group is left out by bisection, and the shard is written."""
+        try:
+            return to_table(groups, archived_at=archived_at), groups
+        except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
+            if len(groups) == 1:
+                self._write_overflow(groups[0], error)
+                return SCHEMA.empty_table(), []
+        # Bisection: one bad group among N costs about log N further conversions, not N.
+        half = len(groups) // 2
+        parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
+        return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]
+
+    def _write_overflow(self, group: FinishedGroup, error: Exception) -> None:
+        path = self._folder / OVERFLOW / f"{_PREFIX}{group.id}{_SUFFIX}"
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, encode(group))
+        log.warning("group_overflow", group=group.id, file=str(path), reason=str(error))
+
+
+def _to_parquet(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        row_group_size=_ROWS_PER_ROW_GROUP,
+        use_dictionary=_REPETITIVE,
+        use_byte_stream_split=[_LOGPROBS],
+    )
+    return memoryview(sink.getvalue())
+
+
+def _lock(folder: Path) -> io.TextIOWrapper:
+    lock = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ArchiveError(f"{folder} must have one writer, but another process writes there: stop it first.") from None
+    return lock

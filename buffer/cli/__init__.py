@@ -1,1 +1,0 @@
-"""Commands on stored trajectories: `python -m buffer`, also `slipstream data`."""

@@ -1,0 +1,100 @@
+"""Control: requests to a live run (scale, drain, pause) through its store."""
+
+import time
+import uuid
+from typing import Any
+
+from slipstream.buffer.role_reports import LAUNCHER
+from slipstream.buffer.store import Store
+from slipstream.configs.base import ConfigError
+from slipstream.configs.learner import PAUSE_REQUEST
+
+# --- drain requests --------------------------------------------------------------------------------------------------
+DRAIN_REQUEST = "drain/"
+"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock, and behind
+it, once the order was sent, the incarnation that it was sent to."""
+
+
+GENERATORS = "generators"
+"""Subject of a scaling request in the store; its value is the number, a space, and an id for the answer."""
+
+
+_DRAIN_TIMEOUT_S = 60.0
+"""Time for a generator to return its leases, send its outbox and leave."""
+_LAUNCHER_TIMEOUT_S = 10.0
+_POLL_EVERY_S = 0.2
+
+
+class NoAnswerError(Exception):
+    """A role that must answer for a command is not there, or did not answer in time."""
+
+
+def request_generators(store: Store, target: int, *, run: str) -> int:
+    """Ask the launcher for another number of generators and wait for its answer; return the number so far.
+
+    Raises ConfigError when it refuses, NoAnswerError when there is none or it does not answer.
+    """
+    before = _launcher(store)
+    # A launcher that was killed leaves its last report behind: only its age shows that it is gone.
+    if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
+        raise NoAnswerError(
+            f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`"
+        )
+    # The store holds one request per subject: the id distinguishes our answer from that to an earlier command.
+    request_id = uuid.uuid4().hex
+    store.request("launcher", GENERATORS, f"{target} {request_id}")
+    ends_at = time.monotonic() + _LAUNCHER_TIMEOUT_S
+    while (launcher := _launcher(store)).get("answered") != request_id:
+        if time.monotonic() >= ends_at:
+            # Withdrawn, so that it does not take effect long after this command reported a failure.
+            store.take_requests("launcher")
+            raise NoAnswerError(
+                f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, it did not; nothing was "
+                "changed"
+            )
+        time.sleep(_POLL_EVERY_S)
+    if launcher["refusal"]:
+        raise ConfigError(launcher["refusal"])
+    return before["generators_target"]
+
+
+def _launcher(store: Store) -> dict[str, Any]:
+    return store.roles().get(LAUNCHER, {})
+
+
+def request_drain(store: Store, generator_id: str, *, run: str) -> None:
+    """Have the broker ask a generator to leave. Raises ConfigError if it is not connected."""
+    roles = store.roles().items()
+    connected = sorted(name for name, gauges in roles if gauges.get("role") == "generator" and _is_connected(gauges))
+    if generator_id not in connected:
+        raise ConfigError(
+            f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
+        )
+    # With a deadline, so that the broker ignores a request that was reported as failed.
+    store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
+
+
+def wait_until_gone(store: Store, generator_id: str) -> None:
+    """Wait until the generator has left the run. Raises NoAnswerError at the deadline."""
+    ends_at = time.monotonic() + _DRAIN_TIMEOUT_S
+    while _is_connected(gauges := store.roles().get(generator_id, {})):
+        if time.monotonic() >= ends_at:
+            raise NoAnswerError(
+                f"{generator_id} must leave within {_DRAIN_TIMEOUT_S:g} s, it is still {gauges.get('state')} "
+                f"({gauges.get('reason') or 'no reason given'}): are it and the broker alive?"
+            )
+        time.sleep(_POLL_EVERY_S)
+
+
+def _is_connected(gauges: dict[str, Any]) -> bool:
+    return gauges.get("state", "gone") != "gone"
+
+
+def request_pause(store: Store, *, is_off: bool, run: str) -> None:
+    """Leave the standing request, or take it back. Raises ConfigError if the run does not train or is not paused."""
+    if (phase := store.run_state().phase) not in ("starting", "training"):
+        raise ConfigError(f"pause needs a run that trains, got run {run!r}, which is {phase}.")
+    if not is_off:
+        store.request("learner", PAUSE_REQUEST, str(store.now()))
+    elif PAUSE_REQUEST not in store.take_requests("learner", subjects=[PAUSE_REQUEST]):
+        raise ConfigError(f"pause --off needs a run that is paused, got run {run!r}, which is not.")

@@ -1,0 +1,284 @@
+"""Role reports: the status that each role writes to the store, and its step times.
+
+Only peers that have the run's token come this far: the socket hears no others (slipstream/runtime/credentials.py).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.configs.base import Record
+from slipstream.configs.run import RunConfig
+
+Liveness = Literal["alive", "silent", "gone"]
+"""Reported recently | no report for `broker.peer_timeout_s`: dead, or cut off from the store | has left."""
+
+Roles = dict[str, dict[str, Any]]
+"""Newest gauges by the name of the role, as the store returns them."""
+
+LAUNCHER = "launcher"
+"""Name of the launcher among the roles."""
+
+WaitsFor = Literal[
+    "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
+]
+"""Gauge `waits_for` of a role: nothing | groups to train on | answers of an evaluation | the publication of weights |
+their transfer | prompts | agents outside | room in the store, or the store itself | room on the disk, or an archive
+folder that can be written | the object store | `slipstream pause --off`."""
+
+
+class RoleStatus(Record):
+    """Status of one role.
+
+    Example: RoleStatus(name="generator-0", role="generator", liveness="alive", state="ready", report_age_s=0.4,
+        progress_age_s=0.4, reason="", host="node-3", pid=4711, version=12, version_lag=1, tokens_per_s=5210.0,
+        running=96, capacity=128, rewards_failed=0, restarts=0)
+    """
+
+    name: str
+    """Name, unique in the run."""
+    role: str
+    """generator | learner | broker | archiver | launcher | logger."""
+    liveness: Liveness
+    state: str
+    report_age_s: float
+    """Seconds since the last report."""
+    progress_age_s: float | None
+    """Seconds since its last progress; None for a role without a progress counter."""
+    reason: str
+    """Current activity or cause of the wait; for a role that is gone, why it left."""
+    waits_for: str = ""
+    """WaitsFor; empty if it works or does not report it."""
+    host: str | None = None
+    """Host name; None if not reported."""
+    pid: int | None = None
+    """Process id on that host."""
+    version: int | None = None
+    """Policy version it holds; None before the first and for roles without weights."""
+    version_lag: int | None = None
+    """Generators: versions announced since that one."""
+    tokens_per_s: float | None = None
+    """Tokens generated, or trained on, per second."""
+    running: int | None = None
+    """Generators: number of trajectories in progress."""
+    capacity: int | None = None
+    """Generators: maximum number of concurrent trajectories."""
+    rewards_failed: int | None = None
+    """Generators: trajectories whose reward function failed."""
+    restarts: int | None = None
+    """Restarts by the launcher; None if it does not run this role."""
+    kv_usage: float | None = None
+    """Generators: share of the engine's KV cache in use."""
+    preemptions: int | None = None
+    """Generators: requests that the engine interrupted for want of KV cache."""
+    is_chief: bool = False
+    """Brokers: whether it does what is done once for all of them."""
+    broker: str | None = None
+    """Generators: the broker that serves it; None if the run has one."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its last report is recent."""
+        return self.liveness == "alive"
+
+
+def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version: int) -> list[RoleStatus]:
+    """Return the status of every role that ever reported: single roles first, then generators, by name."""
+    restarts = roles.get(LAUNCHER, {}).get("restarts", {})
+    statuses = [
+        _role_status(name, gauges, run=run, now=now, announced_version=announced_version, restarts=restarts.get(name))
+        for name, gauges in roles.items()
+    ]
+    return sorted(statuses, key=lambda each: (each.role == "generator", each.name))
+
+
+def _role_status(
+    name: str, gauges: dict[str, Any], *, run: RunConfig, now: float, announced_version: int, restarts: int | None
+) -> RoleStatus:
+    # A report from the future: the store's clock was set back, and the role has not reported since.
+    age_s = abs(now - gauges["reported_at"])
+    progressed_at = number_of(gauges, "progressed_at")
+    version = _version(gauges)
+    is_generator = gauges.get("role") == "generator"
+    has_not_left = gauges.get("state") != "gone"
+    return RoleStatus(
+        name=name,
+        role=str(gauges.get("role", "")),
+        liveness=_liveness(gauges, age_s=age_s, timeout_s=run.broker.peer_timeout_s),
+        state=str(gauges.get("state", "")),
+        report_age_s=age_s,
+        progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
+        reason=str(gauges.get("reason", "")),
+        waits_for=str(gauges.get("waits_for", "")) if has_not_left else "",
+        host=gauges.get("host"),
+        pid=gauges.get("pid"),
+        version=version,
+        version_lag=announced_version - version if is_generator and version is not None else None,
+        tokens_per_s=number_of(gauges, "tokens_per_s"),
+        running=_count(gauges, "running"),
+        capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
+        rewards_failed=_count(gauges, "rewards_failed"),
+        restarts=restarts,
+        kv_usage=number_of(gauges, "kv_usage"),
+        preemptions=_count(gauges, "preemptions"),
+        is_chief=gauges.get("is_chief") is True,
+        broker=gauges.get("broker"),
+    )
+
+
+def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
+    """Return that one of a kind which has reported last, such as of several brokers; None without any."""
+    return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
+
+
+def _liveness(gauges: dict[str, Any], *, age_s: float, timeout_s: float) -> Liveness:
+    if gauges.get("state") == "gone":
+        return "gone"
+    return "alive" if age_s <= timeout_s else "silent"
+
+
+def _capacity(gauges: dict[str, Any], run: RunConfig) -> int:
+    # Reported by the generator once its engine has started; until then, the limit in the settings.
+    return _count(gauges, "max_concurrency") or run.generators.max_concurrency
+
+
+def number_of(gauges: dict[str, Any], name: str) -> float | None:
+    """Return a gauge if it is a finite number: peers send them, so any plain value is possible."""
+    value = gauges.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _count(gauges: dict[str, Any], name: str) -> int | None:
+    value = number_of(gauges, name)
+    return None if value is None else int(value)
+
+
+def _version(gauges: dict[str, Any]) -> int | None:
+    # A peer without a version reports -1.
+    version = gauges.get("version", -1)
+    return version if version >= 0 else None
+
+
+LEARNER = "learner"
+"""Id of the learner."""
+
+
+PHASES = {
+    "learner": {
+        "waiting": "waiting for trajectories",
+        "batch": "preparing batches",
+        "compute": "forward and backward",
+        "optimizer": "optimizer",
+        "publishing": "publishing",
+        "committing": "committing",
+        "evaluating": "evaluating",
+        "checkpoint": "checkpoints",
+        "rest": "rest",
+    },
+    "generator": {
+        "working": "engine at work",
+        "prompts": "waiting for prompts",
+        "updating": "updating weights",
+        "store": "blocked by the store",
+        "rest": "rest",
+    },
+    "broker": {"routing": "routing", "storing": "storing", "waiting": "idle"},
+    "store": {"busy": "busy"},
+}
+"""Role -> phase of its TimeAccount -> words. A phase that is not here, such as a start, counts for nothing."""
+_LEAST_SHARE = 0.005
+_ALIKE = 0.1
+"""Difference of the shares in which both sides wait, up to which neither is called the slower one."""
+
+Counter = tuple[str, str, str]
+"""Role, name of its process, gauge: ("generator", "generator-0", "time/working")."""
+
+
+class RoleTimes(Record):
+    """All processes of a role together.
+
+    Example: RoleTimes(role="generator", count=2, shares={"working": 0.7, "prompts": 0.3}, cpu_s=0.49)
+    """
+
+    role: str
+    count: int
+    """Number of processes that reported."""
+    shares: dict[str, float]
+    """Phase -> share of the wall time of these processes; all of them sum to 1, but for the store."""
+    cpu_s: float
+    """Processor seconds for each step, of all of them and their children."""
+
+
+class StepTimes(Record):
+    """Wall time of the mean step. Example: StepTimes(steps=80, step_s=0.46, roles=[RoleTimes(...), ...])."""
+
+    steps: int
+    step_s: float
+    """Seconds from one step to the next: the learner's phases sum to it."""
+    roles: list[RoleTimes]
+    """Those that reported, the learner first."""
+
+    def share(self, role: str, phase: str) -> float:
+        """Return a share; 0 for a role that did not report."""
+        return self.shares(role).get(phase, 0.0)
+
+    def shares(self, role: str) -> dict[str, float]:
+        """Return the shares of a role by phase; none if it did not report."""
+        return next((each.shares for each in self.roles if each.role == role), {})
+
+
+def time_counters(roles: Roles) -> dict[Counter, float]:
+    """Return what the roles report of their time; the broker reports the store's."""
+    found: dict[Counter, float] = {}
+    for name, gauges in roles.items():
+        kind = str(gauges.get("role", ""))
+        keys = ["cpu_s", *(f"time/{phase}" for phase in PHASES.get(kind, ()))]
+        found |= {(kind, name, key): value for key in keys if (value := number_of(gauges, key)) is not None}
+        if kind == "broker" and (seconds := number_of(gauges, "store_cpu_s")) is not None:
+            # Of several brokers that report the one store, a dead one's report is the oldest.
+            found["store", "store", "cpu_s"] = max(seconds, found.get(("store", "store", "cpu_s"), 0.0))
+    return {counter: value for counter, value in found.items() if counter[0] in PHASES}
+
+
+def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
+    """Divide what the counters have grown by over the steps of that time."""
+    roles, num_steps = [], max(1, steps)
+    wall_s = sum(value for (kind, _, key), value in grown.items() if kind == "learner" and key != "cpu_s")
+    for kind, phases in PHASES.items():
+        own = {counter: value for counter, value in grown.items() if counter[0] == kind}
+        sums = {phase: sum(own[each] for each in own if each[2] == f"time/{phase}") for phase in phases}
+        cpu_s = sum(value for (_, _, key), value in own.items() if key == "cpu_s")
+        total = wall_s if kind == "store" else sum(sums.values())
+        if kind == "store":
+            sums = {"busy": cpu_s}
+        if own and total:
+            shares = {phase: round(value / total, 4) for phase, value in sums.items()}
+            roles.append(RoleTimes(kind, len({name for _, name, _ in own}), shares, cpu_s / num_steps))
+    return StepTimes(steps, wall_s / num_steps, roles)
+
+
+def describe_times(times: dict[str, Any] | None) -> list[str]:
+    """Format StepTimes, as a row of metrics or the summary holds them, as the lines of a table; empty without any."""
+    if not times:
+        return []
+    found = msgspec.convert(times, StepTimes)
+    lines = [f"where the wall time went: {found.steps} steps of {found.step_s:.3g} s"]
+    lines.append(f"{'':12}{'processor':>11}   share of its wall time")
+    for each in found.roles:
+        name = each.role if each.count == 1 else f"{each.count} {each.role}s"
+        shown = sorted(((share, phase) for phase, share in each.shares.items() if share >= _LEAST_SHARE), reverse=True)
+        text = ", ".join(f"{share:.0%} {PHASES[each.role][phase]}" for share, phase in shown)
+        lines.append(f"{name:12}{f'{each.cpu_s:.3f} s':>11}   {text or 'idle'}")
+    return [*lines, _slower_side(found)]
+
+
+def _slower_side(times: StepTimes) -> str:
+    learner, generators = times.share("learner", "waiting"), times.share("generator", "prompts")
+    if not times.shares("generator"):
+        return f"the learner waits {learner:.0%} of its time for trajectories; no generator has reported its time"
+    both = f"the learner waits {learner:.0%} of its time for trajectories, the generators {generators:.0%} for prompts"
+    if learner - generators > _ALIKE:
+        return f"{both}: generating is the slower side"
+    return f"{both}: training is the slower side" if generators - learner > _ALIKE else both

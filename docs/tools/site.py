@@ -1,0 +1,156 @@
+"""Builds the documentation as a site, without a network: `python -m docs.tools.site`, or `make site`.
+
+The pages keep their places in the tree, so that links lead where they lead on disk. A source file that a page links to
+becomes a page of its signatures and docstrings; a folder, a list of its pages. A link to nothing ends the build.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.configs.base import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "build" / "site" / "pages"
+HTML = ROOT / "build" / "site" / "html"
+_SOURCES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/**/*.md",
+    "benchmarks/*.md",
+    "examples/**/*.md",
+)
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+_TIMEOUT_S = 300.0
+
+
+def build() -> Path:
+    """Write the site; returns its first page. Raises ConfigError with what the builder says against a page."""
+    shutil.rmtree(PAGES.parent, ignore_errors=True)
+    waiting = sorted(path.relative_to(ROOT) for pattern in _SOURCES for path in ROOT.glob(pattern))
+    done: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path not in done:
+            done.add(path)
+            waiting += _write(path)
+    # The program of this environment: its folder need not be on the search path.
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if ended.returncode:
+        said = re.sub(r"\x1b\[[\d;]*m", "", ended.stdout + ended.stderr).partition("Traceback (")[0]
+        raise ConfigError(f"the site must build without a warning, it did not:\n{said}")
+    return HTML / "index.html"
+
+
+def page_of(path: Path) -> Path:
+    """Place of a file or folder of the tree in the site's sources, relative to them."""
+    if path == Path("README.md"):
+        return Path("index.md")
+    if (ROOT / path).is_dir():
+        return path / "index.md"
+    return (
+        path.with_name("index.md")
+        if path.name == "README.md"
+        else path.with_suffix(".md" if _is_source(path) else path.suffix)
+    )
+
+
+def _is_source(path: Path) -> bool:
+    return path.suffix == ".py"
+
+
+def _write(path: Path) -> set[Path]:
+    """Write the page of a file or folder; returns the files and folders that it links to."""
+    page = PAGES / page_of(path)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if (ROOT / path).is_dir():
+        text = "\n".join(_list(path))
+    elif _is_source(path):
+        text = "\n\n".join(_describe(path))
+    elif path.suffix == ".md":
+        text = (ROOT / path).read_text(encoding="utf-8")
+    else:
+        shutil.copyfile(ROOT / path, page)
+        return set()
+    linked: set[Path] = set()
+
+    def lead(found: re.Match[str]) -> str:
+        folder = path if (ROOT / path).is_dir() else path.parent
+        target = Path(os.path.normpath(folder / found[2]))
+        if ":" in found[2] or not (ROOT / target).exists():
+            return found[0]
+        readme = target / "README.md"
+        linked.add(target := readme if (ROOT / readme).is_file() else target)
+        place = os.path.relpath(page_of(target), page_of(path).parent)
+        return f"{found[1]}{place}{found[3] or ''})"
+
+    page.write_text(_LINK.sub(lead, text), encoding="utf-8")
+    return linked
+
+
+def _list(folder: Path) -> Iterator[str]:
+    """List of the pages of a folder with their titles."""
+    yield f"# {folder.name.capitalize()}\n"
+    for path in sorted([*(ROOT / folder).glob("*.md"), *(ROOT / folder).glob("*/README.md")]):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        yield f"- [{title}]({path.relative_to(ROOT / folder)})"
+
+
+# --- pages of source files --------------------------------------------------------------------------------------------
+def _describe(path: Path) -> Iterator[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    yield f"# {'.'.join(path.with_suffix('').parts)}"
+    yield _docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield f"## {node.name}"
+            yield _code(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})".replace("()", ""))
+            yield _docstring(node)
+            yield "\n".join(_fields(node))
+            for member in node.body:
+                yield from _function(member, "###")
+        else:
+            yield from _function(node, "##")
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """List of the fields of a record, each with the docstring below it."""
+    for member, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
+            yield f"- `{ast.unparse(member)}`"
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                yield f"    {' '.join(str(after.value.value).split())}".replace("<", "&lt;")
+
+
+def _function(node: ast.stmt, level: str) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.name == "__init__" or node.name[0] != "_"):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        # Two underscores would begin bold text.
+        yield level + " " + node.name.replace("__", r"\_\_")
+        yield _code(f"{kind} {node.name}({ast.unparse(node.args)}){returns}")
+        yield _docstring(node)
+
+
+def _code(line: str) -> str:
+    return f"```python\n{line}\n```"
+
+
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    # An angle bracket would begin a tag.
+    return (ast.get_docstring(node) or "").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,134 @@
+"""Health of vLLM's engine: its statistics and progress, and the errors that end it.
+
+The error that ends vLLM's engine process, handed over in a file to the process that started it.
+
+vLLM itself passes on only that the engine died, and leaves the reason among the lines of a log.
+"""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from slipstream.generators.engines.engine import EngineLoad
+from slipstream.generators.errors import EngineDiedError
+from slipstream.runtime.clock import Clock
+
+
+class StepWatchdog:
+    """Detects an engine that has requests but makes no step: such an engine still answers health checks.
+
+    Life: check, about once a second. Only time in which the engine should have stepped counts.
+    """
+
+    def __init__(self, *, limit_s: float, clock: Clock = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._num_steps = -1
+        self._progressed_at = clock()
+
+    def check(self, load: EngineLoad, *, is_paused: bool) -> None:
+        """Raise EngineDiedError after `limit_s` without a step. `is_paused`: a weight update holds the engine."""
+        if is_paused or not load.num_open or load.num_steps != self._num_steps:
+            self._num_steps, self._progressed_at = load.num_steps, self._clock()
+        elif self._clock() - self._progressed_at > self._limit_s:
+            raise EngineDiedError(
+                f"the engine must make a step within generators.engine.stall_timeout_s ({self._limit_s:g} s) while "
+                f"requests are open, made none with {load.num_open} of them: see the log above, or raise the limit"
+            )
+
+
+class LoadRecorder(PrometheusStatLogger):
+    """Keeps the newest statistics, in place of vLLM's Prometheus metrics, which cost more and would have no reader.
+
+    AsyncLLM takes the class and builds the instance, so `read_load` looks it up among the engine's loggers.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+        # Without super().__init__(), which registers the Prometheus metrics.
+        self._kv_usage = 0.0
+        self._num_waiting = 0
+        self._num_preempted = 0
+        self._num_steps = 0
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the newest step; `num_open` is not known here."""
+        return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted, num_steps=self._num_steps)
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Called by vLLM after every step; either of the statistics may be None."""
+        self._num_steps += 1
+        if scheduler_stats is not None:
+            self._kv_usage = scheduler_stats.kv_cache_usage
+            self._num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        if iteration_stats is not None:
+            self._num_preempted += iteration_stats.num_preempted_reqs
+
+    # The rest of vLLM's logger interface would write to the metrics that are not registered.
+    def log_engine_initialized(self) -> None: ...
+
+    def record_admission_rejection(self, reason: str) -> None: ...
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+
+
+def read_load(llm: AsyncLLM) -> EngineLoad:
+    """Return the utilisation of an engine that was started with a LoadRecorder."""
+    recorder = next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
+    newest = recorder.load
+    if num_open := llm.output_processor.get_num_unfinished_requests():
+        return msgspec.structs.replace(newest, num_open=num_open)
+    # An idle engine makes no steps, so its last statistics are stale: they still show the last request.
+    return msgspec.structs.replace(newest, kv_usage=0.0, num_waiting=0)
+
+
+_MAX_LENGTH = 400
+
+
+class _FatalErrorHandler(logging.Handler):
+    """Writes down the exception with which the engine process says that it ends; the first one is the cause."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        # "EngineCore failed to start." and "EngineCore encountered a fatal error."; others are answered to the caller.
+        if error is None or not str(record.msg).startswith("EngineCore"):
+            return
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
+        with suppress(OSError), os.fdopen(os.open(_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+
+
+def report_fatal_errors() -> None:
+    """Have this engine process write down the error that ends it."""
+    logging.getLogger("vllm").addHandler(_FatalErrorHandler())
+
+
+def read_fatal_error() -> str:
+    """Error that ended this process's engine, one line; empty if it was killed or still runs."""
+    try:
+        return _path().read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def forget_fatal_error() -> None:
+    """Remove what an engine of this process left."""
+    _path().unlink(missing_ok=True)
+
+
+def _path() -> Path:
+    # From the key that multiprocessing gives a process and its children, and no others.
+    key = hashlib.sha256(multiprocessing.current_process().authkey).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"slipstream-engine-{key}.txt"

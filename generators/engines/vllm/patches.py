@@ -1,0 +1,153 @@
+"""Patches of vLLM: images of prompts, and the experts that routed each token.
+
+Routed experts on a CPU: vLLM's own recording, which its model runner there does not call.
+
+It keeps the rows of cached prefixes, and returns each row once, of the pass that sampled the next token.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.inputs import MultiModalInput, mm_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.processing.context import InputProcessingContext
+from vllm.outputs import RequestOutput
+
+from slipstream.generators.errors import EngineError
+from slipstream.runtime.images import FAMILIES, PromptImage, VisionModel
+
+_PACKAGE = "transformers.models.qwen2_vl"
+
+
+def image_input(
+    token_ids: list[int], images: Sequence[PromptImage], *, vision: VisionModel, salt: str
+) -> MultiModalInput:
+    """A request as vLLM's own processor would make it, from tokens that are expanded already.
+
+    `salt` keeps apart what was cached under other weights: states of images as well as of tokens.
+    """
+    patches = [torch.from_numpy(vision.patches(image.data)) for image in images]
+    inputs: Any = {
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+    }
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(each) for each in patches])),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        {"image": [f"{image.id}-{salt}" for image in images]},
+        {"image": [PlaceholderRange(offset=image.first_token, length=image.num_tokens) for image in images]},
+        cache_salt=salt,
+    )
+
+
+def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
+    """vLLM's arguments for a model that is given images: it gets patches that are normalised already."""
+    return {
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_device_do_normalize": False,
+        # Kept by content in vLLM's encoder cache alone; a second copy of all patches would serve nobody.
+        "mm_processor_cache_gb": 0,
+        # On a CPU memory is not measured at the start.
+        "skip_mm_profiling": is_cpu,
+    }
+
+
+def serve_images_without_torchvision() -> None:
+    """Give vLLM transformers' PIL image processor, where torchvision is missing; videos are not served then."""
+    name = f"{_PACKAGE}.image_processing_qwen2_vl"
+    # vLLM may call the entry point twice in a process.
+    if find_spec("torchvision") or name in sys.modules:
+        return
+    # vLLM imports this module, which imports torchvision.
+    sys.modules[name] = _PilModule(name)
+    original = InputProcessingContext.get_hf_processor
+
+    def get_hf_processor(self: Any, *arguments: Any, **settings: Any) -> Any:
+        if self.model_config.hf_config.model_type not in FAMILIES:
+            return original(self, *arguments, **settings)
+        pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
+        made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
+        # What vLLM asks of a processor at its start; requests come with patches that are made already.
+        kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
+        return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
+
+    InputProcessingContext.get_hf_processor = get_hf_processor
+
+
+class _PilModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
+        return getattr(pil, name) if hasattr(pil, name) else getattr(pil, f"{name}Pil")
+
+
+def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarray | None:
+    """Experts of all tokens but the last in these layers, of the rows that vLLM has for each layer; None without any.
+
+    Raises EngineError.
+    """
+    if not layers:
+        return None
+    answer, rows = output.outputs[0], output.outputs[0].routed_experts
+    num_tokens = len(output.prompt_token_ids or ()) + len(answer.token_ids) - 1
+    if rows is None or len(rows) != num_tokens:
+        got = "none" if rows is None else f"those of {len(rows)}"
+        raise EngineError(f"vLLM must return the experts of {num_tokens} tokens, got {got}")
+    return rows[:, list(layers)].astype(np.uint8 if rows.dtype == np.uint8 else np.int16)
+
+
+def record_routed_experts() -> None:
+    """Let engines of this process record, and have its workers make the calls for it that those on GPUs make."""
+    # Here, because it needs a CPU's libraries.
+    from vllm.v1.worker import cpu_worker
+
+    # It refuses whatever is not the GPU's model runner; `VllmEngine` and the settings refuse the rest.
+    VllmConfig._verify_aux_output_compatibility = lambda self: None
+
+    class Runner(cpu_worker.CPUModelRunner):
+        _connector: Any = None
+        _pending: Any = None
+
+        def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, **options: Any) -> None:
+            super().initialize_kv_cache(kv_cache_config, is_profiling, **options)
+            if self.vllm_config.aux_output_config.enabled and not is_profiling:
+                self._connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+
+        def execute_model(self, scheduler_output: Any, *arguments: Any) -> Any:
+            if self._connector:
+                self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
+            output = super().execute_model(scheduler_output, *arguments)
+            if self._connector and scheduler_output.total_num_scheduled_tokens:
+                self._pending = self._connector.prepare_output(self._describe_batch())
+            return output
+
+        def _describe_batch(self) -> Any:
+            request_ids = list(self.input_batch.req_ids)
+            # Copies: the runner writes the next step into its arrays.
+            return SimpleNamespace(
+                req_ids=request_ids,
+                query_start_loc_np=self.query_start_loc.np[: len(request_ids) + 1].copy(),
+                num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(request_ids)].copy(),
+            )
+
+        def sample_tokens(self, *arguments: Any) -> Any:
+            output = super().sample_tokens(*arguments)
+            pending, self._pending = self._pending, None
+            if pending:
+                sampled = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
+                pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+                output.aux_output_connector_output = pending.process_output()
+            return output
+
+    cpu_worker.CPUModelRunner = Runner

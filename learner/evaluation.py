@@ -1,0 +1,289 @@
+"""Evaluation: requests answers to held-out prompts through the store, and scores them.
+
+Scores of evaluations: accuracy, reward, pass@k, maj@k, best@k and worst@k, with intervals over the prompts.
+
+Every metric is a ratio of two sums over prompts, so that one bootstrap serves all of them. Those at k are expectations
+over the subsets of k among the n answers to a prompt: exact, but for maj@k of many answers.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from slipstream.buffer.records import EvaluationAnswer, EvaluationResult
+from slipstream.buffer.store import Store
+from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.base import Record
+from slipstream.configs.data import HeldoutSet
+from slipstream.configs.learner import EvaluationConfig
+
+_RESAMPLES = 1000
+_SEED = 42
+_MOST_SUBSETS = 4096
+"""Subsets that a majority is averaged over: all of them if there are no more, else so many seeded ones."""
+_KINDS = ("pass", "maj", "best", "worst")
+
+
+class Estimate(Record):
+    """A mean with its 95 % interval. Example: Estimate(mean=0.912, low=0.885, high=0.937)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Score(Record):
+    """Scores of a model on a set, or on the part of it with one data source.
+
+    Example: Score(num_prompts=512, num_answers=2048, num_failed=3, metrics={"accuracy": Estimate(...), "pass@4": ...},
+        mean_tokens=201.4, max_tokens=512, stop_reasons={"stop": 2011, "length": 37})
+    """
+
+    num_prompts: int
+    num_answers: int
+    num_failed: int
+    """Answers whose reward function failed: not right, and without a reward."""
+    metrics: dict[str, Estimate]
+    mean_tokens: float
+    """Tokens that the model wrote."""
+    max_tokens: int
+    stop_reasons: dict[str, int]
+
+
+class Sums(NamedTuple):
+    """A metric by prompt, in the order of rows; its value is the sum of `total` over that of `number`."""
+
+    total: np.ndarray
+    number: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        return float(self.total.sum() / self.number.sum())
+
+
+# --- one prompt ------------------------------------------------------------------------------------------------------
+def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
+    """Probability that one of k answers is right: 1 - C(n - c, k) / C(n, k).
+
+    Source: Chen et al., arXiv:2107.03374, equation 1.
+    """
+    return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Expected largest of k rewards: sum over ranks i of r[i] * C(i, k - 1) / C(n, k), r ascending, i from 0."""
+    weights = [comb(rank, k - 1) / comb(len(rewards), k) for rank in range(len(rewards))]
+    return float(np.dot(weights, sorted(rewards)))
+
+
+def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
+    """Probability that the most frequent of k answers is right; a tie is decided by lot.
+
+    An empty answer has no vote but its own, so that it never joins others. An answer counts by the share of its
+    repetitions that are right.
+    """
+    names = [answer or f"\0{index}" for index, answer in enumerate(answers)]
+    kinds, members = np.unique(names, return_inverse=True)
+    is_of_kind = np.eye(len(kinds), dtype=np.float32)[members]
+    right = (np.array(is_correct, dtype=np.float32) @ is_of_kind) / is_of_kind.sum(axis=0)
+    votes = _subsets(len(names), k) @ is_of_kind
+    is_winner = votes == votes.max(axis=1, keepdims=True)
+    return float(((is_winner @ right) / is_winner.sum(axis=1)).mean())
+
+
+@lru_cache(maxsize=16)
+def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
+    """Subsets of k of `num` items as rows of zeros and ones."""
+    if comb(num, k) <= _MOST_SUBSETS:
+        chosen = np.array(list(itertools.combinations(range(num), k)))
+    else:
+        draws = np.random.default_rng([_SEED, num, k]).random((_MOST_SUBSETS, num))
+        chosen = np.argpartition(draws, k - 1, axis=1)[:, :k]
+    subsets = np.zeros((len(chosen), num), dtype=np.float32)
+    np.put_along_axis(subsets, chosen, 1.0, axis=1)
+    return subsets
+
+
+# --- all prompts -----------------------------------------------------------------------------------------------------
+def metric_sums(answers: Iterable[EvaluationAnswer], *, kinds: Sequence[str] = _KINDS) -> dict[str, Sums]:
+    """Return the metrics of a set: `accuracy`, `reward`, and those `kinds` at k = 1, 2, 4, ... and at all answers.
+
+    A metric that a prompt has too few answers for is of the other prompts.
+    """
+    prompts: dict[int, list[EvaluationAnswer]] = {}
+    for answer in answers:
+        prompts.setdefault(answer.row, []).append(answer)
+    most = max(map(len, prompts.values()), default=0)
+    ks = sorted({2**power for power in range(most.bit_length())} | {most}) if most > 1 else []
+    by_prompt = [dict(_prompt_sums(prompts[row], ks, kinds)) for row in sorted(prompts)]
+    names = dict.fromkeys(name for sums in by_prompt for name in sums)
+    columns = {name: np.array([sums.get(name, (0.0, 0)) for sums in by_prompt], dtype=float) for name in names}
+    return {name: Sums(*column.T) for name, column in columns.items() if column[:, 1].any()}
+
+
+def _prompt_sums(
+    answers: Sequence[EvaluationAnswer], ks: Sequence[int], kinds: Sequence[str]
+) -> Iterator[tuple[str, tuple[float, int]]]:
+    correct = [answer.is_correct for answer in answers]
+    rewards = [answer.reward for answer in answers if answer.status == "ok"]
+    yield "accuracy", (float(sum(correct)), len(answers))
+    yield "reward", (float(sum(rewards)), len(rewards))
+    compute = {
+        "pass": lambda k: pass_at_k(len(answers), sum(correct), k),
+        "maj": lambda k: majority_at_k([answer.answer for answer in answers], correct, k),
+        "best": lambda k: best_at_k(rewards, k),
+        "worst": lambda k: -best_at_k([-reward for reward in rewards], k),
+    }
+    for kind, k in itertools.product(kinds, ks):
+        # At 1 the others are accuracy and reward.
+        if (k > 1 or kind == "pass") and k <= len(rewards if kind in ("best", "worst") else answers):
+            yield f"{kind}@{k}", (compute[kind](k), 1)
+
+
+def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
+    """Return the mean and its bootstrap interval over prompts, or those of the paired difference to `minus`.
+
+    Both are of the same prompts: every resample takes the same ones of either.
+
+    Source: Efron and Tibshirani, An introduction to the bootstrap, chapter 13 (percentile interval).
+    """
+    weights = _resamples(len(sums.total))
+    with np.errstate(invalid="ignore"):
+        values = (weights @ sums.total) / (weights @ sums.number)
+        if minus is not None:
+            values = values - (weights @ minus.total) / (weights @ minus.number)
+    low, high = np.nanpercentile(values, (2.5, 97.5))
+    return Estimate(sums.mean - (minus.mean if minus else 0.0), float(low), float(high))
+
+
+@lru_cache(maxsize=4)
+def _resamples(num_prompts: int) -> Float[np.ndarray, "resamples prompts"]:
+    """Return how often each prompt is drawn in each resample."""
+    shares = np.full(num_prompts, 1 / num_prompts)
+    return np.random.default_rng(_SEED).multinomial(num_prompts, shares, size=_RESAMPLES).astype(float)
+
+
+def score(answers: Sequence[EvaluationAnswer]) -> Score:
+    """Return the scores of all answers to a set, at least one."""
+    return Score(
+        num_prompts=len({answer.row for answer in answers}),
+        num_answers=len(answers),
+        num_failed=sum(answer.status != "ok" for answer in answers),
+        metrics={name: estimate(sums) for name, sums in metric_sums(answers).items()},
+        mean_tokens=sum(answer.num_tokens for answer in answers) / len(answers),
+        max_tokens=max(answer.num_tokens for answer in answers),
+        stop_reasons=dict(Counter(answer.stop_reason for answer in answers).most_common()),
+    )
+
+
+def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationAnswer]]:
+    """Return the answers by data source; nothing unless there are several."""
+    sources: dict[str, list[EvaluationAnswer]] = {}
+    for answer in answers:
+        sources.setdefault(answer.data_source or "unnamed", []).append(answer)
+    return sources if len(sources) > 1 else {}
+
+
+def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
+    """Return by how much a model exceeds another one on the same prompts."""
+    same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
+    return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
+
+
+class Evaluator:
+    """Opens evaluations in the store, one per set of held-out prompts, over rows that `EvaluationConfig` chooses."""
+
+    def __init__(
+        self, store: Store, config: EvaluationConfig, *, sets: list[HeldoutSet], num_rows: Mapping[str, int]
+    ) -> None:
+        """`num_rows`: number of prompts of each set."""
+        self._store = store
+        self._sets = sets
+        self._monitored = {each.name: config.rows(num_rows[each.name])[0] for each in sets}
+        self._final = {each.name: config.rows(num_rows[each.name])[1] for each in sets}
+        self._open: list[str] = []
+
+    def open_monitor(self, *, step: int, fence: int, version: int) -> str:
+        """Request the monitored rows; returns the name of the evaluation.
+
+        `fence`, the token of the step's claim, tells the step from the same one trained again after a rollback.
+        """
+        name = f"step-{step}-{fence}"
+        self._request(name, version=version, rows=self._monitored)
+        self._open.append(name)
+        return name
+
+    def open_final(self, name: str, *, version: int) -> str:
+        """Request the rows that are held back for before and after training; returns the name of the evaluation.
+
+        That is `name`, with a number if earlier requests of that name were answered without a single reward.
+        """
+        # Opening is idempotent: a resumed run finds the answers to the request of its predecessor. Only an evaluation
+        # whose reward function failed throughout is requested anew, since its answers are final.
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        fresh = next(each for each in names if not self._has_failed(each))
+        self._request(fresh, version=version, rows=self._final)
+        return fresh
+
+    def num_answered(self, name: str) -> int:
+        """Answers of all sets so far."""
+        return sum(result.num_answered for result in self._results(name).values())
+
+    def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:
+        """Results by set; None while answers are missing."""
+        complete = {purpose: result for purpose, result in self._results(name).items() if result.is_complete}
+        return complete if len(complete) == len(self._sets) else None
+
+    def unfinished(self) -> list[str]:
+        """Names of the monitored evaluations that lack answers."""
+        return [name for name in self._open if not self.result(name)]
+
+    def metrics(self, evaluated: Mapping[Purpose, EvaluationResult]) -> dict[str, float]:
+        """Return the metrics of an evaluation, by their keys in a row."""
+        found: dict[str, float] = {}
+        for name, result in evaluated.items():
+            found[f"eval/accuracy_{name}"] = result.accuracy
+            answers = self._store.evaluation_answers(result.id)
+            sums = metric_sums(answers, kinds=("pass",))
+            found |= {f"eval/{metric}_{name}": each.mean for metric, each in sums.items() if metric != "pass@1"}
+            for source, part in by_source(answers).items():
+                means = metric_sums(part, kinds=())
+                found |= {f"eval/by_source/{source}/{metric}_{name}": each.mean for metric, each in means.items()}
+            found["eval/version"] = result.version
+        return found
+
+    def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
+        """Newest monitored evaluation that became complete since the last call; None if none did."""
+        newest = None
+        for name in list(self._open):
+            if result := self.result(name):
+                self._open.remove(name)
+                newest = result
+        return newest
+
+    def _has_failed(self, name: str) -> bool:
+        """Whether there are answers, and none of them has a reward."""
+        results = self._results(name).values()
+        return any(each.num_answered for each in results) and all(
+            each.num_failed == each.num_answered for each in results
+        )
+
+    def _results(self, name: str) -> dict[Purpose, EvaluationResult]:
+        results = {each.name: self._store.evaluation(f"{name}-{each.name}") for each in self._sets}
+        return {purpose: result for purpose, result in results.items() if result}
+
+    def _request(self, name: str, *, version: int, rows: Mapping[str, range]) -> None:
+        for each in self._sets:
+            self._store.open_evaluation(
+                f"{name}-{each.name}",
+                purpose=each.name,
+                version=version,
+                rows=list(rows[each.name]),
+                samples=each.samples,
+            )

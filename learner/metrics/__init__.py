@@ -1,1 +1,0 @@
-"""Metrics of a run: token statistics, rows and summary, alerts."""

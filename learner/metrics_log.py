@@ -1,0 +1,217 @@
+"""MetricsLog: one row of metrics per step, numbers of its tokens, and the summary at the end of a run."""
+
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from slipstream.buffer.archive.step_tokens import StepTokens
+from slipstream.buffer.records import Claim, EvaluationResult
+from slipstream.buffer.role_reports import Counter, Roles, make_step_times, role_statuses, time_counters
+from slipstream.buffer.store import Store
+from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.run import RunConfig
+from slipstream.learner.publishing.publisher import Published
+from slipstream.learner.training.step_tokens import StepTokensWriter
+from slipstream.runtime.clock import Clock, Growth, Rate
+from slipstream.runtime.disk import DiskWait
+from slipstream.runtime.healthy_ranges import MetricAlerts
+from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.trace import ProcessorTime, TimeAccount
+
+Row = dict[str, Any]
+"""Metrics of one step: flat, keys `role/thing/stat`; docs/metrics.md describes each."""
+
+log = structlog.get_logger(__name__)
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`, the store's metrics, `token_stats/` and `summary.json`.
+
+    Life: record_before? -> start_training -> add_step* -> end_training -> write_summary.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        folder: RunFolder,
+        store: Store,
+        disk: DiskWait | None = None,
+        account: TimeAccount | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`disk` waits while there is no room for a file. `account`: of the learner's time."""
+        self.folder = folder
+        self._disk = disk or DiskWait()
+        self._run = run
+        self._store = store
+        self._clock = clock
+        self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
+        self._step_tokens = StepTokensWriter(
+            folder.token_stats, max_gib=run.learner.token_stats_gib, in_background=not run.is_one_process
+        )
+        self._tokens = Rate(window_s=10.0, clock=clock)
+        self._generated = Growth({})
+        self.account = account or TimeAccount("rest")
+        self._processor = ProcessorTime()
+        self._times = Growth({})
+        self._own_rows = 0
+        self._started_at = self._row_at = clock()
+        self._ended_at = clock()
+        self._resumed_at_s = 0.0
+        self._before: dict[Purpose, EvaluationResult] = {}
+
+    def gauges(self) -> Row:
+        """Gauges of the learner's Pong."""
+        rates = {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
+        return rates | self.account.gauges() | {"cpu_s": round(self._processor.seconds, 3)}
+
+    def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
+        """Keep the evaluation before training for the summary."""
+        self._before = evaluated
+        log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
+
+    def start_training(self, *, step: int) -> list[Row]:
+        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers: the result."""
+        # Later rows are of steps that were rolled back.
+        kept = self._rows(up_to_step=step)
+        self._step_tokens.roll_back(to_step=step)
+        self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
+        self._row_at = self._clock()
+        self._started_at = self._row_at - self._resumed_at_s
+        # From now on: the time before training has no tokens.
+        self._tokens = Rate(window_s=10.0, clock=self._clock)
+        roles = self._store.roles()
+        self._generated = Growth(_generated_tokens(roles))
+        self.account.restart()
+        self._times = Growth(self._time_counters(roles))
+        return kept
+
+    def end_training(self) -> None:
+        """Stop the clock of the run."""
+        self._ended_at = self._clock()
+        roles = self._store.roles()
+        self._generated.update(_generated_tokens(roles))
+        self._times.update(self._time_counters(roles))
+
+    def add_step(
+        self,
+        *,
+        step: int,
+        version: int,
+        metrics: Row,
+        published: Published | None,
+        evaluated: Row | None,
+        times: dict[str, float],
+        tokens: StepTokens | None = None,
+    ) -> Row:
+        """Write a row to the file and to the store; returns it. `evaluated`: metrics of an evaluation."""
+        if tokens:
+            self._step_tokens.add(step, tokens)
+        self._tokens.add(metrics["learner/tokens"])
+        began_at, self._row_at = self._row_at, self._clock()
+        row: Row = {
+            "step": step,
+            "version": version,
+            "time_s": round(self._row_at - self._started_at, 3),
+            **metrics,
+            **times,
+        }
+        row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
+        row["generators/tokens_per_s"] = self._generated_per_s(version)
+        row |= _publish_row(published) | (evaluated or {})
+        self._own_rows += 1
+        row |= {"times": self._step_times()}
+        self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
+        self._store.append_metrics(row)
+        self._alerts.check(row)
+        log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
+        return row
+
+    def buffer_metrics(self, claim: Claim) -> Row:
+        """Keys `buffer/...` of the step of a claim."""
+        counts = self._store.counts()
+        return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
+            "buffer/lag_in_flight": claim.lag.in_flight,
+            "buffer/lag_publish": claim.lag.publish,
+            "buffer/lag_queue": claim.lag.queue,
+            "buffer/reused_fraction": sum(claim.reused) / len(claim.group_ids),
+            "buffer/length_bias": counts.length_bias,
+            "buffer/waste_fraction": counts.waste_fraction,
+            "buffer/filtered_fraction": counts.filtered_fraction,
+        }
+
+    def write_summary(
+        self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
+    ) -> None:
+        """Write `summary.json`, with the metrics of the last evaluation; docs/metrics.md describes its keys."""
+        self._step_tokens.close()
+        # Tokens are counted by this process alone, so their rates leave out the time before a resume.
+        seconds = max(1e-9, self._ended_at - self._started_at)
+        own_seconds = max(1e-9, seconds - self._resumed_at_s)
+        rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
+        lags = [(int(lag), count) for row in rows for lag, count in row["lag/histogram"].items()]
+        summary = {
+            **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
+            **{
+                each.before_key: self._before[each.name].accuracy if self._before else None
+                for each in self._run.data.heldout_sets
+            },
+            "evaluation": evaluation,
+            "best": best,
+            "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),
+            "train_seconds": round(seconds, 3),
+            "steps": step,
+            "generated_tokens_per_s": self._generated.total / own_seconds,
+            "learner_tokens_per_s": self._tokens.total / own_seconds,
+            "lag_mean": sum(lag * count for lag, count in lags) / max(1, sum(count for _, count in lags)),
+            "lag_max": max((int(row["lag/max"]) for row in rows), default=0),
+            "logprob_diff_max": max((row.get("weights/probe_diff_max", 0.0) for row in rows), default=0.0),
+            "seed": self._run.seed,
+            "mode": self._run.mode,
+            "times": self._step_times(),
+        }
+        self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
+
+    def _rows(self, *, up_to_step: int) -> list[Row]:
+        return self._disk.retry(
+            lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
+        )
+
+    def _generated_per_s(self, version: int) -> float:
+        """Tokens per second of the living generators; also updates the total of all."""
+        gauges = self._store.roles()
+        self._generated.update(_generated_tokens(gauges))
+        self._times.update(self._time_counters(gauges))
+        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
+        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+
+    def _time_counters(self, roles: Roles) -> dict[Counter, float]:
+        """The learner's own, as they are now, and the others' as last reported."""
+        own = {"learner": self.gauges() | {"role": "learner"}}
+        return time_counters(roles | own)
+
+    def _step_times(self) -> Row:
+        """StepTimes since the start of this process's training."""
+        times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))
+        return times
+
+
+def _generated_tokens(roles: Roles) -> dict[str, float]:
+    """Tokens generated since its start, for each generator that reports a number: gauges are not validated."""
+    reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
+    return {name: count for name, count in reported.items() if isinstance(count, int | float)}
+
+
+def _publish_row(published: Published | None) -> Row:
+    if published is None:
+        return {}
+    return {
+        "weights/sync_s": published.seconds,
+        "weights/members": published.num_members,
+        "weights/pause_s": published.pause_s,
+        "weights/probe_diff_mean": published.probe_diff_mean,
+        "weights/probe_diff_max": published.probe_diff_max,
+    }

@@ -1,1 +1,0 @@
-"""The objective: from a batch to losses."""

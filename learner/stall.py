@@ -1,0 +1,184 @@
+"""StallDetector: ends or outlasts a wait of the learner that has come to a dead end.
+
+Consumes: counts, roles and events of the store.
+Produces: the reason shown in status and live view, a log line every few seconds, DeadEndError.
+Waits for: nothing.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import structlog
+
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.records import Claim
+from slipstream.buffer.role_reports import WaitsFor
+from slipstream.buffer.store import Store
+from slipstream.configs.learner import PAUSE_REQUEST
+from slipstream.configs.run import RunConfig
+from slipstream.learner.errors import DeadEndError
+from slipstream.learner.stall_causes import Progress, StallCause, find_cause, no_reward, take_snapshot
+from slipstream.runtime.clock import Clock
+
+_CHECK_EVERY_S = 1.0
+_LOG_EVERY_S = 5.0
+_EVENTS_READ, _EVENTS_SHOWN = 100, 3
+_PAUSE_POLL_S = 0.5
+
+log = structlog.get_logger(__name__)
+
+
+class StallDetector:
+    """Life: (begin -> (poll | reject_unscored)* -> end)*.
+
+    A slow wait that makes progress is no dead end before the wait's own limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        store: Store,
+        who_is_missing: Callable[[], str],
+        keep_alive: Callable[[], object],
+        clock: Clock,
+    ) -> None:
+        """`who_is_missing`: a phrase for the log. `keep_alive` is called every few seconds of a wait."""
+        self._run = run
+        self._store = store
+        self._who_is_missing = who_is_missing
+        self._keep_alive = keep_alive
+        self._clock = clock
+        self._progress = Progress(run, clock=clock)
+        self._cause: StallCause | None = None
+        self._goal = ""
+        self._disk = ""
+        self._excused_until = -math.inf
+        self._waits_for: WaitsFor = ""
+        self._check_at = self._log_at = clock()
+
+    def gauges(self) -> dict[str, str]:
+        """Gauges of the wait in progress; callable from any thread."""
+        return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
+
+    def begin(self, goal: str, *, waits_for: WaitsFor, limit_s: float, limit_setting: str) -> None:
+        """Start a wait for `goal` that may last `limit_s`, the value of that setting, while it makes progress."""
+        self._goal, self._waits_for = goal, waits_for
+        self._log_at = self._clock() + _LOG_EVERY_S
+        self._progress.begin(limit_s=limit_s, limit_setting=limit_setting)
+
+    def poll(self, missing: str, *, answered: int | None = None) -> str:
+        """Check the run, at most once a second; return the reason of the wait, in which `missing` is what it lacks.
+
+        `answered`: answers of the awaited evaluation; None while groups are awaited.
+        Raises DeadEndError under `learner.dead_end.policy=fail`.
+        """
+        now = self._clock()
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_EVERY_S
+            self._disk = self._store.full_disk()
+            if self._disk:
+                # No dead end: every role waits for the same room, and none can report.
+                self._excused_until = now + self._run.broker.peer_timeout_s
+            if now < self._excused_until:
+                self._progress.excuse()
+            else:
+                self._progress.update(take_snapshot(self._store, self._run, answered=answered))
+                self._set_cause(find_cause(self._progress))
+        if now >= self._log_at:
+            self._log_at = now + _LOG_EVERY_S
+            # Before the timeout of the collective in which the other ranks wait for a command.
+            self._keep_alive()
+            if self._cause:
+                self._warn(self._cause)
+            else:
+                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._who_is_missing()}")
+        if self._disk:
+            return f"waiting for {self._goal}, which needs room on the disk of the store: {self._disk}"
+        return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
+
+    def while_paused(self) -> Iterator[str]:
+        """Yield the reason, twice a second, while a user has paused the run."""
+        if PAUSE_REQUEST not in self._store.requests("learner"):
+            return
+        self._record("paused, as requested")
+        self._waits_for, self._log_at = "user", -math.inf
+        while PAUSE_REQUEST in self._store.requests("learner"):
+            if self._clock() >= self._log_at:
+                self._log_at = self._clock() + _LOG_EVERY_S
+                self._keep_alive()
+                log.info("paused")
+            yield "paused: `slipstream pause --off` lets the run go on"
+            time.sleep(_PAUSE_POLL_S)
+        self._waits_for = ""
+        self._record("goes on, as requested")
+
+    def reject_unscored(self, claim: Claim) -> bool:
+        """While rewards are the cause, reject the claim's groups without any; return whether there were some.
+
+        They would train on nothing, and the run must not use up its steps while a reward service is down.
+        """
+        if self._cause is None or self._cause.kind != "rewards":
+            return False
+        payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
+        unscored = [
+            group_id
+            for group_id, members in payloads
+            if not any(unpack(member).reward.status == "ok" for member in members)
+        ]
+        if unscored:
+            self._store.reject(claim, group_ids=unscored, reason="no_reward")
+        return bool(unscored)
+
+    def end(self) -> None:
+        """The wait has succeeded. Failed rewards stay the cause: groups without any still arrive."""
+        self._waits_for = ""
+        if self._cause and self._cause.kind != "rewards":
+            self._set_cause(None)
+
+    def report_no_reward(self, *, num_failed: int) -> None:
+        """An evaluation is complete without a single reward. Raises DeadEndError like `poll`."""
+        self._progress.record_no_reward(num_failed=num_failed)
+        self._set_cause(no_reward(self._run, num_failed=num_failed))
+
+    def _set_cause(self, cause: StallCause | None) -> None:
+        if cause and self._run.learner.dead_end.policy == "fail":
+            raise DeadEndError(
+                f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
+            )
+        if cause is None and self._cause:
+            self._cause = None
+            log.info("dead_end_resolved", goal=self._goal)
+            self._record("dead end resolved")
+        elif cause:
+            # One of the same kind replaces it silently: its text counts the seconds and the trajectories up to now.
+            is_new = self._cause is None or self._cause.kind != cause.kind
+            self._cause = cause
+            if is_new:
+                self._warn(cause)
+                self._record(f"dead end, waits for {self._goal}: {cause.problem}")
+
+    def _warn(self, cause: StallCause) -> None:
+        log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)
+
+    def _record(self, text: str) -> None:
+        # Events are for people: a store that refuses one must not end the wait.
+        with suppress(ReplayBufferError):
+            self._store.record_event("learner", text)
+
+    def _last_events(self) -> str:
+        """Events of the roles that every wait depends on, in one line: a launcher shows the last line of a log."""
+        generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
+        events = [
+            e
+            for e in self._store.events(limit=_EVENTS_READ)
+            if e.role in generators | {*self._run.broker.names, "store"}
+        ]
+        now = self._store.now()
+        shown = [
+            f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]
+        ]
+        return f" Last events: {' | '.join(shown)}." if shown else ""

@@ -1,0 +1,365 @@
+"""Causes of a stall: reasons why a wait of the learner will not end, from the store's counts and the roles' progress.
+
+Each check is a function `Progress -> StallCause | None`. Root causes come first: a dead broker makes every generator
+look silent, and a generator without weights sends nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.buffer.accounting import REJECTION_REASONS, StoreCounts
+from slipstream.buffer.pacing import capacity_reason
+from slipstream.buffer.role_reports import RoleStatus, last_heard, role_statuses
+from slipstream.buffer.store import Store
+from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.clock import Clock
+
+_MAX_COUNTED_STARTS = 4
+"""Changes of one generator that count as progress while nothing arrives: a crash loop must not hide a dead end."""
+_LOSSES = ("rejected", "expired", "quarantined")
+_MAX_FAILED_STEPS = 2
+"""Steps in a row without any reward: one may meet an outage of the grader, a second one is no accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run as its store shows it at one moment."""
+
+    counts: StoreCounts
+    announced_version: int
+    """Newest version the learner has made."""
+    broker: RoleStatus | None = None
+    """None before its first report."""
+    generators: tuple[RoleStatus, ...] = ()
+    """All generators that ever reported."""
+    rewarded: int = 0
+    """Trajectories with a reward that the living generators have finished since they started."""
+    unrewarded: int = 0
+    """Their trajectories whose reward function failed."""
+    capacity_reason: str = ""
+    """Limit that keeps the store from admitting more; empty while there is room."""
+    answered: int | None = None
+    """Answers of the awaited evaluation; None while groups are awaited."""
+
+    @property
+    def living(self) -> list[RoleStatus]:
+        return [generator for generator in self.generators if generator.is_alive]
+
+    @property
+    def synced(self) -> list[RoleStatus]:
+        """Living generators with verified weights."""
+        return [each for each in self.living if each.state in ("ready", "updating") and each.version is not None]
+
+
+def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
+    """Read the store. Raises StoreUnavailableError."""
+    counts, gauges, version = store.counts(), store.roles(), store.run_state().announced_version
+    roles = role_statuses(gauges, run=run, now=store.now(), announced_version=version)
+    generators = tuple(role for role in roles if role.role == "generator")
+    finished = [(gauges[each.name].get("trajectories"), each.rewards_failed) for each in generators if each.is_alive]
+    pairs = [(int(all_), failed) for all_, failed in finished if isinstance(all_, int | float) and failed is not None]
+    return Snapshot(
+        counts,
+        version,
+        broker=last_heard(roles, "broker"),
+        generators=generators,
+        rewarded=sum(all_ - failed for all_, failed in pairs),
+        unrewarded=sum(failed for _, failed in pairs),
+        capacity_reason=capacity_reason(run.buffer.capacity, counts),
+        answered=answered,
+    )
+
+
+class Progress:
+    """The newest snapshot, and what has changed up to it. Life: (begin -> update*)*, one `begin` per wait.
+
+    Rewards and applied versions are followed across waits: both can fail while every single wait succeeds.
+    """
+
+    now: Snapshot
+    idle_s: float
+    """Since anything helped the wait, or since it began, seconds."""
+    served_s: float
+    """Since a generator could first work for the wait, seconds."""
+    outdated_s: float
+    """Since a generator last applied newer weights, seconds; 0 while one holds the newest or none holds any."""
+    accepted: int
+    """Trajectories stored since the wait began."""
+    losses: dict[str, int]
+    """Groups lost since the wait began, by `<outcome>: <reason>`."""
+    refused: dict[str, int]
+    """Frames the broker refused since the wait began, by reason."""
+
+    def __init__(self, run: RunConfig, *, clock: Clock) -> None:
+        self.run = run
+        self.failed_rewards = 0
+        """Trajectories without a reward since the last one with a reward."""
+        self.rewards_have_failed = False
+        """Whether those are too many to be an accident."""
+        self._max_failed_rewards = _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
+        self._clock = clock
+        self._rewards: tuple[int, int] | None = None
+        self._newest_held = -1
+        self._version_lag = 0
+        self._applied_at = clock()
+
+    def begin(self, *, limit_s: float, limit_setting: str) -> None:
+        """Start a wait that may last `limit_s`, the value of that setting, once a generator can work for it."""
+        self.limit_s, self.limit_setting = limit_s, limit_setting
+        self._progressed_at = self._clock()
+        self._served_since: float | None = None
+        self._base: StoreCounts | None = None
+        self._most_arrived: tuple[int, ...] = (0, 0)
+
+    def excuse(self) -> None:
+        """Nothing could arrive or be reported up to now: a standstill counts from here."""
+        self._progressed_at = self._applied_at = self._clock()
+        if self._served_since is not None:
+            self._served_since = self._clock()
+
+    def update(self, now: Snapshot) -> None:
+        self.now, now_s = now, self._clock()
+        if self._base is None:
+            self._base, self._most_arrived, self._held = now.counts, (0, now.answered or 0), _held_versions(now)
+            self._num_starts: Counter[str] = Counter()
+        self.accepted = now.counts.accepted - self._base.accepted
+        self.losses = _growth(self._base.reasons, now.counts.reasons, prefixes=_LOSSES)
+        self.refused = _growth(self._base.refused, now.counts.refused)
+        if self._has_progressed(self._base):
+            self._progressed_at = now_s
+        if now.synced and self._served_since is None:
+            self._served_since = now_s
+        self.idle_s = now_s - self._progressed_at
+        self.served_s = 0.0 if self._served_since is None else now_s - self._served_since
+        self._track_rewards(now)
+        self._track_updates(now, now_s)
+
+    def _has_progressed(self, base: StoreCounts) -> bool:
+        """Whether a trajectory came and stayed, an answer came, or a generator ended its start or has other weights."""
+        # A trajectory whose group is lost has not helped. Losses of what was stored before the wait are subtracted:
+        # they do not count against what came since.
+        stored_before = base.open_members + base.ready * self.run.generators.members_per_group
+        lost = _lost_members(self.now.counts) - _lost_members(base)
+        arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
+        before, self._most_arrived = self._most_arrived, tuple(map(max, arrived, self._most_arrived))
+        has_arrived = self._most_arrived != before
+        if has_arrived:
+            self._num_starts.clear()
+        held, self._held = self._held, _held_versions(self.now)
+        # The end of a start counts by itself: fetching the first weights has its time after a start that took longer.
+        started = [
+            name
+            for name, version in self._held.items()
+            if name not in held or (version is not None and version != held[name])
+        ]
+        self._num_starts.update(started)
+        return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
+
+    def record_no_reward(self, *, num_failed: int) -> None:
+        """Count an evaluation of `num_failed` answers without a single reward: it needs no second one to be a cause."""
+        self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
+        # The generators may report these answers only now: what counts comes after their next report.
+        self._rewards = None
+
+    def _track_rewards(self, now: Snapshot) -> None:
+        rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
+        self._rewards = (now.rewarded, now.unrewarded)
+        # Both sums shrink when a generator leaves or restarts: that is neither a reward nor a failed one.
+        grown = max(0, now.unrewarded - unrewarded)
+        if now.rewarded > rewarded:
+            self.failed_rewards, self.rewards_have_failed = 0, False
+        else:
+            self.failed_rewards += grown
+            self.rewards_have_failed |= self.failed_rewards >= self._max_failed_rewards
+
+    def _track_updates(self, now: Snapshot, now_s: float) -> None:
+        newest = max((generator.version or 0 for generator in now.synced), default=-1)
+        before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
+        # Counted from the first snapshot that shows a lag: a whole training step may lie before it.
+        if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
+            self._applied_at = now_s
+        self._newest_held = newest
+        self.outdated_s = now_s - self._applied_at
+
+
+def _held_versions(now: Snapshot) -> dict[str, int | None]:
+    """Verified version of each living generator that has ended its start; None before its first."""
+    verified = {generator.name: generator.version for generator in now.synced}
+    return {each.name: verified.get(each.name) for each in now.living if each.state != "starting"}
+
+
+def _growth(before: dict[str, int], now: dict[str, int], *, prefixes: tuple[str, ...] = ("",)) -> dict[str, int]:
+    grown = {name: count - before.get(name, 0) for name, count in now.items() if name.startswith(prefixes)}
+    return {name: count for name, count in grown.items() if count > 0}
+
+
+def _lost_members(counts: StoreCounts) -> int:
+    return sum(counts.outcome_members.get(outcome, 0) for outcome in _LOSSES)
+
+
+Kind = Literal[
+    "broker", "generators", "start", "weights", "outdated", "rewards", "filtered", "lost", "refused", "store",
+    "silence", "slow",
+]  # fmt: skip
+
+_MOST_NAMED = 3
+_SEE_LOGS = "their logs and the events have the reason"
+
+
+@dataclass(frozen=True, slots=True)
+class StallCause:
+    """Example: StallCause("generators", "no generator is alive ...", "start one with ...")."""
+
+    kind: Kind
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
+
+
+def find_cause(progress: Progress) -> StallCause | None:
+    """First check that holds among those whose deadline has passed; None while the wait may still end by itself."""
+    run, limits = progress.run, progress.run.learner.dead_end
+    checks: list[Callable[[Progress], StallCause | None]] = []
+    # A replay trains on stored rewards.
+    if progress.rewards_have_failed and run.mode != "replay":
+        checks.append(_rewards_failed)
+    if progress.outdated_s >= limits.start_after_s:
+        checks.append(_weights_outdated)
+    if progress.idle_s >= _max_idle_s(progress):
+        checks += [
+            _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
+            _frames_refused, _store_full, _generators_silent,
+        ]  # fmt: skip
+    if progress.served_s >= progress.limit_s:
+        checks.append(_too_slow)
+    return next(filter(None, (check(progress) for check in checks)), None)
+
+
+def _max_idle_s(progress: Progress) -> float:
+    """Longest time without progress; loading a model and fetching weights take longer than anything else."""
+    limits, engine, living = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.living
+    longest = [limits.after_s]
+    if any(each.state == "starting" or each.waits_for == "transfer" for each in living):
+        longest.append(limits.start_after_s)
+    if any(each.state == "starting" for each in living) and isinstance(engine, VllmEngineConfig):
+        # A start that takes too long ends by itself, and its generator knows why; the process needs some time before.
+        longest.append(engine.start_timeout_s + limits.after_s)
+    return max(longest)
+
+
+def _broker_dead(progress: Progress) -> StallCause | None:
+    broker = progress.now.broker
+    if broker and broker.is_alive:
+        return None
+    since = f"has been silent for {broker.report_age_s:.0f} s" if broker else "has never reported"
+    return StallCause("broker", f"the broker {since}", "start it with `python -m broker` and the settings of this run")
+
+
+def _generators_dead(progress: Progress) -> StallCause | None:
+    if progress.now.living:
+        return None
+    known = _describe(progress.now.generators) or "none ever joined"
+    problem = f"no generator is alive, and nothing has come for {progress.idle_s:.0f} s ({known})"
+    run = progress.run
+    where = f"name={run.name}" if run.runs_dir == "runs" else f"name={run.name} runs_dir={run.runs_dir}"
+    return StallCause("generators", problem, f"start one with `python -m generators {where}`")
+
+
+def _weights_missing(progress: Progress) -> StallCause | None:
+    if progress.now.synced:
+        return None
+    is_starting = all(each.state == "starting" for each in progress.now.living)
+    missing = "has finished its start" if is_starting else "holds verified weights"
+    problem = f"no living generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.living)})"
+    return StallCause("start" if is_starting else "weights", problem, _SEE_LOGS)
+
+
+def _weights_outdated(progress: Progress) -> StallCause | None:
+    version = progress.now.announced_version
+    if any(generator.version == version for generator in progress.now.synced):
+        return None
+    problem = f"no living generator has applied version {version} ({_describe(progress.now.living)})"
+    return StallCause("outdated", problem, _SEE_LOGS)
+
+
+def _rewards_failed(progress: Progress) -> StallCause | None:
+    return no_reward(progress.run, num_failed=progress.failed_rewards) if progress.failed_rewards else None
+
+
+def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
+    """The cause when the last `num_failed` trajectories have no reward."""
+    called = f"every call of {run.generators.reward.summary} failed or timed out"
+    problem = f"none of the last {num_failed} trajectories has a reward, {called}"
+    timeout_s = run.generators.reward.timeout_s
+    return StallCause("rewards", problem, f"repair it, or raise generators.reward.timeout_s ({timeout_s:g} s)")
+
+
+def _groups_lost(progress: Progress) -> StallCause | None:
+    # Lost groups do not delay an evaluation.
+    if not progress.losses or progress.now.answered is not None:
+        return None
+    lost = f"every group that came for {progress.idle_s:.0f} s ({_count(progress.losses)})"
+    if set(progress.losses) <= {f"rejected: {flaw}" for flaw in REJECTION_REASONS}:
+        remedy = (
+            "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
+        )
+        return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
+    remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
+    generators = _describe(progress.now.living)
+    return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
+
+
+def _frames_refused(progress: Progress) -> StallCause | None:
+    if not progress.refused:
+        return None
+    problem = f"the broker has refused what came for {progress.idle_s:.0f} s ({_count(progress.refused)})"
+    return StallCause("refused", problem, "run generators and broker from one version; the broker's log has details")
+
+
+def _store_full(progress: Progress) -> StallCause | None:
+    broker = progress.now.broker
+    deferred = broker.reason if broker and broker.waits_for == "store" else ""
+    if not (reason := progress.now.capacity_reason or deferred):
+        return None
+    return StallCause(
+        "store", f"the store accepts nothing more ({reason})", "make room, or raise the limit named there"
+    )
+
+
+def _generators_silent(progress: Progress) -> StallCause:
+    synced = _describe(progress.now.synced)
+    problem = f"nothing has come for {progress.idle_s:.0f} s from generators that hold verified weights ({synced})"
+    return StallCause(
+        "silence", problem, "read their logs; one slow trajectory needs a larger learner.dead_end.after_s"
+    )
+
+
+def _too_slow(progress: Progress) -> StallCause:
+    problem = f"it is incomplete after {progress.served_s:.0f} s, {progress.accepted} trajectories came meanwhile"
+    return StallCause("slow", problem, f"start more generators, or raise {progress.limit_setting}")
+
+
+def _describe(generators: Sequence[RoleStatus]) -> str:
+    """State of the generators with the newest reports."""
+    newest = sorted(generators, key=lambda generator: generator.report_age_s)
+    more = [f"and {len(newest) - _MOST_NAMED} more"] if len(newest) > _MOST_NAMED else []
+    return ", ".join([*map(_describe_one, newest[:_MOST_NAMED]), *more])
+
+
+def _describe_one(generator: RoleStatus) -> str:
+    reason = f": {generator.reason}" if generator.reason else ""
+    if not generator.is_alive:
+        return f"{generator.name} has been {generator.liveness} for {generator.report_age_s:.0f} s{reason}"
+    holds = "no weights" if generator.version is None else f"version {generator.version}"
+    running = f", {generator.running} trajectories running" if generator.running else ""
+    return f"{generator.name} is {generator.state} with {holds}{running}{reason}"
+
+
+def _count(counts: dict[str, int]) -> str:
+    largest_first = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{count} {name}" for name, count in largest_first[:_MOST_NAMED])

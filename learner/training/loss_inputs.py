@@ -1,0 +1,316 @@
+"""Loss inputs: correction weights, rewards, advantages, token weights and selected tokens of a batch.
+
+Everything here is computed on the whole batch of a step or of an optimizer update, the same on every rank and without
+gradient, so that no split into microbatches or ranks can change it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.configs.advantages import AdvantageConfig, CustomAdvantageConfig
+from slipstream.configs.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DistillationConfig,
+    EssLearningRateConfig,
+    RejectionConfig,
+    RewardShapingConfig,
+)
+from slipstream.learner.algorithms import advantages, distillation, importance, segments
+from slipstream.learner.algorithms.aggregation import AGGREGATIONS
+from slipstream.learner.algorithms.inputs import (
+    AdvantageInputs,
+    AggregationInputs,
+    KlInputs,
+    MaskInputs,
+    RatioInputs,
+    known,
+)
+from slipstream.learner.algorithms.kl import KL_ESTIMATORS
+from slipstream.learner.batching.batch import Batch, Tokens
+from slipstream.learner.errors import BatchError
+
+
+class Correction(NamedTuple):
+    """Weights and rejections of N tokens, without gradient."""
+
+    weights: Tensor
+    """float32[N], factor of each token's policy loss."""
+    is_kept: Tensor
+    """bool[N], whether each token is in the loss at all."""
+    is_bounded: Tensor
+    """bool[N], whether each weight lay outside its bounds, and was truncated or masked."""
+
+
+@torch.no_grad()
+def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
+    """Weights from log(proximal/generator), `inputs`, and rejections from log(learner/generator), `learner`.
+
+    Both hold the same tokens of whole trajectories.
+    """
+    is_kept = _is_kept(learner, config=config)
+    if config.level == "none":
+        return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
+    ratios = importance.LEVELS[config.level](inputs)
+    low, high = _bounds(config)
+    bound = importance.mask if config.bound == "mask" else importance.truncate
+    weights = bound(ratios, low=low, high=high)
+    if config.normalise:
+        # A long trajectory holds one weight many times; the mean of trajectories counts it once.
+        counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
+        weights = importance.normalise(weights, mean=counted.mean())
+    return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
+
+
+def _is_kept(inputs: RatioInputs, *, config: CorrectionConfig) -> Tensor:
+    is_kept = torch.ones_like(inputs.log_ratio, dtype=torch.bool)
+    for entry in config.reject:
+        low, high = _bounds(entry)
+        is_kept &= importance.STATISTICS[entry.statistic](inputs, over=entry.over, low=low, high=high)
+    if config.veto:
+        is_kept &= importance.veto(inputs, low=config.veto[0], high=config.veto[1])
+    return is_kept
+
+
+def _bounds(config: CorrectionConfig | RejectionConfig) -> tuple[float, float]:
+    return -math.inf if config.low is None else config.low, math.inf if config.high is None else config.high
+
+
+Mask = Callable[[MaskInputs], Tensor]
+
+
+def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
+    """Fill weights and rejections where they are known before the first gradient; with `rebaseline`, trajectories that
+    were rejected entirely leave their group's baseline."""
+    tokens = batch.tokens
+    if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
+        return batch
+    drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
+    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
+    correction = correct(ratios, learner=ratios, config=config.correction)
+    batch = batch.with_tokens(
+        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
+    )
+    if not config.correction.rebaseline:
+        return batch
+    # A trajectory without trained tokens, such as a truncated one, was not rejected: its reward stays in the baseline.
+    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
+    is_left = batch.trajectories.is_member & ~is_rejected
+    return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
+    """Replace the rewards of trajectories and fill those of tokens.
+
+    `kl_coefficient` is the price of a nat where the KL is charged in the reward; `max_tokens` the longest response.
+    """
+    rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
+    divergence = torch.zeros_like(batch.tokens.generator_logprobs)
+    if price:
+        inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
+        divergence = KL_ESTIMATORS[config.kl.estimator](inputs)
+    # Tokens as well as totals: advantages per token, such as GAE's, take each reward where it is earned.
+    totals, tokens = advantages.kl_in_reward(
+        rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
+    )
+    return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
+
+
+def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
+    """The configured parts, or the total, minus the penalty of long answers."""
+    rewards = batch.trajectories.rewards
+    if shaping.parts:
+        parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
+        rewards = advantages.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
+    if shaping.overlong_buffer is None:
+        return rewards
+    lengths = batch.trajectories.lengths
+    return rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
+
+
+def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
+    """Normalised among members alone; the others have no reward, 0."""
+    members = batch.trajectories.is_member
+    shaped = torch.where(members, rewards, 0.0)
+    if shaping.normalise == "batch":
+        shaped[members] = segments.whiten(shaped[members], epsilon=shaping.epsilon)
+    elif shaping.normalise == "group":
+        groups = batch.trajectories.groups[members]
+        shaped[members] = segments.standardised(shaped[members], groups, epsilon=shaping.epsilon)
+    return shaped
+
+
+# --- advantages ------------------------------------------------------------------------------------------------------
+def fill_advantages(
+    batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
+) -> Batch:
+    """Fill `advantages`, and `returns` for a critic; both are 0 for trajectories that do not count in a baseline."""
+    members = batch.select(batch.trajectories.is_member)
+    inputs = _advantage_inputs(members, state=state)
+    advantages = returns = inputs.token_rewards
+    if inputs.num_sequences:
+        found = function(inputs)
+        advantages, returns = found if config.needs_critic else (found, returns)
+        if isinstance(config, CustomAdvantageConfig):
+            _check_returned(advantages, inputs, config=config)
+        if not config.is_per_token:
+            advantages = advantages[inputs.sequences]
+    is_filled = batch.per_token(batch.trajectories.is_member)
+    return batch.with_tokens(
+        advantages=_spread(advantages, is_filled), returns=_spread(returns, is_filled) if config.needs_critic else None
+    )
+
+
+def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:
+    trajectories, tokens = members.trajectories, members.tokens
+    return AdvantageInputs(
+        rewards=trajectories.rewards,
+        # Numbered anew, because a group whose rewards all failed leaves a gap.
+        groups=torch.unique(trajectories.groups, return_inverse=True)[1],
+        lengths=trajectories.lengths,
+        num_trained=trajectories.num_trained,
+        is_correct=trajectories.is_correct,
+        greedy_rewards=trajectories.greedy_rewards,
+        parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        sources=[members.source_names[number] for number in trajectories.sources.tolist()],
+        sequences=tokens.sequences,
+        turns=tokens.turns,
+        positions=tokens.positions,
+        positions_in_turn=tokens.positions_in_turn,
+        token_rewards=known(tokens.rewards),
+        generator_logprobs=tokens.generator_logprobs,
+        learner_logprobs=tokens.start_logprobs,
+        collisions=tokens.collisions,
+        values=tokens.values,
+        correction_weights=tokens.correction_weights,
+        state=state,
+    )
+
+
+def _check_returned(found: object, inputs: AdvantageInputs, *, config: CustomAdvantageConfig) -> None:
+    if not isinstance(found, Tensor) or found.shape != inputs.rewards.shape or not found.isfinite().all():
+        raise BatchError(
+            f"algorithm.advantage.function={config.function} must return one finite number per trajectory "
+            f"({inputs.num_sequences}), got {found!r:.200}."
+        )
+
+
+def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
+    """float32[N]: the values where `is_filled` is true, 0 elsewhere."""
+    column = torch.zeros(len(is_filled), dtype=torch.float32, device=is_filled.device)
+    column[is_filled] = values.float()
+    return column
+
+
+def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
+    """Replace the advantages by the teacher's, or add those to them."""
+    advantages = known(batch.tokens.advantages)
+    if not config.with_rewards:
+        advantages = torch.zeros_like(advantages)
+    if config.divergence == "k1":
+        own, teacher = known(batch.tokens.start_logprobs), known(batch.tokens.teacher_logprobs)
+        advantages = advantages + config.coefficient * distillation.teacher_advantages(own, teacher, bound=config.bound)
+    return batch.with_tokens(advantages=advantages)
+
+
+# --- token weights ---------------------------------------------------------------------------------------------------
+def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
+    """float32[N]: factor of each token's loss; `max_tokens` is the longest response.
+
+    Denominators count a whole optimizer update, all ranks and microbatches: a mean of means would weigh a token by the
+    microbatch it was packed into.
+    """
+    trajectories = batch.trajectories
+    counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
+    weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
+    for update in trajectories.updates.unique():
+        own = trajectories.updates == update
+        inputs = AggregationInputs(counts[own], trajectories.groups[own], config.aggregation_length or max_tokens)
+        weights[own] = AGGREGATIONS[config.aggregation](inputs)
+    return batch.per_token(weights * trajectories.draw_weights).float()
+
+
+def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
+    """float32[N]: factor of -log pi of the tokens of entirely right answers, their mean over each update; None at 0."""
+    if not coefficient:
+        return None
+    is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
+    updates = batch.per_token(batch.trajectories.updates)
+    counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
+    draw_weights = batch.per_token(batch.trajectories.draw_weights)
+    return (coefficient * draw_weights * is_right / counts[updates]).float()
+
+
+def _num_kept(batch: Batch) -> Tensor:
+    is_kept = batch.tokens.is_kept
+    if is_kept is None:
+        return batch.trajectories.num_trained
+    return importance.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
+
+
+def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
+    """Factor of the learning rate in this step, by the effective sample size."""
+    if config is None:
+        return 1.0
+    tokens = batch.tokens
+    drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
+    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
+    weights = importance.LEVELS[config.level](ratios)
+    if config.level == "sequence":
+        weights = importance.one_per_sequence(weights, ratios)
+    ess = float(importance.effective_sample_size(weights))
+    return importance.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
+
+
+def describe_advantages(batch: Batch) -> dict[str, float]:
+    """`learner/...` about the advantages of a prepared batch."""
+    advantages = known(batch.tokens.advantages)
+    if not len(advantages):
+        return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}
+    return {
+        "learner/advantage_mean": float(advantages.mean()),
+        "learner/advantage_std": float(advantages.std(correction=0)),
+        "learner/advantage_zero_fraction": float((advantages == 0).float().mean()),
+    }
+
+
+# --- selected tokens -------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
+    """Fill `is_trusted` by the masks and `is_selected` by the policy loss's selector, for the tokens of one update.
+
+    `batch` must have `current_logprobs` there; `seed` is for random picks.
+    """
+    own = batch.trajectories.updates[batch.tokens.sequences] == update
+    tokens = batch.tokens.take(own)
+    inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)
+    is_trusted = torch.ones_like(own) if batch.tokens.is_trusted is None else batch.tokens.is_trusted.clone()
+    for mask in masks:
+        is_trusted[own] &= mask(inputs)
+    is_selected = torch.zeros_like(own) if batch.tokens.is_selected is None else batch.tokens.is_selected.clone()
+    if selector:
+        is_selected[own] = selector(inputs)
+    return batch.with_tokens(is_trusted=is_trusted, is_selected=is_selected)
+
+
+def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
+    """Collect what masks decide from; `learner_logprobs` have no gradient."""
+    is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
+    if tokens.is_kept is not None:
+        # A share or a mean over rejected tokens would be spent on tokens that no loss is made of.
+        is_counted = tokens.is_kept & (known(tokens.correction_weights) > 0)
+    return MaskInputs(
+        log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),
+        advantages=known(tokens.advantages),
+        learner_logprobs=learner_logprobs,
+        sequences=tokens.contexts,
+        num_sequences=num_sequences,
+        is_counted=is_counted,
+        seed=seed,
+    )

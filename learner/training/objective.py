@@ -1,0 +1,312 @@
+"""Objective: advantage x correction x policy loss x KL x entropy, composed from the algorithm's settings.
+
+Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
+
+    loss = sg(w) * policy_loss(pi_learner / pi_proximal) + kl.coefficient * KL(learner, reference)
+           + correction.log_ratio_penalty * log(pi_learner / pi_generator)^2
+           - entropy_coefficient * entropy + positive_nll_coefficient * [right] * (-log pi_learner)
+           + distillation.coefficient * divergence(learner, teacher)
+
+`algorithm.proximal` chooses pi_proximal. Tokens that are not kept have no loss; those that a mask does not trust have
+no policy loss.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.configs.advantages import CustomAdvantageConfig
+from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
+from slipstream.configs.base import Formula
+from slipstream.configs.policy_losses import CustomPolicyLossConfig
+from slipstream.learner.algorithms import distillation, importance, kl
+from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, RatioInputs, known
+from slipstream.learner.algorithms.logprobs import Requested
+from slipstream.learner.algorithms.policy_losses import idle_tokens
+from slipstream.learner.batching.batch import Batch, Tokens
+from slipstream.learner.errors import BatchError
+from slipstream.learner.training import loss_inputs
+from slipstream.learner.training.loss_inputs import Correction, correct
+from slipstream.learner.training.step_metrics import StepMetrics, TokenStats
+from slipstream.runtime.import_path import load_function
+
+
+def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
+    """The function that a record chooses, called with its input record alone.
+
+    `setting` is the record's key in the config. Raises ConfigError for a user's function that cannot be loaded.
+    """
+    if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
+        function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
+        return partial(function, **record.arguments)
+    return bind(record.formula(), record)
+
+
+def bind(name: str, record: Formula) -> Callable[[Any], Any]:
+    """The function `name` (`module.function` of learner/algorithms) with the fields of the record that it takes."""
+    function = find(name)
+    # By signature: a record with a selector holds the settings of two functions, and each takes its own.
+    taken = inspect.signature(function).parameters
+    return partial(function, **{field: getattr(record, field) for field in record.__struct_fields__ if field in taken})
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function `module.function` of learner/algorithms."""
+    module, _, attribute = name.partition(".")
+    function: Callable[..., Any] = getattr(import_module(f"slipstream.learner.algorithms.{module}"), attribute)
+    return function
+
+
+@dataclass
+class ObjectiveState:
+    """Numbers that one step hands to the next; part of a checkpoint. Equal on every rank."""
+
+    kl_coefficient: float | None = None
+    """Current value of an adaptive KL coefficient; None before the first step, and where it is fixed."""
+    advantage: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that the advantage function keeps, `AdvantageInputs.state`."""
+
+    def save(self) -> dict[str, float]:
+        """Return all numbers by name."""
+        return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """Take back the numbers of `save`."""
+        self.kl_coefficient = saved.get("kl_coefficient")
+        self.advantage = {name: value for name, value in saved.items() if name != "kl_coefficient"}
+
+
+class Objective:
+    """The minimised function. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
+
+    def __init__(self, config: AlgorithmConfig, *, max_tokens: int) -> None:
+        """`max_tokens`: longest response. Raises ConfigError for a user's function that cannot be loaded."""
+        self._config = config
+        self._max_tokens = max_tokens
+        self._advantage = load_formula(config.advantage, setting="algorithm.advantage")
+        self._policy_loss = load_formula(config.policy_loss, setting="algorithm.policy_loss")
+        self._masks, self._local_masks = (
+            [load_formula(mask, setting="algorithm.masks") for mask in config.masks if mask.is_local == is_local]
+            for is_local in (False, True)
+        )
+        self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
+        self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
+        """Numbers that a forward pass with gradient must return."""
+        self.state = ObjectiveState()
+        """Numbers carried from step to step; restored from a checkpoint."""
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Price of one nat of KL per token in this step."""
+        current = self.state.kl_coefficient
+        return self._config.kl.coefficient if current is None else current
+
+    # --- before the gradient -------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def prepare(self, batch: Batch) -> Batch:
+        """Fill the columns from `rewards` on, whatever the loss needs without a gradient. Raises BatchError."""
+        config = self._config
+        # The correction comes first, because what it rejects may leave the baselines of the advantages.
+        batch = loss_inputs.correct_batch(batch, config=config)
+        batch = loss_inputs.shape_rewards(
+            batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
+        )
+        batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
+        if config.distillation:
+            batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
+        return batch.with_tokens(
+            token_weights=loss_inputs.token_weights(batch, config=config, max_tokens=self._max_tokens),
+            nll_weights=loss_inputs.nll_weights(batch, coefficient=config.positive_nll_coefficient),
+        )
+
+    def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
+        """Pick tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
+        return loss_inputs.select_tokens(batch, masks=self._masks, selector=self._selector, update=update, seed=seed)
+
+    def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
+        """Adapt the KL coefficient to the step's measurement."""
+        if adaptive := self._config.kl.adaptive:
+            self.state.kl_coefficient = kl.adaptive_coefficient(
+                self.kl_coefficient,
+                kl=reference_kl,
+                target=adaptive.target,
+                num_sequences=num_trajectories,
+                horizon=adaptive.horizon,
+            )
+
+    # --- with gradient -------------------------------------------------------------------------------------------
+    def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
+        """The share of these tokens, whole contexts, in the update's loss; adds its statistics to `metrics`.
+
+        `measured`: outputs of the forward pass, by name.
+        """
+        learner = measured["logprobs"]
+        # Numbered anew: a microbatch holds a few contexts, and sums over them must not be as long as the batch.
+        numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
+        tokens = tokens.replace(contexts=contexts)
+        inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
+        # One token that the learner finds impossible (-inf) would make the loss infinite: it has none, and is counted
+        # in `nonfinite_fraction`. NaN stays, and ends the run, because it is the model that is broken then.
+        is_possible = learner.detach() != -torch.inf
+        correction = correction._replace(is_kept=correction.is_kept & is_possible)
+        is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
+        is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
+        # 0 * log_ratio, because ranks call backward together and a loss without a counted token needs a graph too.
+        policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
+        if is_counted.any():
+            # The others have no loss, and no share in the ratio of their sequence.
+            counted = inputs if is_counted.all() else inputs.take(is_counted)
+            losses = self._policy_loss(counted)
+            self._check_shape(losses, counted)
+            policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
+            # A second evaluation, on a leaf: the graph of the first must stay whole for the backward pass.
+            leaf = counted.log_ratio.detach().requires_grad_()
+            with torch.enable_grad():
+                again = self._policy_loss(counted.with_log_ratio(leaf))
+            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
+        divergence = self._reference_kl(tokens, measured)
+        token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
+        # A sum: the weights have the denominator of the whole update, so the losses of all microbatches add up to it.
+        loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
+        if tokens.nll_weights is not None:
+            loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
+        stats = _token_stats(
+            tokens, inputs, correction, is_idle=is_idle, entropies=measured["entropies"], divergence=divergence
+        )
+        metrics.add(stats, loss=loss)
+        return loss
+
+    def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
+        """Inputs of the policy loss, and the correction of the same tokens."""
+        anchor = self._proximal_logprobs(tokens, learner.detach())
+        correction = self._correction(tokens, anchor, learner.detach(), num_sequences=num_sequences)
+        inputs = LossInputs(
+            log_ratio=importance.token_log_ratio(learner, anchor),
+            advantages=known(tokens.advantages),
+            learner_logprobs=learner.detach(),
+            sequences=tokens.contexts,
+            num_sequences=num_sequences,
+            is_selected=tokens.is_selected,
+        )
+        return inputs, correction
+
+    def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
+        """bool[N]: the tokens that all masks keep."""
+        is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
+        if tokens.is_trusted is not None:
+            is_trusted &= tokens.is_trusted
+        if self._local_masks:
+            inputs = loss_inputs.mask_inputs(tokens, learner, num_sequences=num_sequences)
+            for mask in self._local_masks:
+                is_trusted &= mask(inputs)
+        return is_trusted
+
+    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
+        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
+            raise BatchError(
+                f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
+                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
+            )
+
+    def _proximal_logprobs(self, tokens: Tokens, learner_logprobs: Tensor) -> Tensor:
+        if self._config.proximal == "generator":
+            return tokens.generator_logprobs
+        if self._config.proximal == "interpolate":
+            # Versions counted from the learner's at the start of the step, which makes version 1.
+            alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
+            return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
+        if self._config.proximal == "reuse" or tokens.start_logprobs is None:
+            # With one update per step these are the values at its start: the ratio is 1, its gradient that of log pi.
+            return learner_logprobs
+        return tokens.start_logprobs
+
+    def _correction(
+        self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
+    ) -> Correction:
+        """The correction of the whole batch where it is known, else from the update's own values.
+
+        Rejections measure the learner's distance from the generator even where the proximal policy lies between the
+        two: an interpolated one would soften them.
+        """
+        if tokens.correction_weights is not None:
+            return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
+        drift, distance = (
+            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.contexts, num_sequences)
+            for x in (anchor, learner_logprobs)
+        )
+        return correct(drift, learner=distance, config=self._config.correction)
+
+    def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
+        if "exact_kl" in measured:
+            return measured["exact_kl"]
+        if tokens.reference_logprobs is None:
+            return torch.zeros_like(measured["logprobs"])
+        inputs = KlInputs(measured["logprobs"], tokens.reference_logprobs, tokens.generator_logprobs)
+        return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
+
+    def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
+        """KL, entropy, distance from the generator and teacher, per token."""
+        price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
+        losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
+        if penalty := self._config.correction.log_ratio_penalty:
+            log_ratio = importance.token_log_ratio(measured["logprobs"], tokens.generator_logprobs)
+            losses = losses + penalty * log_ratio.square()
+        if self._config.distillation:
+            losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
+        return losses
+
+
+def _token_stats(
+    tokens: Tokens,
+    inputs: LossInputs,
+    correction: Correction,
+    *,
+    is_idle: Tensor,
+    entropies: Tensor,
+    divergence: Tensor,
+) -> TokenStats:
+    return TokenStats(
+        log_ratio=inputs.log_ratio,
+        learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
+        generator_logprobs=tokens.generator_logprobs,
+        weights=correction.weights,
+        is_bounded=correction.is_bounded,
+        is_kept=correction.is_kept,
+        is_idle=is_idle,
+        entropies=entropies,
+        reference_kl=divergence,
+        lags=tokens.lags,
+        sequences=tokens.contexts,
+        num_sequences=inputs.num_sequences,
+    )
+
+
+def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
+    """Float[N], weighted; 0 where the teacher enters through advantages.
+
+    `measured` has the learner's `candidate_logprobs` and the teacher's `teacher_candidate_logprobs` where candidates
+    are compared.
+    """
+    if config.divergence == "k1":
+        return torch.zeros_like(measured["logprobs"])
+    if config.divergence == "k3":
+        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs), max_loss=config.bound)
+    elif config.divergence == "forward_kl_topk":
+        losses = distillation.forward_kl_topk(
+            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalise=config.renormalise
+        )
+    else:
+        losses = distillation.generalised_jsd(
+            measured["candidate_logprobs"],
+            measured["teacher_candidate_logprobs"],
+            beta=config.beta,
+            renormalise=config.renormalise,
+        )
+    return config.coefficient * losses

@@ -1,0 +1,391 @@
+"""Metrics of a training step, overall and by lag; docs/metrics.md describes each.
+
+Sums add up over microbatches, updates and ranks; a ratio is formed once, from the sums, because a mean of means would
+weigh tokens by the microbatch they were packed into. A token is counted at its own lag, a trajectory at that of its
+oldest token.
+
+GradientSimilarity: the cosine between consecutive gradients.
+
+Where learning is stable, consecutive gradients are nearly orthogonal; under staleness they stay aligned for many steps
+before a run collapses.
+
+    cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
+
+Source: GAC, arXiv:2603.01501.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.step_tokens import TokenRecorder
+
+LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
+"""Name -> smallest lag, versions. Bucket 0 shows the difference between the engines alone."""
+_LOG_2 = math.log(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Columns of the N tokens of one loss, whole trajectories, without gradient."""
+
+    log_ratio: Float[Tensor, "N"]
+    """log(pi_learner / pi_proximal), nats."""
+    learner_logprobs: Float[Tensor, "N"]
+    """The learner's at the start of the step where they are known, else those of the loss."""
+    generator_logprobs: Float[Tensor, "N"]
+    """Log-probabilities of the distribution they were sampled from."""
+    weights: Float[Tensor, "N"]
+    """Importance weights of the correction."""
+    is_bounded: Bool[Tensor, "N"]
+    """Whether a bound of the correction changed the weight."""
+    is_kept: Bool[Tensor, "N"]
+    """Whether they are in the loss."""
+    is_idle: Bool[Tensor, "N"]
+    """Whether the policy loss removed their gradient."""
+    entropies: Float[Tensor, "N"]
+    """Entropy of the distribution at each token, nats."""
+    reference_kl: Float[Tensor, "N"]
+    """Estimated KL from the reference policy, nats."""
+    lags: Int[Tensor, "N"]
+    """Lag of each token in versions, not below 0."""
+    sequences: Int[Tensor, "N"]
+    """Trajectory of each token, from 0 without gaps."""
+    num_sequences: int
+    """Number of trajectories."""
+
+
+class Counts(NamedTuple):
+    """Sums and maxima, each a table with a column per bucket of lags."""
+
+    tokens: Float[Tensor, "K L"]
+    """Sums over tokens, rows as in TOKEN_SUMS."""
+    trajectories: Float[Tensor, "K L"]
+    """Sums over trajectories, rows as in TRAJECTORY_SUMS."""
+    maxima: Float[Tensor, "M L"]
+    """Largest value over tokens, rows as in MAXIMA; -inf without tokens."""
+
+    def merge(self, other: "Counts") -> "Counts":
+        """Add another's counts, on the other's device."""
+        tokens, trajectories, maxima = (table.to(other.tokens.device) for table in self)
+        return Counts(tokens + other.tokens, trajectories + other.trajectories, torch.maximum(maxima, other.maxima))
+
+    def over(self, ranks: Ranks) -> "Counts":
+        """Sum over all ranks; collective."""
+        return Counts(ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.max(self.maxima))
+
+
+TOKEN_SUMS = (
+    "tokens", "ratio_mean", "ratio_tail_fraction", "idle_fraction", "kept_fraction", "weight_mean", "weight_squared",
+    "weight_changed_fraction", "mismatch_k1", "mismatch_k3", "mismatch_mean", "mismatch_tail_fraction",
+    "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
+    "reference_kl",
+)  # fmt: skip
+"""Names of the sums; but for the number of tokens and two squares, those of the metrics that their means are."""
+TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
+MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
+
+
+def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Index in LAG_BUCKETS of the bucket of each lag."""
+    starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
+    return torch.bucketize(lags, starts, right=True) - 1
+
+
+def no_counts() -> Counts:
+    """The counts of zero tokens."""
+    sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
+    tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
+    return Counts(tokens, trajectories, maxima - math.inf)
+
+
+def count_tokens(stats: TokenStats) -> Counts:
+    """The counts of one microbatch, possibly without tokens."""
+    # Double: exp(x) - 1 - x of a numerical difference would be all rounding in float32.
+    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
+    gap = _probability_gap(stats)
+    buckets = lag_buckets(stats.lags)
+    oldest = segments.maxima(stats.lags, stats.sequences, num_segments=stats.num_sequences)
+    return Counts(
+        tokens=_sum_by(buckets, _token_columns(stats, mismatch=mismatch, gap=gap)),
+        trajectories=_sum_by(lag_buckets(oldest), _trajectory_columns(stats, mismatch=mismatch)),
+        maxima=_maxima_by(
+            buckets, [stats.log_ratio.double().exp(), stats.weights, -stats.weights, mismatch.abs(), gap]
+        ),
+    )
+
+
+def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
+    """In the order of TOKEN_SUMS."""
+    log_ratio, weights, drift = stats.log_ratio.double(), stats.weights.double(), mismatch.exp()
+    return [
+        torch.ones_like(mismatch),
+        log_ratio.exp(),
+        log_ratio.abs() > _LOG_2,
+        stats.is_idle,
+        stats.is_kept,
+        weights,
+        weights.square(),
+        stats.is_bounded,
+        -mismatch,
+        mismatch.expm1() - mismatch,
+        mismatch.abs(),
+        mismatch.abs() > _LOG_2,
+        drift,
+        drift.square(),
+        gap,
+        importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs),
+        stats.entropies,
+        stats.reference_kl,
+    ]
+
+
+def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
+    """In the order of TRAJECTORY_SUMS."""
+
+    def totals(values: Tensor) -> Tensor:
+        return segments.sums(values.double(), stats.sequences, num_segments=stats.num_sequences)
+
+    lengths, total = totals(torch.ones_like(mismatch)), totals(mismatch)
+    drift = importance.bounded(total).exp()
+    return [
+        torch.ones_like(lengths),
+        drift,
+        drift.square(),
+        (-total / lengths).exp(),
+        totals(stats.is_kept) > 0,
+        totals(stats.is_idle) == lengths,
+    ]
+
+
+def _probability_gap(stats: TokenStats) -> Tensor:
+    """|pi_learner - pi_generator|; 0 where one of them is not finite."""
+    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
+    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
+    return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
+
+
+def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
+    # A product with a one-hot matrix: one pass, the same every time, and nothing waits for a GPU.
+    one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
+    return torch.stack([column.double() for column in columns]) @ one_hot
+
+
+def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
+    values = torch.stack([column.double() for column in columns])
+    nothing = torch.full((len(columns), len(LAG_BUCKETS)), -math.inf, dtype=torch.float64, device=values.device)
+    return nothing.scatter_reduce(1, buckets.expand_as(values), values, "amax")
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+def describe(counts: Counts) -> dict[str, float]:
+    """Name -> metric over all buckets; a metric without a token, or a trajectory, is missing."""
+    described: dict[str, float] = {}
+    if counts.tokens[0].any():
+        tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
+        largest = dict(zip(MAXIMA, counts.maxima.amax(1).tolist(), strict=True))
+        described |= _describe_tokens(tokens, largest)
+    if counts.trajectories[0].any():
+        described |= _describe_trajectories(
+            dict(zip(TRAJECTORY_SUMS, counts.trajectories.sum(1).tolist(), strict=True))
+        )
+    return described
+
+
+def describe_by_lag(counts: Counts) -> dict[str, float]:
+    """`<bucket>/<name>` -> metric of the tokens of that bucket."""
+    cells = {
+        bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
+        for index, bucket in enumerate(LAG_BUCKETS)
+    }
+    return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
+
+
+def _describe_tokens(sums: dict[str, float], largest: dict[str, float]) -> dict[str, float]:
+    described = {name: value / sums["tokens"] for name, value in sums.items()}
+    weight_square, ratio_square = described.pop("weight_squared"), described.pop("mismatch_ratio_squared")
+    return described | {
+        "tokens": sums["tokens"],
+        "ratio_max": largest["ratio"],
+        "weight_std": math.sqrt(max(0.0, weight_square - described["weight_mean"] ** 2)),
+        "weight_min": -largest["negative_weight"],
+        "weight_max": largest["weight"],
+        "mismatch_max": largest["distance"],
+        "probability_gap_max": largest["probability_gap"],
+        "ess": described["mismatch_ratio_mean"] ** 2 / ratio_square,
+        "chi2": ratio_square - 1,
+    }
+
+
+def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
+    mean = {name: value / sums["count"] for name, value in sums.items()}
+    return {
+        "ess_trajectories": mean["drift"] ** 2 / mean["drift_squared"],
+        "chi2_trajectories": mean["drift_squared"] - 1,
+        "perplexity_ratio": mean["perplexity_ratio"],
+        "kept_trajectories_fraction": mean["kept"],
+        "idle_trajectories_fraction": mean["idle"],
+    }
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+class StepMetrics:
+    """Statistics of a step's losses. Life: `add` on every rank, then `report` on every rank."""
+
+    def __init__(self, recorder: TokenRecorder | None = None) -> None:
+        self.recorder = recorder
+        """Keeps the numbers of single tokens; None: nothing does."""
+        self._counts = no_counts()
+        self._loss = torch.zeros((), dtype=torch.float64)
+        self._computed_tokens = torch.zeros((), dtype=torch.float64)
+        self._load: Tensor | None = None
+        self._aux_loss: Tensor | None = None
+
+    def count_forward(self, num_tokens: int) -> None:
+        """Count the input tokens of a forward pass with gradient."""
+        self._computed_tokens += num_tokens
+
+    @torch.no_grad()
+    def count_experts(self, outputs: Mapping[str, Tensor]) -> None:
+        """Count the tokens of a mixture's experts in a forward pass with gradient; of other models it has none."""
+        if "expert_load" in outputs:
+            self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
+        if "aux_loss" in outputs:
+            self._aux_loss = outputs["aux_loss"].double() + (0.0 if self._aux_loss is None else self._aux_loss)
+
+    @torch.no_grad()
+    def add(self, stats: TokenStats, *, loss: Tensor) -> None:
+        """Add one microbatch, possibly without tokens, and its share of the loss."""
+        # Sums stay on the device, because reading them here would wait for the forward pass.
+        self._counts = self._counts.merge(count_tokens(stats))
+        self._loss = self._loss.to(loss.device) + loss.double()
+
+    def report(self, ranks: Ranks, *, num_updates: int, layers: Sequence[int] = ()) -> dict[str, float]:
+        """Metrics over all ranks; collective. `layers`: those of the routers."""
+        counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
+        loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
+        return {
+            "learner/loss": loss / max(1, num_updates),
+            "learner/computed_tokens": computed_tokens,
+            "learner/tokens": 0.0,
+            "learner/reference_kl": 0.0,
+            **{f"learner/{name}": value for name, value in describe(counts).items()},
+            **{f"learner/by_lag/{name}": value for name, value in describe_by_lag(counts).items()},
+            **({} if self._load is None else describe_experts(ranks.sum(self._load).cpu(), layers)),
+            **({} if self._aux_loss is None else {"learner/aux_loss": float(ranks.sum(self._aux_loss)) / num_updates}),
+        }
+
+
+def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[str, float]:
+    """`learner/...` of the tokens of each expert of each router; `layers` are the routers'.
+
+    violation = max over experts of tokens / mean over experts of tokens - 1
+
+    Source: MaxVio of auxiliary-loss-free load balancing, arXiv:2408.15664.
+    """
+    shares = load / load.sum(1, keepdim=True).clamp(min=1)
+    violations = shares.amax(1) * load.shape[1] - 1
+    entropies = torch.special.entr(shares).sum(1) / math.log(load.shape[1])
+    return {
+        "learner/expert_violation_max": float(violations.max()),
+        "learner/expert_violation_mean": float(violations.mean()),
+        "learner/expert_violation_min": float(violations.min()),
+        "learner/expert_idle_fraction": float((load == 0).double().mean()),
+        "learner/expert_entropy": float(entropies.mean()),
+        **{
+            f"learner/by_layer/{layer}/expert_violation": float(own)
+            for layer, own in zip(layers, violations, strict=True)
+        },
+    }
+
+
+_MAX_ENTRIES = 2**20
+_MAX_UNREPORTED = 1024
+
+
+class GradientSimilarity:
+    """Records the gradients an optimizer uses. Life: (the optimizer steps -> end_update)* -> report, again and again.
+
+    It keeps the same random entries of each gradient, all of a short one, so it costs a few MB however large the model
+    is. Ranks may hold pieces of the gradients or copies of all of them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
+        """`max_entries`: entries kept of the gradients that the optimizer is given at once on this rank."""
+        self._seed = seed
+        self._max_entries = max_entries
+        self._indices: list[list[Tensor]] = []
+        self._previous: list[Tensor] = []
+        self._previous_square = torch.zeros(())
+        self._spare: list[Tensor] = []
+        self._current: list[Tensor] = []
+        # Bounded, because a caller that never asks for a report must not pay for it in memory.
+        self._products: deque[Tensor] = deque(maxlen=_MAX_UNREPORTED)
+        optimizer.register_step_pre_hook(self._record)
+
+    def end_update(self) -> None:
+        """Everything the optimizer has used since the last call was one gradient, in pieces or whole."""
+        square = _product(self._current, self._current)
+        if self._previous and self._current:
+            products = [_product(self._current, self._previous), square, self._previous_square]
+            self._products.append(torch.stack(products))
+        self._spare, self._previous, self._current = self._previous, self._current, []
+        self._previous_square = square
+
+    def report(self, ranks: Ranks) -> dict[str, float]:
+        """Mean cosine over the updates since the last report; empty where none had a predecessor. Collective."""
+        if not self._products:
+            return {}
+        sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
+        self._products.clear()
+        cosines = [dot / math.sqrt(now * before) for dot, now, before in sums if now * before > 0]
+        return {"learner/grad_cosine": sum(cosines) / len(cosines)} if cosines else {}
+
+    @torch.no_grad()
+    def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Runs before each step of the optimizer: with ZeRO-3 one for each group of pieces."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        total = sum(parameter.numel() for parameter in parameters)
+        if total <= self._max_entries:
+            self._keep([_gradient(parameter).flatten().float() for parameter in parameters])
+            return
+        if len(self._indices) == len(self._current):
+            self._indices.append(self._draw_indices(parameters, total=total))
+        indices = self._indices[len(self._current)]
+        sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
+        # Scaled, because products of samples must add up like those of all entries, whatever the size of the pieces.
+        self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
+
+    def _keep(self, pieces: list[Tensor]) -> Tensor:
+        """Copy into the memory that the gradient before the previous one has left: a fresh copy would cost most."""
+        index = len(self._current)
+        self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
+        return self._current[index]
+
+    def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
+        """Random entries of each parameter, the same in every update."""
+        generator = torch.Generator().manual_seed(self._seed + len(self._indices))
+        drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
+        ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
+        parts = drawn.tensor_split(torch.searchsorted(drawn, ends)[:-1])
+        starts = [0, *ends[:-1].tolist()]
+        return [
+            (part - start).to(parameter.device)
+            for part, start, parameter in zip(parts, starts, parameters, strict=True)
+        ]
+
+
+def _product(first: list[Tensor], second: list[Tensor]) -> Tensor:
+    return sum((one.dot(two) for one, two in zip(first, second, strict=True)), start=torch.zeros(()))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

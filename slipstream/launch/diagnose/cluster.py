@@ -1,0 +1,241 @@
+"""`slipstream diagnose cluster`: checks a machine by itself and against the broker of a run, without joining it."""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from slipstream.broker.errors import ChannelClosedError
+from slipstream.broker.handshake import MAX_BYTES, Inspect, Inspected
+from slipstream.broker.messages import LivingBrokers
+from slipstream.broker.transport.endpoints import find_interface, is_listening, machine_id
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.trajectory import SCHEMA_VERSION
+from slipstream.configs.base import ConfigError
+from slipstream.configs.cluster import ClusterConfig
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.diagnose.machine import (
+    Finding,
+    check_clock,
+    check_interface,
+    check_locked_memory,
+    check_model,
+    check_open_files,
+    check_ports,
+    check_shared_memory,
+    check_token,
+    check_versions,
+)
+from slipstream.runtime.command_line import add_row, make_console, make_table
+from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
+from slipstream.runtime.process import versions
+
+_FAILED = 1
+"""Exit code when a check has failed."""
+_ANSWER_TIMEOUT_S = 10.0
+_BANDWIDTH_S = 5.0
+"""Longest measurement of the link."""
+_AHEAD = 8
+"""Answers that are under way together, as chunks of weights are."""
+
+
+def report(findings: Sequence[Finding], *, is_json: bool) -> None:
+    """Print findings as a table or as one JSON object; exits with 1 if one is a failure."""
+    if is_json:
+        print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
+    else:
+        table = make_table("check", "verdict", "found", "fix")
+        for each in findings:
+            add_row(table, each.name, each.verdict, each.found, each.fix)
+        make_console().print(table)
+    if any(each.verdict == "fail" for each in findings):
+        raise SystemExit(_FAILED)
+
+
+def find_all(overrides: list[str]) -> list[Finding]:
+    """Check this machine, and against the broker at `broker.address` if that is set. Raises ConfigError."""
+    given = load(overrides)
+    address = given.broker.address
+    token = check_token(given, is_joining=address is not None)
+    if address is None or token.verdict == "fail":
+        return [token, *_of_the_machine(given, cluster=given.cluster)]
+    try:
+        return [token, *_against_broker(given, overrides, address=address)]
+    except ChannelClosedError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _of_the_machine(run: RunConfig, *, cluster: ClusterConfig, answer: Inspected | None = None) -> list[Finding]:
+    return [
+        check_versions(run, versions(), answer.versions if answer else None),
+        check_interface(cluster),
+        check_ports(cluster),
+        check_shared_memory(),
+        check_open_files(),
+        check_locked_memory(),
+    ]
+
+
+def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> list[Finding]:
+    keys = derive_keys(find_token(given))
+    if not is_listening(address):
+        fix = "correct broker.address, start the broker, or open its port in the firewalls between the machines"
+        unreached = Finding("broker", "fail", f"nothing accepts a connection at {address}", fix=fix)
+    elif is_refused(address, keys):
+        unreached = Finding("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
+    else:
+        link = BrokerLink(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes))
+        try:
+            return _with_link(link, given, overrides, address=address, keys=keys)
+        finally:
+            link.close()
+    return [unreached, *_of_the_machine(given, cluster=given.cluster)]
+
+
+def _with_link(
+    link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys
+) -> list[Finding]:
+    asked_at = time.time()
+    answer = link.ask(Inspect(machine=machine_id()))
+    took_s = time.time() - asked_at
+    if answer is None:
+        fix = "wait until it serves (it may wait for its store: see its log), and run the same version on both sides"
+        silent = Finding("broker", "fail", f"{address} does not answer within {_ANSWER_TIMEOUT_S:g} s", fix=fix)
+        return [silent, *_of_the_machine(given, cluster=given.cluster)]
+    run = msgspec.json.decode(answer.config_json, type=RunConfig)
+    is_named = any(text.lstrip("+").startswith("model.path=") for text in overrides)
+    return [
+        _check_schema(answer, address),
+        check_model(given.model.path if is_named else run.model.path, answer.model),
+        check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
+        _check_reached(link, run.cluster),
+        _check_brokers(answer.living),
+        _check_weights(answer.weights_at, keys),
+        _check_bandwidth(link, run, answer),
+        *_of_the_machine(run, cluster=run.cluster, answer=answer),
+    ]
+
+
+# --- the broker ------------------------------------------------------------------------------------------------------
+class BrokerLink:
+    """Questions to a broker, and its answers."""
+
+    def __init__(self, channel: ZmqClientChannel) -> None:
+        self._channel = channel
+
+    def ask(self, question: Inspect) -> Inspected | None:
+        """Return the answer; None without one in time."""
+        self._channel.send([encode(question)])
+        return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
+
+    def measure(self, num_bytes: int) -> tuple[int, float]:
+        """Fetch up to `num_bytes`, for a few seconds at most; returns how many came, and the seconds that took."""
+        began_at, asked, received = time.monotonic(), 0, 0
+        under_way: deque[int] = deque()
+        while received < num_bytes and time.monotonic() - began_at < _BANDWIDTH_S:
+            while len(under_way) < _AHEAD and asked < num_bytes:
+                under_way.append(size := min(MAX_BYTES, num_bytes - asked))
+                asked += size
+                self._channel.send([encode(Inspect(num_bytes=size))])
+            if self._receive(timeout_s=_BANDWIDTH_S) is None:
+                break
+            received += under_way.popleft()
+        return received, time.monotonic() - began_at
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _receive(self, *, timeout_s: float) -> Inspected | None:
+        frames = self._channel.receive(timeout_s=timeout_s)
+        try:
+            return decode(frames[0], Inspected) if frames else None
+        except RecordRefusedError:
+            return None
+
+
+def _check_schema(answer: Inspected, address: str) -> Finding:
+    found = f"run {answer.run_id!r} at {address}"
+    if answer.schema_version == SCHEMA_VERSION:
+        return Finding("broker", "ok", found)
+    found += f", of schema version {answer.schema_version} and not {SCHEMA_VERSION}"
+    return Finding("broker", "fail", found, fix="update the older side")
+
+
+def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
+    """Listen at a port of this machine, and have the broker connect to it."""
+    if cluster.network is None:
+        return Finding("way back", "ok", "not needed: the run has no cluster.interface")
+    try:
+        listener = _listen(cluster)
+    except (ConfigError, OSError) as error:
+        return Finding("way back", "warn", f"not tried: {error}", fix="correct interface and ports")
+    with listener:
+        host, port = listener.getsockname()
+        answer = link.ask(Inspect(listens_at=f"tcp://{host}:{port}"))
+    if answer is None or answer.is_reached is None:
+        return Finding("way back", "warn", "not tried by the broker", fix="ask again: it tries few machines at a time")
+    if answer.is_reached:
+        return Finding("way back", "ok", f"the broker reaches {host}:{port}")
+    fix = f"open {cluster.ports} of this machine for the broker's; weights.transport=delta needs no way back"
+    return Finding("way back", "fail" if cluster.trusted_network else "warn", f"{host}:{port} is not reached", fix=fix)
+
+
+def _check_brokers(living: LivingBrokers | None) -> Finding:
+    """Connect to the other brokers of the run: a generator goes to the one that its hash gives it."""
+    if living is None:
+        return Finding("brokers", "ok", "the run has one")
+    others = {name: address for name, address in living.brokers.items() if name != living.broker}
+    unreached = [
+        f"{name} at {address or 'no address for other machines'}"
+        for name, address in sorted(others.items())
+        if not (address and is_listening(address))
+    ]
+    if not unreached:
+        return Finding("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
+    fix = "open their ports for this machine, or forward all of them: until then a generator stays at those it reaches"
+    return Finding("brokers", "warn", f"{', '.join(unreached)}: not reached", fix=fix)
+
+
+def _check_weights(address: str, keys: Keys) -> Finding:
+    """Connect to the learner's port for weights, from which every generator fetches its first version."""
+    if not address:
+        fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
+        return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
+    if not is_listening(address):
+        fix = "open its port for this machine in the firewalls between them, or as a tunnel"
+        return Finding("weights", "fail", f"{address} is not reached", fix=fix)
+    if is_refused(address, keys):
+        return Finding("weights", "fail", f"{address} has another token: it is that of another run", fix=TOKEN_REMEDY)
+    return Finding("weights", "ok", f"{address} is reached")
+
+
+def _listen(cluster: ClusterConfig) -> socket.socket:
+    host = find_interface(cluster).address
+    for port in cluster.port_range:
+        try:
+            return socket.create_server((host, port))
+        except OSError:
+            continue
+    raise OSError(f"no port of {cluster.ports} is free")
+
+
+def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
+    """Fetch as much as one bucket of weights, and work out how long a whole version takes."""
+    received, took_s = link.measure(run.weights.bucket_bytes)
+    if not received:
+        return Finding("bandwidth", "fail", "nothing came", fix="see whether the link or the broker is overloaded")
+    rate = received / max(took_s, 1e-6)
+    found = f"{rate / 2**20:,.0f} MiB/s from the broker"
+    if answer.model is None or answer.model.num_parameters is None:
+        return Finding("bandwidth", "ok", found)
+    version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
+    found += f": {version_s:,.1f} s for a whole version"
+    if version_s <= run.weights.fetch_timeout_s:
+        return Finding("bandwidth", "ok", found)
+    limit = f"weights.fetch_timeout_s ({run.weights.fetch_timeout_s:g})"
+    return Finding("bandwidth", "fail", found, fix=f"raise {limit}; later versions come as differences with delta")

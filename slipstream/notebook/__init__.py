@@ -1,1 +1,0 @@
-"""Slipstream from a script or a notebook: start runs, read what they made, train on it again."""

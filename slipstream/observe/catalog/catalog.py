@@ -1,0 +1,291 @@
+"""Catalog: the trajectories of a run, an archive or a file as one table to search, filter, sort and page."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.errors import ArchiveError, ReplayBufferError
+from slipstream.configs.base import ConfigError, Record
+from slipstream.observe.catalog.detail import TrajectoryDetail, describe
+from slipstream.observe.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
+from slipstream.observe.catalog.sources import (
+    ArchivePart,
+    ArchiveSource,
+    Block,
+    FilePart,
+    FileSource,
+    Part,
+    Source,
+    StorePart,
+    decoder_of,
+    open_source,
+    without,
+)
+from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
+
+SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
+"""Columns by which a query may sort."""
+_QUERIES_KEPT = 8
+_SEARCH_THREADS = min(4, os.cpu_count() or 1)
+"""Blocks that are searched at once: each has some million tokens in memory."""
+
+
+class CatalogQuery(Record):
+    """Selection and order of rows. Example: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
+
+    where: TrajectoryFilter = TrajectoryFilter()
+    """Conditions that a row must meet."""
+    sort_by: str = ""
+    """One of SORTABLE, unknown values last, equal ones as archived; empty: as archived, then what is in the store."""
+    is_descending: bool = False
+
+
+class Page(Record):
+    """Consecutive rows of a result. Example: Page(num_rows=20000, start=100, rows=[CatalogRow(...), ...])."""
+
+    num_rows: int
+    """Rows of the whole result."""
+    start: int
+    """Index of the first of these rows in the result."""
+    rows: list[CatalogRow]
+
+
+class _Snapshot:
+    """All blocks at one time; never changed, so that threads may share it and results may be kept with it."""
+
+    def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
+        self.blocks = blocks
+        self.rows = pa.concat_tables([ROWS.empty_table(), *(block.rows for block in blocks)])
+        self.step_versions = step_versions
+
+
+class Catalog:
+    """The trajectories of a source. Threads may share it; `refresh` takes in what is new.
+
+    Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
+    """
+
+    def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
+        """Read the source. Raises ConfigError for a file that holds no trajectories, and as `refresh` does."""
+        self._source = source
+        self._parts = _parts_of(source)
+        self._seen: list[Block] = []
+        self._unread = ""
+        self.decoder = decoder
+        """Tokenizer of the model, which conditions on text need; None if none was found."""
+        self._refreshing = threading.Lock()
+        self._snapshot = _Snapshot([], {})
+        self._select = lru_cache(_QUERIES_KEPT)(_select)
+        self._found: tuple[str, dict[int, tuple[Block, np.ndarray]]] = "", {}
+        self.refresh()
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence on each source that cannot be read in full."""
+        return [
+            note for note in dict.fromkeys((self._source.note, self._unread, *(p.note for p in self._parts))) if note
+        ]
+
+    @property
+    def rows(self) -> pa.Table:
+        """All rows, with the columns of ROWS."""
+        return self._snapshot.rows
+
+    def refresh(self) -> bool:
+        """Read what is new, and return whether anything was. Raises ArchiveError when a manifest is damaged."""
+        with self._refreshing:
+            step_versions = self._read_step_versions()
+            # The store before the archive: a group that moves in between is found in both, and not in neither.
+            read = [part.blocks(step_versions) for part in reversed(self._parts)]
+            seen = [block for blocks in reversed(read) for block in blocks]
+            if list(map(id, seen)) == list(map(id, self._seen)):
+                return False
+            self._seen = seen
+            blocks = seen if len(self._parts) == 1 else [*seen[:-1], without(seen[-1], seen[:-1])]
+            self._snapshot = _Snapshot(list(blocks), step_versions)
+            self._select.cache_clear()
+            return True
+
+    def page(
+        self,
+        query: CatalogQuery,
+        *,
+        start: int = 0,
+        size: int = 50,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Page:
+        """Return at most `size` rows of the result from `start` on. Raises as `select` does.
+
+        A search in gigabytes of text takes minutes: once `is_cancelled` holds, SearchCancelledError is raised.
+        """
+        snapshot = self._snapshot
+        indices = self._indices(snapshot, query, is_cancelled)
+        chosen = [snapshot.rows.slice(index, 1) for index in indices[start : start + size].tolist()]
+        return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
+
+    def select(self, query: CatalogQuery) -> pa.Table:
+        """Return the rows of the result, in its order.
+
+        Raises ConfigError for a column that is none of SORTABLE, and for a condition on text without a tokenizer;
+        ArchiveError for files that can no longer be read.
+        """
+        snapshot = self._snapshot
+        return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
+
+    def group(self, group_id: str) -> list[TrajectoryDetail]:
+        """Return the members of a group, by index; none if there is no such group. Raises ArchiveError."""
+        found = self._details(pc.field("group_id") == group_id)
+        return sorted(found, key=lambda detail: detail.row.index)
+
+    def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
+        """Return a trajectory token by token; None if there is none with this id. Raises ArchiveError."""
+        return next(iter(self._details(pc.field("id") == trajectory_id)), None)
+
+    def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
+        """Yield the trajectories of the result, block by block. Raises ConfigError as `select` does."""
+        snapshot = self._snapshot
+        indices = np.sort(self._indices(snapshot, query))
+        start = 0
+        for block in snapshot.blocks:
+            own = indices[(indices >= start) & (indices < start + block.rows.num_rows)] - start
+            start += block.rows.num_rows
+            with _refusing():
+                if len(own):
+                    yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
+
+    def _details(self, where: pc.Expression) -> list[TrajectoryDetail]:
+        snapshot = self._snapshot
+        details = []
+        for block in snapshot.blocks:
+            rows = {row.id: row for row in to_records(block.rows.filter(where))}
+            if not rows:
+                continue
+            folder, last_steps = self._source.run_folder, {row.id: row.last_step for row in rows.values()}
+            recorded = read_steps(folder / FOLDER, last_steps) if folder else {}
+            with _refusing():
+                details += [
+                    describe(
+                        rows[each.trajectory.id],
+                        each,
+                        decoder=self.decoder,
+                        step_versions=snapshot.step_versions,
+                        recorded=recorded.get(each.trajectory.id, {}),
+                    )
+                    for each in read_stored(block.dataset, list(rows))
+                ]
+        return details
+
+    def _indices(
+        self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> np.ndarray:
+        """Return the rows of a result, in its order."""
+        if query.sort_by not in ("", *SORTABLE):
+            raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
+        text = query.where.text
+        if text is None:
+            return self._select(snapshot, query)
+        if self.decoder is None:
+            raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
+        # The search is kept apart from the rest, which is quick: another order does not search again.
+        has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
+        where = msgspec.structs.replace(query.where, text=None)
+        chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
+        return chosen[has_text[chosen]]
+
+    def _find_text(
+        self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
+    ) -> np.ndarray:
+        """Return for each row whether its decoded tokens hold `text`, bool[N]."""
+        last, known = self._found
+        # That of the last text is kept by block, for the pages, the orders and the rows of a run that come next.
+        found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
+        if missing := [block for block in snapshot.blocks if id(block) not in found]:
+            # Made before the threads need it. Arrow works outside of the lock of Python: blocks are searched at once.
+            assert decoder.piece_array is not None
+            search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
+            with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
+                masks = pool.map(search, [block.dataset for block in missing])
+                found |= {id(block): (block, mask) for block, mask in zip(missing, masks, strict=True)}
+            self._found = text, found
+        return np.concatenate([np.empty(0, dtype=bool), *(found[id(block)][1] for block in snapshot.blocks)])
+
+    def _read_step_versions(self) -> dict[int, int]:
+        try:
+            found, self._unread = self._source.step_versions(), ""
+            return found
+        except ReplayBufferError as error:
+            # Of a store that does not answer, its part says so.
+            self._unread = str(error) if isinstance(error, ArchiveError) else ""
+            return self._snapshot.step_versions
+
+
+# --- queries ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Map the errors of files that were readable before."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ArchiveError(f"the files must stay where they were opened, but cannot be read: {reason}.") from None
+
+
+def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
+    """Return the rows that meet all conditions but that on text, in the query's order, int64[n]."""
+    rows, where = snapshot.rows, query.where
+    mask = np.ones(rows.num_rows, dtype=bool)
+    for column, bounds in (("steps", where.steps), ("versions", where.versions)):
+        if bounds is not None:
+            mask &= has_value_within(rows[column], *bounds)
+    expression = where.expression()
+    if expression is not None:
+        numbered = rows.append_column("row", pa.array(np.arange(rows.num_rows)))
+        is_met = np.zeros(rows.num_rows, dtype=bool)
+        is_met[numbered.filter(expression)["row"].to_numpy()] = True
+        mask &= is_met
+    indices = np.flatnonzero(mask)
+    if not query.sort_by:
+        return indices[::-1] if query.is_descending else indices
+    column = rows[query.sort_by] if len(indices) == rows.num_rows else rows[query.sort_by].take(pa.array(indices))
+    direction = "descending" if query.is_descending else "ascending"
+    order = pc.sort_indices(pa.table({"key": column}), sort_keys=[("key", direction)])
+    return indices[order.to_numpy()]
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def open_catalog(
+    where: str,
+    *,
+    run_name: str | None = None,
+    runs_dir: Path = Path("runs"),
+    tokenizer: Path | None = None,
+    starts_server: bool = True,
+) -> Iterator[Catalog]:
+    """Open the catalog of a run with its archive, of an archive, of a file or of a server; `where` as `open_source`.
+
+    Raises ConfigError, ReplayBufferError.
+    """
+    with open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server) as source:
+        yield Catalog(source, decoder=decoder_of(source, tokenizer))
+
+
+def _parts_of(source: Source) -> list[Part]:
+    """Return what a source consists of: its archive, then its store."""
+    if isinstance(source, FileSource):
+        return [FilePart(source)]
+    if isinstance(source, ArchiveSource):
+        return [ArchivePart(source.archive.folder)]
+    archive = [ArchivePart(source.run_folder / "archive")] if source.run_folder else []
+    return [*archive, StorePart(source.store)]

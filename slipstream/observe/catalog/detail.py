@@ -1,0 +1,166 @@
+"""Details of a trajectory: its tokens with their numbers, its messages, and the steps that trained on it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from slipstream.buffer.archive.step_tokens import TokenNumbers
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, lag
+from slipstream.configs.base import Record
+from slipstream.observe.catalog.rows import CatalogRow
+from slipstream.observe.catalog.token_decoder import TokenDecoder
+
+_CHATS = (
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
+    re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
+)
+"""Messages in the templates of Qwen (ChatML) and of Llama 3."""
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_SINGLE = "biuf"
+"""Kinds of numpy types that are one real number."""
+
+
+class Message(Record):
+    """A message of the conversation, or a stretch of tokens by one writer where the template's messages are unknown.
+
+    Example: Message(role="assistant", text="<tool_call>...", calls=["{...}"], first_token=40, num_tokens=18, ...)
+    """
+
+    role: str
+    """Role in the template; else `prompt`, `assistant` (the model) or `observation` (what came back to it)."""
+    text: str
+    """Decoded text; empty without a tokenizer."""
+    is_model: bool
+    """Whether the model wrote the tokens."""
+    first_token: int
+    """First token of the stretch that the message is in: messages between two turns of the model share one."""
+    num_tokens: int
+    """Tokens of that stretch."""
+    calls: list[str] = []
+    """Tool calls in the text, between `<tool_call>` tags."""
+    reward: float | None = None
+    """Share of the reward that this turn earned, where turns are scored."""
+
+
+class Use(Record):
+    """A step that trained on the trajectory. Example: Use(step=12, version=11, lag=2)."""
+
+    step: int
+    version: int | None
+    """Learner's version at its start; None if it is not known here."""
+    lag: int | None
+    """That version minus the oldest of the trajectory."""
+
+
+class TrajectoryDetail(Record):
+    """Everything stored of a trajectory, token by token, in plain values that JSON can hold."""
+
+    row: CatalogRow
+    token_ids: list[int]
+    texts: list[str]
+    """Text of each token; empty without a tokenizer."""
+    model_mask: list[bool]
+    """True where the model wrote the token."""
+    versions: list[int]
+    """Version that sampled each token; -1 where the model did not write it."""
+    numbers: dict[str, list[float | None]]
+    """Numbers of each token by name, None where there is none: `logprob` of the generator; `lag`, in the last step that
+    trained on it; `learner_log_ratio` and `learner_entropy` in that step, where the learner recorded them; `advantage`;
+    and every stored array of one number per token, such as `ratio` or `entropy`."""
+    messages: list[Message]
+    uses: list[Use]
+    """In order."""
+    reward: Reward
+    sampling: Sampling
+    context_starts: list[int]
+    """First token of each context but the first."""
+    metrics: dict[str, float]
+    """Numbers of the agent loop."""
+    extras: dict[str, Any]
+    """Data of the agent loop."""
+
+
+def describe(
+    row: CatalogRow,
+    stored: StoredTrajectory,
+    *,
+    decoder: TokenDecoder | None,
+    step_versions: Mapping[int, int],
+    recorded: TokenNumbers,
+) -> TrajectoryDetail:
+    """Build the details of a trajectory. `step_versions`: step -> the learner's version at its start, where known.
+
+    `recorded`: numbers that the learner recorded of its tokens.
+    """
+    trajectory = stored.trajectory
+    return TrajectoryDetail(
+        row=row,
+        token_ids=trajectory.token_ids.tolist(),
+        texts=decoder.texts(trajectory.token_ids) if decoder else [],
+        model_mask=trajectory.model_mask.tolist(),
+        versions=trajectory.token_versions().tolist(),
+        numbers=dict(_numbers(row, trajectory, step_versions)) | recorded,
+        messages=list(_messages(trajectory, decoder)),
+        uses=[_use(step, step_versions.get(step), stored) for step in stored.steps],
+        reward=trajectory.reward,
+        sampling=trajectory.sampling,
+        context_starts=trajectory.context_starts,
+        metrics=trajectory.metrics,
+        extras=trajectory.extras,
+    )
+
+
+def _use(step: int, version: int | None, stored: StoredTrajectory) -> Use:
+    return Use(step, version, None if version is None else version - stored.oldest_version)
+
+
+def _numbers(
+    row: CatalogRow, trajectory: Trajectory, step_versions: Mapping[int, int]
+) -> Iterator[tuple[str, list[float | None]]]:
+    mask = trajectory.model_mask
+    yield "logprob", _where(mask, trajectory.generator_logprobs)
+    version = None if row.last_step is None else step_versions.get(row.last_step)
+    if version is not None:
+        yield "lag", _where(mask, lag(trajectory.token_versions(), version))
+    if row.advantage is not None:
+        yield "advantage", _where(mask, np.full(len(mask), row.advantage))
+    for name, array in trajectory.arrays.items():
+        if array.ndim == 1 and array.dtype.kind in _SINGLE:
+            yield name, _where(mask, array)
+
+
+def _where(mask: np.ndarray, values: np.ndarray) -> list[float | None]:
+    return [value if is_model else None for value, is_model in zip(values.tolist(), mask.tolist(), strict=True)]
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[Message]:
+    rewards = iter(trajectory.reward.turns)
+    for start, end in _stretches(trajectory):
+        is_model = bool(trajectory.model_mask[start])
+        text = decoder(trajectory.token_ids[start:end]) if decoder else ""
+        if is_model:
+            calls = _CALL.findall(text)
+            yield Message("assistant", text, True, start, end - start, calls, next(rewards, None))
+        else:
+            role = "prompt" if start in (0, *trajectory.context_starts) else "observation"
+            for found_role, found in _chat(text) or [(role, text)]:
+                yield Message(found_role, found, False, start, end - start)
+
+
+def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Yield first token and end of each stretch by one writer within a context."""
+    borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
+    starts = sorted({*borders.tolist(), *trajectory.context_bounds()})
+    yield from pairwise(starts)
+
+
+def _chat(text: str) -> list[tuple[str, str]]:
+    """Split a text of the template's into (role, text), without a message that the model is to write."""
+    found = next((matches for pattern in _CHATS if (matches := list(pattern.finditer(text)))), [])
+    messages = [(match["role"], match["text"]) for match in found]
+    return messages[:-1] if messages and messages[-1] == ("assistant", "") else messages

@@ -1,0 +1,331 @@
+"""Reads files of rollouts, written by `export` or another tool, and checks every trajectory.
+
+Rollouts as verl dumps them (`trainer.rollout_data_dir`): texts and scores, a line of JSON each.
+
+They hold neither tokens nor log-probabilities, so that they can be looked at and not trained on: a token stands for a
+byte of the text.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns, missing_columns, newer_schema
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.records import Outcome
+from slipstream.buffer.trajectory import (
+    SCHEMA_VERSION,
+    Media,
+    Reward,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    make_lease_id,
+    make_trajectory_id,
+)
+from slipstream.configs.base import ConfigError
+from slipstream.observe.catalog.token_decoder import TokenDecoder
+
+_ROWS_AT_ONCE = 256
+_OVER = get_args(Outcome)
+_LARGEST = 2**31 - 1
+"""Limit of indices, attempts, versions and steps."""
+_NOT_A_TRAJECTORY = (msgspec.MsgspecError, RecordRefusedError, OverflowError, TypeError, ValueError, KeyError)
+
+
+class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array in a line of JSON. Example: {"dtype": "int16", "values": [[3, 5], [0, 7]]}"""
+
+    dtype: str
+    """Type of the elements."""
+    values: list[Any]
+    """Nested lists of numbers."""
+
+
+class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trajectory as a line of JSON: the fields of Trajectory and of its group; those with a default may be left out.
+
+    Example: {"group_id": "17", "index": 0, "token_ids": [4, 8, 3], "model_mask": [false, false, true],
+        "generator_logprobs": [0, 0, -0.1], "reward": {"total": 1.0}}
+    """
+
+    group_id: str
+    """A whole number, one for each prompt."""
+    index: int
+    token_ids: list[int]
+    model_mask: list[bool]
+    generator_logprobs: list[float]
+    reward: Reward
+    id: str = ""
+    """Must be `<group_id>-<attempt>-<index>`; empty: that."""
+    attempt: int = 0
+    prompt_uid: str = ""
+    """Name of the prompt's row in the training data; needed to score it again."""
+    version_spans: list[VersionSpan] = []
+    """Versions that sampled the tokens; empty: version 0 sampled all."""
+    stop_reason: str = "stop"
+    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
+    generator_id: str = "imported"
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    data_source: str = ""
+    num_turns: int = 1
+    extras: dict[str, Any] = {}
+    context_starts: list[int] = []
+    arrays: dict[str, ArrayLine] = {}
+    media: list[Media] = []
+    metrics: dict[str, float] = {}
+    outcome: str = "retired"
+    """End of its group; a replay trains on retired groups."""
+    reason: str = ""
+    """Reason of the end; empty for retired."""
+    steps: list[int] = []
+    """Steps that trained on it, in order."""
+    schema_version: int = SCHEMA_VERSION
+    """Refused if newer than the reader's."""
+    archived_at: float | None = None
+    """Ignored: the import sets it."""
+    prompt: str | None = None
+    """Ignored: the token ids count."""
+    response: str | None = None
+    """Ignored: the token ids count."""
+
+
+_DECODER = msgspec.json.Decoder(RolloutLine)
+
+
+class SourcedTrajectory(NamedTuple):
+    """A trajectory and its position in a file."""
+
+    source: str
+    """Position for messages, such as `rollouts.jsonl line 3`."""
+    stored: StoredTrajectory
+
+
+def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
+    """Yield the trajectories of a .jsonl or .parquet file, in order.
+
+    Raises ConfigError that names the line (or row) and its defect.
+    """
+    if path.suffix not in _READERS:
+        raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
+    if not path.is_file():
+        raise ConfigError(f"FILE must exist, got {path}.")
+    return _READERS[path.suffix](path)
+
+
+def _read_lines(path: Path) -> Iterator[SourcedTrajectory]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield _checked(f"{path} line {number}", partial(_from_line, line))
+
+
+def _from_line(data: bytes) -> StoredTrajectory:
+    line = _DECODER.decode(data)
+    if line.schema_version > SCHEMA_VERSION:
+        raise ValueError(f"schema_version must be <= {SCHEMA_VERSION}, got {line.schema_version}")
+    if any(not 0 <= token <= _LARGEST for token in line.token_ids):
+        raise ValueError(f"token ids must be from 0 to {_LARGEST}")
+    arrays = {
+        "token_ids": np.array(line.token_ids, np.int32),
+        "model_mask": np.array(line.model_mask, bool),
+        "generator_logprobs": np.array(line.generator_logprobs, np.float32),
+    }
+    first = int(arrays["model_mask"].argmax()) if line.model_mask else 0
+    made: dict[str, Any] = {
+        "id": line.id or _id_of(line),
+        "version_spans": line.version_spans or [VersionSpan(first, 0)],
+    }
+    made["arrays"] = {name: np.array(array.values, array.dtype) for name, array in line.arrays.items()}
+    names = set(Trajectory.__struct_fields__) - set(arrays) - set(made)
+    fields = {name: getattr(line, name) for name in names}
+    return StoredTrajectory(Trajectory(**fields, **arrays, **made), line.outcome, line.reason, line.steps)  # type: ignore[arg-type]
+
+
+def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
+    number = 0
+    for batch in _batches(path):
+        rows = from_batch(batch)
+        for _ in range(batch.num_rows):
+            number += 1
+            yield _checked(f"{path} row {number}", partial(next, rows))
+
+
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield batches with the columns of an archive, cast to its types: other tools write wider or narrower ones."""
+    with refusing_parquet(path):
+        file = pq.ParquetFile(path)
+        schema = _known_schema(path, file.schema_arrow)
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=schema.names):
+            yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).combine_chunks().to_batches()
+
+
+def open_parquet(path: Path) -> ds.Dataset:
+    """Open a Parquet file with the columns of an archive, to be read where it lies. Raises ConfigError."""
+    with refusing_parquet(path):
+        return ds.dataset(path, format="parquet", schema=_known_schema(path, pq.read_schema(path)))
+
+
+def _known_schema(path: Path, schema: pa.Schema) -> pa.Schema:
+    """Return the columns of an archive that a file has, with an archive's types."""
+    if reason := newer_schema(schema) or missing_columns(schema):
+        raise ConfigError(f"{path} {reason}.")
+    return pa.schema([SCHEMA.field(name) for name in known_columns(schema)])
+
+
+@contextmanager
+def refusing_parquet(path: Path) -> Iterator[None]:
+    """Map the errors of the Parquet reader to ConfigError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{path} must be a Parquet file with the columns of an archive, but cannot be read: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
+FORMATS = tuple(_READERS)
+"""Endings of the files that can be read."""
+
+
+def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
+    try:
+        stored = build()
+        _check(stored)
+    except _NOT_A_TRAJECTORY as error:
+        raise ConfigError(f"{source} must be a trajectory: {str(error) or type(error).__name__}.") from None
+    return SourcedTrajectory(source, stored)
+
+
+def _check(stored: StoredTrajectory) -> None:
+    # Through the codec, so that a file passes the very checks that the broker makes.
+    trajectory = unpack(encode(stored.trajectory))
+    if stored.state != "evaluated":
+        _check_numbers(trajectory, stored.steps)
+    if trajectory.id != _id_of(trajectory):
+        raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
+    if stored.state not in _OVER:
+        raise ValueError(
+            f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: a group must be over to be imported"
+        )
+
+
+def _id_of(made: RolloutLine | Trajectory) -> str:
+    return make_trajectory_id(make_lease_id(made.group_id, made.attempt), made.index)
+
+
+def _check_numbers(trajectory: Trajectory, steps: list[int]) -> None:
+    if not (trajectory.group_id.isdecimal() and str(int(trajectory.group_id)) == trajectory.group_id):
+        raise ValueError(f"group_id must be a whole number, got {trajectory.group_id!r}")
+    numbers = {
+        "group_id": [int(trajectory.group_id)],
+        "index": [trajectory.index],
+        "attempt": [trajectory.attempt],
+        "versions": [span.version for span in trajectory.version_spans],
+        "steps": steps,
+    }
+    for name, values in numbers.items():
+        if not all(0 <= value <= _LARGEST for value in values):
+            raise ValueError(f"{name} must be from 0 to {_LARGEST}, got {values}")
+
+
+_SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
+
+
+class VerlLine(msgspec.Struct, frozen=True):
+    """A line of a dump. Example: {"input": "What is 3 + 4?", "output": "7", "gts": "7", "score": 1.0, "step": 12}"""
+
+    input: str
+    """Decoded prompt."""
+    output: str
+    """Decoded response."""
+    score: float
+    step: int = 0
+    """Step that trained on it; 0 = none."""
+    gts: Any = None
+    """Reference answer."""
+
+
+_VERL_DECODER = msgspec.json.Decoder(VerlLine)
+
+
+class ByteDecoder(TokenDecoder):
+    """The decoder of texts of which each token is a byte."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, tokens: np.ndarray) -> str:
+        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """Every byte, and nothing as the last entry."""
+        return [*(bytes([byte]) for byte in range(256)), b""]
+
+
+def is_verl_dump(path: Path) -> bool:
+    """Whether the first line of a file is one of verl's."""
+    with path.open("rb") as file:
+        try:
+            _VERL_DECODER.decode(file.readline())
+        except ValueError:
+            return False
+    return True
+
+
+def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
+    """Yield the rollouts; those of one step and prompt are a group. Raises ConfigError for a line that is none."""
+    groups: dict[tuple[int, str], int] = {}
+    members: Counter[int] = Counter()
+    with path.open("rb") as file:
+        for number, data in enumerate(file, start=1):
+            try:
+                line = _VERL_DECODER.decode(data)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path} line {number} must be a rollout of verl, as its first line is: {error}."
+                ) from None
+            group = groups.setdefault((line.step, line.input), len(groups))
+            yield _stored(line, group, members[group], path)
+            members[group] += 1
+
+
+def _stored(line: VerlLine, group: int, index: int, path: Path) -> StoredTrajectory:
+    prompt, response = line.input.encode(), line.output.encode() or b"\0"
+    tokens = np.frombuffer(prompt + response, np.uint8).astype(np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    version = max(0, line.step - 1)
+    trajectory = Trajectory(
+        id=f"{group}-0-{index}",
+        group_id=str(group),
+        index=index,
+        prompt_uid=f"{path.stem}/{group}",
+        attempt=0,
+        token_ids=tokens,
+        model_mask=mask,
+        generator_logprobs=np.zeros(len(tokens), np.float32),
+        version_spans=[VersionSpan(len(prompt), version)],
+        reward=Reward(line.score),
+        stop_reason="stop",
+        sampling=_SAMPLING,
+        generator_id="verl",
+        started_at=0.0,
+        finished_at=0.0,
+        data_source=path.parent.name,
+        extras={} if line.gts is None else {"ground_truth": line.gts},
+    )
+    return StoredTrajectory(trajectory, "retired", "", [line.step] if line.step else [])

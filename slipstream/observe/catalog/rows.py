@@ -1,0 +1,160 @@
+"""Rows of a catalog: what is listed of each trajectory, in columns, without its tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.configs.base import Record
+
+_AS_ARCHIVED = ["id", "group_id", "index", "prompt_uid", "attempt", "data_source", "generator_id", "outcome", "reason"]
+_AS_ARCHIVED += ["reward_total", "reward_status", "is_correct", "num_tokens", "num_turns", "stop_reason"]
+_AS_ARCHIVED += ["oldest_version", "newest_version", "steps", "started_at", "finished_at", "archived_at"]
+_READ = [*_AS_ARCHIVED, "sampling", "version_spans"]
+
+ROWS = pa.schema(
+    {name: SCHEMA.field(name).type for name in _AS_ARCHIVED}
+    | {
+        "versions": pa.list_(pa.int64()),
+        "advantage": pa.float64(),
+        "uses": pa.int64(),
+        "last_step": pa.int64(),
+        "lag": pa.int64(),
+        "seconds": pa.float64(),
+    }
+)
+"""Columns of a catalog: those of an archive under their names there, then what follows from others."""
+
+
+class CatalogRow(Record):
+    """One trajectory in a list.
+
+    Example: CatalogRow(id="17-0-3", group_id="17", reward_total=1.0, advantage=0.25, uses=1, last_step=12, lag=2, ...)
+    """
+
+    id: str
+    group_id: str
+    index: int
+    """Index in the group."""
+    prompt_uid: str
+    """Name of the prompt's row."""
+    attempt: int
+    """Number of earlier leases of the prompt."""
+    data_source: str
+    generator_id: str
+    outcome: str
+    """State of its group, or how it ended."""
+    reason: str
+    """Reason of that end."""
+    reward_total: float
+    reward_status: str
+    is_correct: bool
+    num_tokens: int
+    """Tokens of prompt and response."""
+    num_turns: int
+    stop_reason: str
+    oldest_version: int
+    """Least version that sampled one of its tokens."""
+    newest_version: int
+    steps: list[int]
+    """Steps that trained on it, in order."""
+    started_at: float
+    """Seconds since 1970, as `finished_at` and `archived_at`."""
+    finished_at: float
+    archived_at: float | None
+    """None: it is in no archive."""
+    versions: list[int]
+    """Versions of its tokens, in order."""
+    advantage: float | None
+    """Reward minus the mean reward of its group's sampled members; None: it is greedy, failed, or an evaluation's."""
+    uses: int
+    """Number of steps that trained on it."""
+    last_step: int | None
+    """The last of them."""
+    lag: int | None
+    """Learner's version in that step, minus `oldest_version`; None where either is unknown."""
+    seconds: float
+    """Time that it took to make."""
+
+
+def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
+    """Return the rows of a dataset with an archive's columns, in order; whole groups, or their advantages are wrong.
+
+    `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
+    """
+    table = dataset.to_table(columns=_READ)
+    columns = {name: table[name] for name in _AS_ARCHIVED}
+    columns["versions"] = _versions(table["version_spans"].combine_chunks())
+    columns["advantage"] = _advantages(table)
+    columns["uses"] = pc.fill_null(pc.list_value_length(table["steps"]), 0)
+    last_steps = _last_steps(table["steps"].combine_chunks())
+    columns["last_step"] = pa.array(last_steps, mask=last_steps < 0)
+    columns["lag"] = _lags(last_steps, table["oldest_version"].to_numpy(), step_versions)
+    columns["seconds"] = pc.subtract(table["finished_at"], table["started_at"])
+    arrays = [columns[field.name].cast(field.type) for field in ROWS]
+    return pa.table(arrays, schema=ROWS).combine_chunks()
+
+
+def read_stored(dataset: ds.Dataset, ids: list[str]) -> Iterator[StoredTrajectory]:
+    """Yield the trajectories with these ids that the dataset holds, in its order."""
+    wanted = pc.field("id").isin(ids)
+    columns = known_columns(dataset.schema)
+    for batch in dataset.to_table(columns=columns, filter=wanted).to_batches():
+        yield from from_batch(batch)
+
+
+def to_records(rows: pa.Table) -> list[CatalogRow]:
+    """Build a record of each row."""
+    return [CatalogRow(**row) for row in rows.to_pylist()]
+
+
+def has_value_within(lists: pa.ChunkedArray, low: int | None, high: int | None) -> np.ndarray:
+    """Return for each list of whole numbers whether one of them is within the bounds, bool[N]."""
+    masks = [np.empty(0, dtype=bool)]
+    for chunk in lists.chunks:
+        values = chunk.flatten().to_numpy(zero_copy_only=False)
+        is_within = (values >= (-np.inf if low is None else low)) & (values <= (np.inf if high is None else high))
+        mask = np.zeros(len(chunk), dtype=bool)
+        mask[pc.list_parent_indices(chunk).to_numpy()[is_within]] = True
+        masks.append(mask)
+    return np.concatenate(masks)
+
+
+def _versions(spans: pa.ListArray) -> pa.ListArray:
+    versions = pc.struct_field(spans.flatten(), "version")
+    offsets = spans.offsets
+    return pa.ListArray.from_arrays(pc.subtract(offsets, offsets[0]), versions)
+
+
+def _advantages(table: pa.Table) -> pa.Array:
+    rewards = table["reward_total"].to_numpy()
+    is_sampled = pc.greater(pc.struct_field(table["sampling"], "temperature"), 0).to_numpy()
+    is_trained_on = pc.not_equal(table["outcome"], "evaluated").to_numpy()
+    is_rated = pc.equal(table["reward_status"], "ok").to_numpy() & is_sampled & is_trained_on
+    groups = pc.dictionary_encode(table["group_id"].combine_chunks()).indices.to_numpy()
+    counts = np.bincount(groups, weights=is_rated)
+    sums = np.bincount(groups, weights=np.where(is_rated, rewards, 0.0))
+    means: Any = sums / np.maximum(counts, 1)
+    return pa.array(rewards - means[groups], mask=~is_rated)
+
+
+def _last_steps(steps: pa.ListArray) -> np.ndarray:
+    """Last step of each row; -1 for none."""
+    offsets = steps.offsets.to_numpy()
+    values = np.append(steps.flatten().to_numpy(), -1)
+    return np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
+
+
+def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: dict[int, int]) -> pa.Array:
+    known = np.full(int(last_steps.max(initial=0)) + 2, -1)
+    for step, version in step_versions.items():
+        if 0 <= step < len(known) - 1:
+            known[step] = version
+    # A row without a step looks up the last entry, which no step has.
+    versions = known[last_steps]
+    return pa.array(versions - oldest, mask=versions < 0)

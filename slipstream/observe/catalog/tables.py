@@ -1,0 +1,303 @@
+"""Tables of stored trajectories for the terminal, and their statistics."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from itertools import groupby, islice, pairwise
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from slipstream.buffer.accounting import Audit
+from slipstream.buffer.archive.archive import ArchiveCheck
+from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, StoredTrajectory
+from slipstream.buffer.records import FRAME_BYTES_KEPT
+from slipstream.buffer.trajectory import Trajectory, lag_histogram
+from slipstream.runtime.command_line import add_row, make_table
+
+
+def span(values: list[int]) -> str:
+    """Return the first and last of ordered values as `3-5`, a single one as `3`, none as nothing."""
+    if not values:
+        return ""
+    return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
+
+
+def distribution(values: list[float]) -> list[str]:
+    """Return mean, least, 10 %, median, 90 % and greatest value as text."""
+    points = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
+    return [f"{value:.4g}" for value in (np.mean(values), *points)]
+
+
+# --- ls --------------------------------------------------------------------------------------------------------------
+_COMMON = ("outcome", "tokens", "versions", "steps", "data source", "reason")
+_NUMBERS = ("members", "reward", "tokens", "index")
+
+
+def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
+    """Return (a line per group, number of lines); counts and means are those of the selected members."""
+    table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
+    for group in islice(_groups(found), limit):
+        rewards = sum(member.trajectory.reward.total for member in group) / len(group)
+        tokens = sum(member.trajectory.num_tokens for member in group) / len(group)
+        versions = sorted({version for member in group for version in member.versions})
+        first = group[0]
+        _add(table, first, first.trajectory.group_id, len(group), f"{rewards:.3f}", tokens=tokens, versions=versions)
+    return table, table.row_count
+
+
+def list_trajectories(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
+    """Return (a line per trajectory, number of lines)."""
+    table = make_table("id", "reward", *_COMMON, numbers=_NUMBERS)
+    for stored in islice(found, limit):
+        trajectory = stored.trajectory
+        reward = f"{trajectory.reward.total:.3f}" if trajectory.reward.status == "ok" else trajectory.reward.status
+        _add(table, stored, trajectory.id, reward, tokens=trajectory.num_tokens, versions=stored.versions)
+    return table, table.row_count
+
+
+def _groups(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
+    for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id):
+        yield list(members)
+
+
+def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
+    steps = ",".join(map(str, stored.steps))
+    common = (stored.state, f"{tokens:g}", span(versions), steps, stored.trajectory.data_source, stored.reason)
+    add_row(table, *cells, *common)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+_HEX_BYTES = 16
+_TEXT_BYTES = 64
+"""First bytes in a line of the table, as numbers and as text."""
+
+
+def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
+    """Return a table with a line for each (reason, first bytes)."""
+    table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
+    for reason, kept in frames:
+        size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
+        add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), _as_text(kept[:_TEXT_BYTES]))
+    return table
+
+
+def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
+    """Yield a line of JSON for each (reason, first bytes): how many are stored, whether there were more, and which."""
+    for reason, kept in frames:
+        frame = {"reason": reason, "num_bytes": len(kept), "is_cut": _is_cut(kept), "hex": kept.hex()}
+        yield msgspec.json.encode(frame).decode()
+
+
+def _is_cut(kept: bytes) -> bool:
+    return len(kept) >= FRAME_BYTES_KEPT
+
+
+def _as_text(kept: bytes) -> str:
+    """Decode as ASCII, with a dot for every other byte."""
+    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept)
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
+    """Return a table of a trajectory's origin, reward, and use in training."""
+    table = make_table("", "")
+    for name, value in _facts(stored, step_versions):
+        add_row(table, name, value)
+    return table
+
+
+def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
+    """Return a table of token ranges that one version sampled, or none: range, version, mean log-probability, text."""
+    table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
+    for start, end, version in _segments(trajectory):
+        tokens = trajectory.token_ids[start:end]
+        content = decode(tokens) if decode else " ".join(map(str, tokens))
+        mean = f"{float(trajectory.generator_logprobs[start:end].mean()):.3f}" if version >= 0 else ""
+        add_row(table, f"{start}-{end - 1}", _author(version), mean, content)
+    return table
+
+
+def show_tokens(trajectory: Trajectory, *, decode: Decode | None) -> Table:
+    """Return a table with a line for each token."""
+    table = make_table("index", "id", "written by", "logprob", "text", numbers=("index", "id", "logprob"))
+    versions = trajectory.token_versions().tolist()
+    logprobs = trajectory.generator_logprobs.tolist()
+    for index, (token, version, logprob) in enumerate(
+        zip(trajectory.token_ids.tolist(), versions, logprobs, strict=True)
+    ):
+        text = decode(trajectory.token_ids[index : index + 1]) if decode else ""
+        add_row(table, index, token, _author(version), f"{logprob:.4f}" if version >= 0 else "", repr(text)[1:-1])
+    return table
+
+
+def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[tuple[str, object]]:
+    trajectory = stored.trajectory
+    reward, sampling = trajectory.reward, trajectory.sampling
+    yield "trajectory", trajectory.id
+    yield "group", f"{trajectory.group_id}, member {trajectory.index}, attempt {trajectory.attempt}"
+    yield "prompt", f"{trajectory.prompt_uid} of {trajectory.data_source}"
+    yield "outcome", stored.state + (f": {stored.reason}" if stored.reason else "")
+    for step in stored.steps:
+        yield f"step {step}", _training(stored, step_versions.get(step))
+    parts = "".join(f", {name} {value:g}" for name, value in reward.parts.items())
+    yield "reward", f"{reward.total:g}{parts}, {'right' if reward.is_correct else 'not entirely right'}"
+    if reward.status != "ok":
+        yield "reward status", f"{reward.status}: {reward.detail}"
+    elif reward.detail:
+        yield "answer", reward.detail
+    yield "tokens", f"{trajectory.num_tokens}, of which the model wrote {stored.response_tokens}"
+    yield "ended by", f"{trajectory.stop_reason} after {trajectory.num_turns} turn(s)"
+    yield "versions", ", ".join(map(str, stored.versions))
+    limits = f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_tokens} tokens"
+    yield "sampling", f"temperature {sampling.temperature:g}, {limits}, seed {sampling.seed}"
+    seconds = trajectory.finished_at - trajectory.started_at
+    yield "generator", f"{trajectory.generator_id}, {_moment(trajectory.started_at)}, {seconds:.2f} s"
+    if stored.archived_at is not None:
+        yield "archived", _moment(stored.archived_at)
+    if trajectory.extras:
+        yield "extras", trajectory.extras
+
+
+def _training(stored: StoredTrajectory, version: int | None) -> str:
+    if version is None:
+        return "trained on it"
+    return f"trained on it at version {version}: lag {version - stored.oldest_version}"
+
+
+def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
+    """Yield (first token, token after the last, version or -1)."""
+    versions = trajectory.token_versions()
+    borders = np.flatnonzero(np.diff(versions)) + 1
+    for start, end in pairwise([0, *borders.tolist(), len(versions)]):
+        yield start, end, int(versions[start])
+
+
+def _author(version: int) -> str:
+    return f"version {version}" if version >= 0 else ""
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+_ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "quarantined")
+
+
+def describe_audit(audit: Audit) -> list[str]:
+    """Return the sums of a store and its problems, a line each."""
+    sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
+    total = sum(getattr(audit, name) for name in _ADDENDS)
+    return [
+        f"accepted = {' + '.join(_ADDENDS)}",
+        f"{audit.accepted} {'=' if audit.accepted == total else 'is not'} {total} = {sums}",
+        f"lost={audit.lost} duplicated={audit.duplicated} skipped_prompts={audit.skipped_prompts}",
+        *audit.problems,
+    ]
+
+
+def describe_check(check: ArchiveCheck) -> list[str]:
+    """Return the sums of an archive and its problems, a line each."""
+    return [
+        f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
+        f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",
+        *check.problems,
+    ]
+
+
+# --- stats -----------------------------------------------------------------------------------------------------------
+_POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
+
+
+class _Totals:
+    """Numbers of one kind of trajectory: a few per trajectory, no tokens."""
+
+    def __init__(self) -> None:
+        self.groups: set[str] = set()
+        self.num_sampled = 0
+        self.num_correct = 0
+        self.num_failed = 0
+        self.rewards: list[float] = []
+        self.tokens: list[float] = []
+        self.response_tokens: list[float] = []
+        self.lags: list[float] = []
+        """Lag of the oldest model-written token, once for each step that trained on the trajectory."""
+        self.lags_of_tokens = Counter[int]()
+        """Lag -> model-written tokens, each once for each step that trained on it, as `lag/histogram` has them."""
+
+    def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
+        # A trajectory trained on twice has two lags; one whose reward function failed has no reward. Rewards are those
+        # of sampled trajectories: greedy baselines would shift them.
+        trajectory = stored.trajectory
+        self.groups.add(trajectory.group_id)
+        is_ok = trajectory.reward.status == "ok"
+        self.num_failed += not is_ok
+        if not trajectory.is_greedy:
+            self.num_sampled += 1
+            self.num_correct += trajectory.reward.is_correct and is_ok
+        if is_ok and not trajectory.is_greedy:
+            self.rewards.append(trajectory.reward.total)
+        self.tokens.append(trajectory.num_tokens)
+        self.response_tokens.append(stored.response_tokens)
+        learner_versions = [step_versions[step] for step in stored.steps if step in step_versions]
+        self.lags += [version - stored.oldest_version for version in learner_versions]
+        for version in learner_versions:
+            self.lags_of_tokens.update(lag_histogram([trajectory], learner_version=version))
+
+
+class TrajectoryStats:
+    """Totals of all trajectories, by outcome, by reason, and by data source."""
+
+    def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
+        """Read `found` to its end."""
+        self.all = _Totals()
+        self.by_outcome: dict[str, _Totals] = {}
+        self.by_reason: dict[str, _Totals] = {}
+        self.by_data_source: dict[str, _Totals] = {}
+        for stored in found:
+            matching = [
+                self.all,
+                self.by_outcome.setdefault(stored.state, _Totals()),
+                self.by_data_source.setdefault(stored.trajectory.data_source, _Totals()),
+            ]
+            if stored.reason:
+                matching.append(self.by_reason.setdefault(f"{stored.state}: {stored.reason}", _Totals()))
+            for totals in matching:
+                totals.add(stored, step_versions=step_versions)
+
+    def tables(self) -> list[Table]:
+        """Return counts by outcome, reason and data source, and the distributions; nothing if nothing was found."""
+        if not self.all.tokens:
+            return []
+        outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}
+        kinds = {"outcome": outcomes, "reason": self.by_reason, "data source": self.by_data_source}
+        return [*(_counts(title, totals) for title, totals in kinds.items() if totals), _distributions(self.all)]
+
+
+def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
+    columns = ("groups", "trajectories", "mean reward", "right", "failed")
+    numbers = (*columns, "mean tokens", "mean response", "mean lag of tokens")
+    table = make_table(title, *numbers, numbers=numbers)
+    for kind, totals in kinds.items():
+        num_lags = totals.lags_of_tokens.total()
+        lag = f"{sum(lag * n for lag, n in totals.lags_of_tokens.items()) / num_lags:.4g}" if num_lags else "-"
+        means = (_mean(totals.tokens), _mean(totals.response_tokens), lag)
+        right = f"{totals.num_correct / max(1, totals.num_sampled):.1%}"
+        counts = (len(totals.groups), len(totals.tokens), _mean(totals.rewards), right, totals.num_failed)
+        add_row(table, kind, *counts, *means)
+    return table
+
+
+def _distributions(totals: _Totals) -> Table:
+    table = make_table("", *_POINTS, numbers=_POINTS)
+    measures = {"reward": totals.rewards, "tokens": totals.tokens, "response tokens": totals.response_tokens}
+    for name, values in (measures | {"lag of the oldest token": totals.lags}).items():
+        if values:
+            add_row(table, name, *distribution(values))
+    return table
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):.4g}" if values else "-"

@@ -1,0 +1,269 @@
+"""Export of trajectories to one file, import of such files as an archive to train on, and copies of stored archives."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.buffer.archive.archive import ArchiveMirror
+from slipstream.buffer.archive.columns import SCHEMA, tabulate
+from slipstream.buffer.archive.index import MANIFEST, ShardEntry, read_manifest
+from slipstream.buffer.archive.shards import LOCK, ShardWriter
+from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import SCHEMA_VERSION
+from slipstream.configs.base import ConfigError, Record, require_storage
+from slipstream.observe.catalog.rollout_files import SourcedTrajectory, read_rollouts
+
+# --- export ----------------------------------------------------------------------------------------------------------
+_ROWS_AT_ONCE = 1024
+_FORMATS = (".parquet", ".jsonl")
+
+
+def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
+    """Write `target` in the format of its suffix, whole or not at all; return the number of trajectories.
+
+    Parquet has the columns of an archive; JSON lines have the same fields (bytes in `extras` as base64), and the
+    decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or an existing file,
+    RecordRefusedError for a trajectory that does not fit the columns.
+    """
+    if target.suffix not in _FORMATS:
+        raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
+    if target.exists():
+        raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
+    # Renamed when it is whole: a reader never finds half a file.
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            written = _write_parquet(found, file) if target.suffix == ".parquet" else _write_lines(found, file, decode)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return written
+
+
+def _write_parquet(found: Iterable[StoredTrajectory], file: BinaryIO) -> int:
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+        count = 0
+        for rows in _chunks_to_export(found):
+            writer.write_table(_tabulate(rows))
+            count += len(rows)
+    return count
+
+
+def _tabulate(rows: list[StoredTrajectory]) -> pa.Table:
+    try:
+        return tabulate(rows)
+    except (pa.ArrowException, OverflowError) as error:
+        raise RecordRefusedError(
+            "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
+        ) from None
+
+
+def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Decode | None) -> int:
+    encoder = msgspec.json.Encoder(enc_hook=_as_list)
+    count = 0
+    for stored in found:
+        file.write(encoder.encode(_record(stored, decode)) + b"\n")
+        count += 1
+    return count
+
+
+def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
+    trajectory = stored.trajectory
+    texts = {}
+    if decode:
+        mask = trajectory.model_mask
+        first = int(mask.argmax())
+        texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
+    outcome = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
+    marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
+    arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
+    return msgspec.structs.asdict(trajectory) | {"arrays": arrays} | marks | outcome | texts
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
+
+
+def _chunks_to_export(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
+    rows = iter(found)
+    while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+        yield chunk
+
+
+# --- import ----------------------------------------------------------------------------------------------------------
+_SHARD_BYTES = 256 * 2**20
+"""Encoded trajectories in memory together, bytes."""
+_SHARD_GROUPS = 1024
+
+
+class Imported(Record):
+    """Content of an archive that was made or copied. Example: Imported(groups=1024, trajectories=8192)."""
+
+    groups: int
+    trajectories: int
+
+
+def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
+    """Create the archive `where` from all trajectories in `files`, or nothing at all.
+
+    Raises ConfigError for a folder that cannot become one, and for the first line that is no trajectory.
+    """
+    _check_no_run(where, runs_dir)
+    into = Path(where)
+    _check_target(into)
+    found = chain.from_iterable(map(read_rollouts, files))
+    # Nothing is trained on answers to evaluations.
+    groups = _grouped(each for each in found if each.stored.state != "evaluated")
+    # Beside the target, so that the rename stays within one file system.
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
+    try:
+        imported = _write(groups, unfinished)
+        # `mkdtemp` gives rights to its user alone.
+        unfinished.chmod(0o755)
+        unfinished.rename(into)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    return imported
+
+
+def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
+    with closing(ShardWriter(folder)) as writer:
+        for chunk in _chunks(groups):
+            writer.write(chunk)
+        shards = writer.shards
+    if not shards:
+        raise ConfigError("FILE must hold at least one trajectory that is no answer to an evaluation, got none.")
+    return _content(shards)
+
+
+def _content(shards: Iterable[ShardEntry]) -> Imported:
+    shards = list(shards)
+    return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
+
+
+def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
+    """Yield consecutive members as a group. Raises ConfigError when they do not fit each other."""
+    seen: set[str] = set()
+    members: list[SourcedTrajectory] = []
+    for sourced in found:
+        if members and _group_id(sourced) != _group_id(members[0]):
+            yield _finished(members)
+            members = []
+        if not members:
+            _check_new(sourced, seen)
+        else:
+            _check_fits(sourced, members)
+        members.append(sourced)
+    if members:
+        yield _finished(members)
+
+
+def _group_id(sourced: SourcedTrajectory) -> str:
+    return sourced.stored.trajectory.group_id
+
+
+def _check_new(sourced: SourcedTrajectory, seen: set[str]) -> None:
+    if _group_id(sourced) in seen:
+        raise ConfigError(
+            f"{sourced.source}: the members of a group must stand together, got another of group {_group_id(sourced)}: "
+            "sort by group_id, and name each file once."
+        )
+    seen.add(_group_id(sourced))
+
+
+def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) -> None:
+    stored, first = sourced.stored, members[0].stored
+    if stored.trajectory.index in {member.stored.trajectory.index for member in members}:
+        raise ConfigError(
+            f"{sourced.source}: a group must have one member per index, got index {stored.trajectory.index} of group "
+            f"{_group_id(sourced)} again."
+        )
+    if (stored.state, stored.reason, stored.steps) != (first.state, first.reason, first.steps):
+        raise ConfigError(
+            f"{sourced.source}: the members of a group must have one outcome, reason and steps, got others than those "
+            f"of {members[0].source}."
+        )
+
+
+def _finished(members: list[SourcedTrajectory]) -> FinishedGroup:
+    first = members[0].stored
+    by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
+    return FinishedGroup(
+        id=first.trajectory.group_id,
+        outcome=first.state,  # type: ignore[arg-type]
+        reason=first.reason,
+        steps=first.steps,
+        payloads=[encode(trajectory) for trajectory in by_index],
+    )
+
+
+def _chunks(groups: Iterator[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
+    chunk: list[FinishedGroup] = []
+    num_bytes = 0
+    for group in groups:
+        chunk.append(group)
+        num_bytes += sum(map(len, group.payloads))
+        if len(chunk) >= _SHARD_GROUPS or num_bytes >= _SHARD_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _check_no_run(where: str, runs_dir: Path) -> None:
+    if "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where)):
+        raise ConfigError(
+            f"--into must be an archive to be made, got {where}, a run that has a store: import into a folder of its "
+            "own, and train on it beside the run's own prompts with buffer.mix.archive=ARCHIVE, or alone with "
+            "mode=replay replay.path=ARCHIVE."
+        )
+
+
+def _check_target(into: Path) -> None:
+    if into.exists():
+        raise ConfigError(
+            f"--into must not exist yet, got {into}: choose another name; to join archives, export each and name all "
+            "the files."
+        )
+    if not into.parent.is_dir():
+        raise ConfigError(f"--into must lie in a folder that exists, got {into}.")
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+_STORAGE_TIMEOUT_S = 60.0
+
+
+def fetch_archive(uri: str, into: Path) -> Imported:
+    """Copy an archive of an object store, or what `into` still lacks of it; the manifest comes last.
+
+    Raises ConfigError for what is no archive, or a folder that is written by another; StorageError after a minute of
+    failures; DamagedObjectError for a shard that does not have its checksum; ArchiveError for another archive's folder.
+    """
+    require_storage("URI", uri, is_fit=True)
+    if (into / LOCK).exists():
+        raise ConfigError(f"--into must be a new folder, or one of an earlier fetch, got {into}, which a run writes.")
+    remote = ObjectFolder(uri, StorageWait(_STORAGE_TIMEOUT_S))
+    if not remote.read(MANIFEST):
+        raise ConfigError(
+            f"URI must be an archive, got {uri}, which has no {MANIFEST}: name URI/NAME/archive of a run."
+        )
+    ArchiveMirror(into, remote).fetch()
+    return _content(read_manifest(into).shards)

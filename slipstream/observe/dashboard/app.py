@@ -1,0 +1,355 @@
+"""The dashboard: a web application for all runs of a folder, and its server.
+
+GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, all one shell
+GET  /static/...                                          scripts, styles
+GET  /api/meanings  /api/runs
+GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
+GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
+POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}   .../pause {"off": false}
+"""
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import uvicorn
+from anyio.to_thread import run_sync
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from slipstream.broker.transport.endpoints import is_loopback
+from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.store import Store
+from slipstream.configs.base import ConfigError
+from slipstream.observe.dashboard.feed import Feed
+from slipstream.observe.dashboard.guard import Guard, find_token
+from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
+from slipstream.observe.reader import RunLine, RunReader
+from slipstream.runtime.run_folder import find_run, list_runs
+
+
+class Runs:
+    """The runs that the command line names, else all of a folder, those that begin later included."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words`: any number of runs, each as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
+        folders = [word for word in words if word.startswith("runs_dir=")]
+        names = [word for word in words if word not in folders]
+        self.runs_dir = Path(folders[-1].removeprefix("runs_dir=") if folders else "runs")
+        self._named = [find_run([name, *folders], command="watch") for name in names]
+        self._readers: dict[str, RunReader] = {}
+
+    def ids(self) -> list[str]:
+        """Return the ids, those of the newest runs first."""
+        return list(self._folders())
+
+    def _folders(self) -> dict[str, Path]:
+        # Runs of one name in different folders are told apart by a number.
+        found, same = {}, Counter[str]()
+        for folder in self._named or list_runs(self.runs_dir):
+            name = folder.resolve().name
+            same[name] += 1
+            if (folder / "config.yaml").is_file():
+                found[f"{name}.{same[name]}" if same[name] > 1 else name] = folder
+        return found
+
+    def reader(self, run_id: str) -> RunReader | None:
+        """Return the reader of a run, always the same; None for an id that there is not."""
+        folder = self._folders().get(run_id)
+        return self._reader(run_id, folder) if folder else None
+
+    def _reader(self, run_id: str, folder: Path) -> RunReader:
+        known = self._readers.get(run_id)
+        if known is None or known.folder != folder:
+            known = self._readers[run_id] = RunReader(run_id, folder)
+        return known
+
+    def lines(self) -> list[RunLine]:
+        return [self._reader(run_id, folder).line() for run_id, folder in self._folders().items()]
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+STATIC = Path(__file__).with_name("static")
+PAGES = ("pipeline", "trajectories", "events", "settings")
+"""Pages of a run beside the first."""
+_MAX_KEYS = 200
+_MAX_BODY_BYTES = 4096
+_PING_S = 15
+_GRACE_S = 1.0
+"""Time in which the streams end after Ctrl-C; less than the server's own."""
+_WATCH_EVERY_S = 0.5
+"""Between two looks whether somebody still waits for a search."""
+
+
+class Scale(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request for another number of generators."""
+
+    generators: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that a run pauses, or goes on."""
+
+    off: bool
+
+
+class Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that a generator leaves."""
+
+    generator: str
+
+
+def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> Starlette:
+    """Build the application; arguments as for Guard."""
+    dashboard = Dashboard(runs)
+    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _refused_input, msgspec.MsgspecError: _bad_body}
+    return Starlette(
+        routes=dashboard.routes(),
+        middleware=[Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)],
+        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _no_answer),
+        lifespan=dashboard.lifespan,
+    )
+
+
+class Dashboard:
+    """Handlers of all requests."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._feeds: dict[str, Feed] = {}
+        self._trajectories = Trajectories()
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Close the feeds and stores at the end."""
+        # Half a second, which no page has to wait for.
+        preparing = asyncio.create_task(run_sync(read_setting_meanings))
+        yield
+        await preparing
+        for feed in self._feeds.values():
+            await feed.close()
+        self._trajectories.close()
+        self._runs.close()
+
+    def routes(self) -> list[Route | Mount]:
+        pages = ("/", "/compare", "/metrics", "/runs/{run}", *(f"/runs/{{run}}/{page}" for page in PAGES))
+        return [
+            *(Route(path, self._page) for path in pages),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/api/meanings", self._meanings),
+            Route("/api/runs", self._list),
+            Route("/api/runs/{run}/series", self._series),
+            Route("/api/runs/{run}/stream", self._stream),
+            Route("/api/runs/{run}/trajectories", self._list_trajectories),
+            Route("/api/runs/{run}/groups/{group}", self._group),
+            Route("/api/runs/{run}/settings", self._settings),
+            Route("/api/runs/{run}/summary", self._summary),
+            Route("/api/runs/{run}/scale", partial(self._act, Scale, _scale), methods=["POST"]),
+            Route("/api/runs/{run}/drain", partial(self._act, Drain, _drain), methods=["POST"]),
+            Route("/api/runs/{run}/pause", partial(self._act, Pause, _pause), methods=["POST"]),
+        ]
+
+    def _reader(self, request: Request) -> RunReader:
+        run_id = request.path_params["run"]
+        reader = self._runs.reader(run_id)
+        if reader is None:
+            raise HTTPException(404, f"there is no run {run_id!r} here.")
+        return reader
+
+    def _feed(self, request: Request) -> Feed:
+        reader = self._reader(request)
+        feed = self._feeds.get(reader.id)
+        if feed is None or feed.reader is not reader:
+            feed = self._feeds[reader.id] = Feed(reader)
+        return feed
+
+    async def _page(self, request: Request) -> Response:
+        if "run" in request.path_params:
+            self._reader(request)
+        return FileResponse(STATIC / "index.html")
+
+    async def _meanings(self, _: Request) -> Response:
+        return _json(await run_sync(read_meanings))
+
+    async def _list(self, _: Request) -> Response:
+        return _json(await run_sync(self._runs.lines))
+
+    async def _series(self, request: Request) -> Response:
+        keys = [key for key in request.query_params.get("keys", "").split(",") if key]
+        if len(keys) > _MAX_KEYS:
+            raise HTTPException(400, f"keys must be <= {_MAX_KEYS}, got {len(keys)}.")
+        feed = self._feed(request)
+        await feed.refresh()
+        table = feed.reader.table
+        # A copy made in one go: the next rows come after `position`.
+        found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
+        return _json(found)
+
+    async def _stream(self, request: Request) -> Response:
+        position = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        ending = anyio.Event()
+        messages = self._feed(request).messages(position, ending=ending)
+        # A stream that is cancelled is an error to the server, which would report it.
+        return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
+
+    async def _settings(self, request: Request) -> Response:
+        return _json(await run_sync(read_settings, self._reader(request).folder))
+
+    # --- trajectories --------------------------------------------------------------------------------------------
+    async def _list_trajectories(self, request: Request) -> Response:
+        reader, asked = self._reader(request), request.query_params
+        start = asked.get("start", "0")
+        if not start.isdecimal():
+            raise HTTPException(400, f"start must be a whole number >= 0, got {start!r}.")
+        is_left = threading.Event()
+        list_page = partial(
+            self._trajectories.page,
+            reader,
+            conditions=asked.get("where", ""),
+            sort_by=asked.get("sort", ""),
+            is_descending=asked.get("descending") == "1",
+            start=int(start),
+            is_cancelled=is_left.is_set,
+        )
+        listing = asyncio.ensure_future(run_sync(list_page))
+        try:
+            # A search in many gigabytes ends when nobody waits for it any more.
+            while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
+                if await request.is_disconnected():
+                    is_left.set()
+            return _json(await listing)
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+
+    async def _group(self, request: Request) -> Response:
+        reader, group_id = self._reader(request), request.path_params["group"]
+        found = await run_sync(self._trajectories.group, reader, group_id)
+        if not found:
+            raise HTTPException(404, f"run {reader.id!r} has no group {group_id!r} here.")
+        return _json(found)
+
+    async def _summary(self, request: Request) -> Response:
+        return _json(self._reader(request).summary)
+
+    # --- actions -------------------------------------------------------------------------------------------------
+    async def _act(self, kind: type[Any], call: Callable[[Store, Any, str], object], request: Request) -> Response:
+        """Do what a body of this kind asks, by `call(store, body, run)`."""
+        reader, asked = self._reader(request), await _body(request, kind)
+
+        def act() -> object:
+            with reader.open_store() as store:
+                return call(store, asked, reader.id)
+
+        return _json(await run_sync(act))
+
+
+def _scale(store: Store, asked: Scale, run: str) -> dict[str, int]:
+    return {"before": request_generators(store, asked.generators, run=run)}
+
+
+def _drain(store: Store, asked: Drain, run: str) -> None:
+    request_drain(store, asked.generator, run=run)
+
+
+def _pause(store: Store, asked: Pause, run: str) -> None:
+    request_pause(store, is_off=asked.off, run=run)
+
+
+async def _body(request: Request, kind: type[Any]) -> Any:
+    """Decode a body of JSON. Raises msgspec.MsgspecError, HTTPException."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            raise HTTPException(413, f"a body must have <= {_MAX_BODY_BYTES} bytes.")
+    return msgspec.json.decode(body, type=kind)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+# --- errors: one sentence each ---------------------------------------------------------------------------------------
+async def _refused(_: Request, error: HTTPException) -> Response:
+    return PlainTextResponse(f"{error.status_code}: {error.detail}\n", error.status_code)
+
+
+async def _refused_input(_: Request, error: ConfigError) -> Response:
+    return PlainTextResponse(f"{error}\n", 409)
+
+
+async def _bad_body(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"400: the body must be the JSON of this action, got: {error}\n", 400)
+
+
+async def _no_answer(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"{error}\n", 503)
+
+
+PORT = 8420
+"""Taken unless another is asked for; the next free one if it is in use."""
+_STOP_TIMEOUT_S = 2
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[str]) -> None:
+    """Serve the dashboard until Ctrl-C; `words` as for Runs, `names`: further names of this machine.
+
+    Raises ConfigError for a run, a token or an address that cannot be used.
+    """
+    runs = Runs(words)
+    is_open = not is_loopback(host)
+    token = find_token(is_open=is_open)
+    listening = _listen(host, port)
+    at = listening.getsockname()[1]
+    hosts = {*_LOOPBACK_NAMES, *names, *((host, socket.gethostname(), socket.getfqdn()) if is_open else (host,))}
+    app = make_app(runs, token=token, hosts=hosts, cookie=f"slipstream-{at}")
+    shown, number = f"[{host}]" if ":" in host else host, len(runs.ids())
+    there = f"{number} run{'s' * (number != 1)}" if number else f"no run yet in {runs.runs_dir}/"
+    print(f"{there}: http://{shown}:{at}/?token={token}", flush=True)
+    if is_open:
+        print(
+            "other machines can reach it, and nothing is encrypted between them and here: on a network that is not "
+            f"yours, listen on 127.0.0.1 and use `ssh -L {at}:localhost:{at} THIS_HOST`.",
+            flush=True,
+        )
+    else:
+        print(f"from another machine: `ssh -L {at}:localhost:{at} THIS_HOST`, then open the same address", flush=True)
+    config = uvicorn.Config(
+        app, log_level="error", access_log=False, timeout_graceful_shutdown=_STOP_TIMEOUT_S, server_header=False
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Listen at a port, by default PORT or else a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in (PORT, 0) if port is None else (port,):
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, candidate))
+        except OSError as error:
+            listening.close()
+            reason = error.strerror or error
+        else:
+            return listening
+    raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {reason}.")

@@ -1,0 +1,189 @@
+"""Payloads of the dashboard: meanings of metrics and settings, and trajectories."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from slipstream.buffer.archive.index import is_archive
+from slipstream.buffer.archive.trajectory_filter import NAMES, parse_conditions
+from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.load import leaves
+from slipstream.configs.schema import settings
+from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
+from slipstream.observe.catalog.detail import TrajectoryDetail
+from slipstream.observe.catalog.rows import CatalogRow
+from slipstream.observe.reader import RunReader
+from slipstream.runtime.run_folder import ORIGINS, is_held
+
+_PAGE = Path(__file__).with_name("metrics.md")
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+class Meaning(Record):
+    """One row of a table.
+
+    Example: Meaning("lag/max", section="Rows", meaning="largest lag of a model-written token", unit="versions")
+    """
+
+    key: str
+    """`<...>` stands for any text, such as a lag or a data source."""
+    section: str
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+
+
+@cache
+def read_meanings() -> list[Meaning]:
+    """Return the metrics of a row in the order of the page."""
+    found, section, columns = [], "", list[str]()
+    for line in _PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            section, columns = line.lstrip("# "), []
+        elif line.startswith("| key"):
+            columns = [name.strip() for name in line.strip("|").split("|")]
+        elif line.startswith("| `") and columns and section != "summary.json":
+            cells = [_plain(cell) for cell in line.strip("|").split("|")]
+            found.append(_meaning(dict(zip(columns, cells, strict=False)), section))
+    return found
+
+
+def _meaning(cells: dict[str, str], section: str) -> Meaning:
+    unit, _, healthy = cells.get("unit, healthy range", cells.get("unit", "")).partition("; ")
+    return Meaning(cells["key"], section, cells["meaning"], unit, cells.get("healthy", healthy))
+
+
+def _plain(cell: str) -> str:
+    return _LINK.sub(r"\1", cell).replace("`", "").strip()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+class SettingRow(Record):
+    """A setting of a run.
+
+    Example: SettingRow("learner.max_steps", value=80, origin="configs/presets/config.yaml", meaning="Steps of the ...")
+    """
+
+    key: str
+    value: Any
+    origin: str
+    """Preset file, `command line a.b=c` or `default`; empty where it was not recorded."""
+    meaning: str
+
+
+def read_settings(folder: Path) -> list[SettingRow]:
+    """Return every setting of the run in this folder, also one that this version of Slipstream does not know.
+
+    Raises ConfigError if config.yaml cannot be read.
+    """
+    path = folder / "config.yaml"
+    try:
+        values = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} must be the settings of a run, got {error}.") from None
+    try:
+        origins = json.loads((folder / ORIGINS).read_bytes())
+    except (OSError, ValueError):
+        origins = {}
+    return [
+        SettingRow(key, value, str(origins.get(key, "")), read_setting_meanings().get(key, ""))
+        for key, value in leaves(values)
+    ]
+
+
+@cache
+def read_setting_meanings() -> dict[str, str]:
+    """Return key -> meaning, from the records' sources."""
+    return {setting.key: setting.meaning for setting in settings()}
+
+
+PAGE_ROWS = 50
+_IN_STORE = "the run has stopped: groups that are still in its store are not shown here, but by `slipstream view`."
+
+
+class TrajectoryPage(Record):
+    """One page of a list."""
+
+    num_rows: int
+    """Rows of the whole result."""
+    num_stored: int
+    """Trajectories of the run."""
+    start: int
+    rows: list[CatalogRow]
+    notes: list[str]
+    """One sentence on each source that cannot be read in full."""
+    columns: list[str]
+    """Columns by which a list may be sorted."""
+    conditions: list[str]
+    """Names with which a condition may begin."""
+
+
+class _Opened(NamedTuple):
+    catalog: Catalog
+    was_live: bool
+    stack: ExitStack
+
+
+class Trajectories:
+    """Opens catalogs and keeps them. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[str, _Opened] = {}
+
+    def page(
+        self,
+        reader: RunReader,
+        *,
+        conditions: str,
+        sort_by: str,
+        is_descending: bool,
+        start: int,
+        is_cancelled: Callable[[], bool],
+    ) -> TrajectoryPage:
+        """Return a page of those that meet the conditions. Raises ConfigError, ReplayBufferError."""
+        query = CatalogQuery(parse_conditions(conditions), sort_by=sort_by, is_descending=is_descending)
+        catalog = self._catalog(reader)
+        catalog.refresh()
+        page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)
+        return TrajectoryPage(
+            page.num_rows,
+            num_stored=catalog.rows.num_rows,
+            start=start,
+            rows=page.rows,
+            notes=catalog.notes + ([] if is_held(reader.folder) or reader.summary else [_IN_STORE]),
+            columns=list(SORTABLE),
+            conditions=list(NAMES),
+        )
+
+    def group(self, reader: RunReader, group_id: str) -> list[TrajectoryDetail]:
+        """Return the members of a group; none if there is no such group. Raises ConfigError, ReplayBufferError."""
+        return self._catalog(reader).group(group_id)
+
+    def _catalog(self, reader: RunReader) -> Catalog:
+        is_live = is_held(reader.folder)
+        with self._lock:
+            known = self._opened.get(reader.id)
+            # A run that ended has lost its store, one that was resumed has it again.
+            if known and known.was_live == is_live:
+                return known.catalog
+            stack, archive = ExitStack(), reader.folder / "archive"
+            # No server is started: of a run that is over, the archive has all that was trained on.
+            where = reader.folder if is_live or not is_archive(archive) else archive
+            catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
+            if known:
+                known.stack.close()
+            self._opened[reader.id] = _Opened(catalog, is_live, stack)
+            return catalog
+
+    def close(self) -> None:
+        for opened in self._opened.values():
+            opened.stack.close()

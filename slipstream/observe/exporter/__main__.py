@@ -1,0 +1,227 @@
+"""python -m slipstream.observe.exporter [RUN]: serve a run's metrics to Prometheus, and send its steps as spans.
+
+Consumes: the run's store; profile/trace.json.gz of its folder.
+Produces: `/metrics` at `exporter.port`; spans at `exporter.otlp_endpoint`.
+Invariant: a scrape reads nothing but memory: it costs neither the store nor a role anything.
+"""
+
+import hmac
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import structlog
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from slipstream.broker.transport.endpoints import is_loopback
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, store_url
+from slipstream.buffer.store import Store
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig, read_config
+from slipstream.observe.exporter.families import Context, metrics_of, unreachable
+from slipstream.observe.exporter.spans import send_trace
+from slipstream.observe.run_status import StatusReader
+from slipstream.runtime.command_line import exit_after_help, fail_cleanly
+from slipstream.runtime.credentials import find_token
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.process import on_stop_signal
+from slipstream.runtime.run_folder import find_run
+
+_TIMEOUT_S = 10.0
+"""Longest wait for a request, so that one that never comes holds no thread for ever."""
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class MetricsServer:
+    """Serves `/metrics` in threads of its own. Life: set* -> close; `set` may be called by one thread."""
+
+    def __init__(self, host: str, port: int, *, token: str) -> None:
+        """Listen; port 0 chooses one. An empty `token` asks for none. Raises ConfigError."""
+        self._metrics: list[Metric] = []
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        application = guarded(make_wsgi_app(registry), token=token, is_local=ip_address(host).is_loopback)
+        try:
+            self._server = make_server(host, port, application, _ServerV6 if ":" in host else _Server, _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"exporter.port must be free at {host}, got {port}: {error.strerror}; choose another."
+            ) from None
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def set(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """Return what is answered now; for the registry."""
+        return self._metrics
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def guarded(application: Application, *, token: str, is_local: bool) -> Application:
+    """Let through GET of /metrics alone; with the token, or by a local name: other pages in a browser are strangers."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        refusal = _refusal(environ, token=token, is_local=is_local)
+        if refusal is None:
+            return application(environ, start_response)
+        start_response(refusal, [("Content-Type", "text/plain"), ("Content-Length", "0")])
+        return []
+
+    return answer
+
+
+def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | None:
+    given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
+    if token and not hmac.compare_digest(given.encode(), token.encode()):
+        return "401 Unauthorized"
+    if is_local and not is_loopback(_host_of(environ)):
+        return "400 Bad Request"
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        return "405 Method Not Allowed"
+    return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
+
+
+def _host_of(environ: Mapping[str, Any]) -> str:
+    """Name by which the server was asked, without its port; empty for one that cannot be."""
+    with suppress(ValueError):
+        return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+    return ""
+
+
+class _Server(ThreadingWSGIServer):
+    daemon_threads = True
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a request every few seconds is no event."""
+
+
+_POLL_EVERY_S = 1.0
+_CLOSE_TIMEOUT_S = 15.0
+"""Time for spans that are on their way when the exporter ends."""
+_NICENESS = 10
+
+log = structlog.get_logger(__name__)
+
+
+@fail_cleanly(ReplayBufferError)
+def main(arguments: list[str]) -> None:
+    """Run until SIGTERM or SIGINT."""
+    exit_after_help(arguments, __doc__)
+    is_stopping = on_stop_signal(lambda: None)
+    os.nice(_NICENESS)
+    configure_logs("exporter")
+    folder = find_run(arguments, command="exporter")
+    run = read_config(folder)
+    config = run.exporter
+    if not config.is_wanted:
+        raise ConfigError("exporter.port or exporter.otlp_endpoint must be set for the exporter, got neither.")
+    server = None
+    if config.port is not None:
+        server = MetricsServer(config.host, config.port, token=find_token(run) if config.is_open else "")
+        log.info("serving", address=f"http://{config.host}:{server.port}/metrics", needs_token=config.is_open)
+    url = store_url(run, folder)
+    timeout_s = run.buffer.retry_timeout_s
+    with (
+        open_run_store(url, run.name, timeout_s=timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as store,
+        closing(Outbox(folder, run)) as outbox,
+    ):
+        reader = Reader(store, run)
+        while not is_stopping():
+            if server:
+                server.set(reader.read())
+            outbox.poll()
+            time.sleep(_POLL_EVERY_S)
+    if server:
+        server.close()
+
+
+class Reader:
+    """Reads the state of a run as metrics."""
+
+    def __init__(self, store: Store, run: RunConfig) -> None:
+        self._store = store
+        self._run = run
+        self._reader = StatusReader(store, run)
+        self._accepted = -1
+        self._arrived_at = time.monotonic()
+
+    def read(self) -> list[Metric]:
+        """Return the metrics of now; without an answer of the store, that alone."""
+        try:
+            status, roles = self._reader.read(), self._store.roles()
+        except ReplayBufferError:
+            return unreachable(self._run.name)
+        if status.counts.accepted != self._accepted:
+            self._accepted, self._arrived_at = status.counts.accepted, time.monotonic()
+        return metrics_of(status, Context(self._run, roles, time.monotonic() - self._arrived_at))
+
+
+class Outbox:
+    """Sends each recorded trace once, on a thread: a slow receiver makes no metric old. Life: poll* -> close."""
+
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        self._path = folder / "profile" / "trace.json.gz"
+        self._run = run
+        self._sent_at = 0
+        self._sending: threading.Thread | None = None
+
+    def poll(self) -> None:
+        """Begin to send the trace of the run's folder if it is new, and the one before has been sent."""
+        endpoint = self._run.exporter.otlp_endpoint
+        if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
+            return
+        if self._sending and self._sending.is_alive():
+            return
+        self._sent_at = self._path.stat().st_mtime_ns
+        self._sending = threading.Thread(target=self._send, args=(endpoint,), name="spans", daemon=True)
+        self._sending.start()
+
+    def _send(self, endpoint: str) -> None:
+        """Send the trace; an error is a line of the log, and not tried again."""
+        try:
+            num_spans, is_whole = send_trace(self._path, run=self._run.name, endpoint=endpoint)
+            log.info("spans_sent" if is_whole else "spans_refused", spans=num_spans, endpoint=endpoint)
+        # Also what the transport of the library raises: the next trace may find its receiver again.
+        except Exception as error:
+            log.warning("spans_not_sent", error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Send what was recorded of the last steps: it is written as the learner ends."""
+        ends_at = time.monotonic() + _CLOSE_TIMEOUT_S
+        for _ in range(2):
+            self.poll()
+            if self._sending:
+                self._sending.join(max(0.0, ends_at - time.monotonic()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Answer: what is found in the records of a run, with the figures that it rests on."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slipstream.configs.base import Record
+
+Events = Mapping[int, Sequence[str]]
+"""Step -> sentences on what happened while it was made."""
+
+
+class Finding(Record):
+    """One thing that was found.
+
+    Example: Finding("lag/mean", figures="rose from 1 to 5.8, from step 44 on", advice="the answers come from ...")
+    """
+
+    key: str
+    """Metric, or phase of a role as in `times`: `learner/compute`."""
+    figures: str
+    """Measured values."""
+    advice: str = ""
+    """Meaning and remedy, with the figures of the run."""
+
+
+class Answer(Record):
+    """Answer to a question about a run."""
+
+    headline: str
+    """One sentence."""
+    findings: list[Finding] = []
+    """The most important first."""
+    facts: list[str] = []
+    """Further measurements, a line each."""
+    note: str = ""
+    """Limit of the answer."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the answer as text."""
+        yield self.headline
+        for number, finding in enumerate(self.findings, start=1):
+            yield f"{number}. {finding.key}: {finding.figures}"
+            yield from ([f"   {finding.advice}"] if finding.advice else [])
+        yield from self.facts
+        yield from ([self.note] if self.note else [])
+
+
+def number_in(row: Mapping[str, Any], key: str) -> float:
+    """Return a metric of a row; NaN where it is absent or no number: a file may hold anything."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def shown(value: float) -> str:
+    """Format a measured value."""
+    return f"{value:.3g}"
+
+
+def steps_shown(first: int, last: int) -> str:
+    """Format a range of steps."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"

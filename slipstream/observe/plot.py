@@ -1,0 +1,159 @@
+"""Plots a run: reads `metrics.jsonl` of its folder and writes `curve.png` beside it."""
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+
+from slipstream.runtime.run_folder import read_metrics
+
+Rows = list[dict[str, Any]]
+"""One flat dict per step."""
+BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9741a", "#2f8f5b", "#6b7280"
+STYLE: Any = {
+    "axes.edgecolor": "#9aa1ab",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "font.size": 9.5,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+ACCURACY = "eval/accuracy_"
+MISMATCH = re.compile("learner/by_lag/([^/]+)/mismatch_k3")
+SHADES = ("#2563a8", "#2f8f5b", "#c9a227", "#d9741a", "#b3372b", "#6b2d5c")
+SET_COLOURS = (BLUE, ORANGE, GREEN, *SHADES)
+RATES = {
+    "generators/tokens_per_s": ("generators", BLUE),
+    "learner/tokens_per_s": ("learner", ORANGE),
+}
+
+
+def is_drawn(key: str) -> bool:
+    """Return whether `draw` reads this key of a row."""
+    read = ("step", "time_s", "learner/reward_mean", "lag/mean", "lag/max", *RATES)
+    return key in read or key.startswith(ACCURACY) or MISMATCH.fullmatch(key) is not None
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw the curves of a run and return the path of the picture. Raises ConfigError when the run made no step."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    target = run_dir / "curve.png"
+    with mpl.rc_context(STYLE):
+        figure = draw(rows, title=run_dir.resolve().name)
+        FigureCanvasAgg(figure).print_png(str(target))
+    return target
+
+
+def draw(rows: Rows, *, title: str) -> Figure:
+    """Draw accuracy over steps and over seconds above, reward, lag, mismatch and speed below."""
+    figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+    grid = figure.add_gridspec(2, 4)
+    by_step, by_time = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2:])
+    reward, lag, mismatch, speed = (figure.add_subplot(grid[1, column]) for column in range(4))
+    _draw_accuracy(by_step, rows, over="step")
+    _draw_accuracy(by_time, rows, over="time_s")
+    _draw_reward(reward, rows)
+    _draw_lag(lag, rows)
+    _draw_mismatch(mismatch, rows)
+    _draw_rates(speed, rows)
+    return figure
+
+
+def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
+    axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
+    axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
+    found = [key.removeprefix(ACCURACY) for row in rows for key in row if key.startswith(ACCURACY)]
+    for label, colour in zip(dict.fromkeys(found or ["sampled", "greedy"]), itertools.cycle(SET_COLOURS), strict=False):
+        positions, values = _series(rows, f"{ACCURACY}{label}", over)
+        name = f"{label}, {values[-1]:.3f} at the end" if values else label
+        axes.plot(positions, values, color=colour, marker="o", markersize=3.5, label=name)
+    axes.legend(loc="lower right")
+
+
+def _draw_reward(axes: Axes, rows: Rows) -> None:
+    positions, values = _series(rows, "learner/reward_mean", "step")
+    axes.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
+    axes.plot(positions, running_mean(values, width=10), color=GREEN)
+    axes.set(title="Reward, and its mean of 10 steps", xlabel="step")
+
+
+def _draw_lag(axes: Axes, rows: Rows) -> None:
+    axes.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
+    axes.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
+    axes.set(title="Lag, versions", xlabel="step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="lower right")
+
+
+def _draw_mismatch(axes: Axes, rows: Rows) -> None:
+    # The distance of the curves shows staleness; lag 0 shows the difference between the engines alone.
+    found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
+    # Such as 4-7 or 16+.
+    buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
+    for bucket, colour in zip(buckets, SHADES, strict=False):
+        positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
+        axes.plot(positions, values, color=colour, linewidth=1.2, label=bucket)
+    axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
+    if buckets:
+        axes.set_yscale("log", nonpositive="mask")
+        axes.legend(loc="lower right")
+
+
+def _draw_rates(axes: Axes, rows: Rows) -> None:
+    for key, (label, colour) in RATES.items():
+        axes.plot(*_series(rows, key, "step"), color=colour, label=label)
+    axes.set(title="Tokens per second", xlabel="step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.legend(loc="lower right")
+
+
+def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
+    """Positions on the x axis and values of a metric, of the rows that have it."""
+    points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
+    return [position for position, _ in points], [value for _, value in points]
+
+
+def running_mean(values: list[float], *, width: int) -> list[float]:
+    """Mean of each value and up to `width - 1` before it."""
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+class Curve:
+    """Keeps of each row what is drawn. Life: add* -> (draw | add)*."""
+
+    def __init__(self, *, title: str) -> None:
+        self._title = title
+        self._rows: list[dict[str, Any]] = []
+        self.has_undrawn = False
+        """Whether rows came since the last picture."""
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        before = len(self._rows)
+        self._rows += [{key: value for key, value in row.items() if is_drawn(key)} for row in rows]
+        self.has_undrawn |= len(self._rows) > before
+
+    def draw(self) -> tuple[int, bytes]:
+        """Return the newest step, and a PNG of all of them."""
+        self.has_undrawn = False
+        file = BytesIO()
+        with mpl.rc_context(STYLE):
+            FigureCanvasAgg(draw(self._rows, title=self._title)).print_png(file)
+        return self._rows[-1]["step"], file.getvalue()

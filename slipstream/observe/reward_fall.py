@@ -1,0 +1,272 @@
+"""Falls of the reward: whether it fell beyond its noise, and what else changed then, in the order of beginning.
+
+Compares the window of steps with the best mean reward before a fall with the worst one after it. What has changed
+between them is a measurement; which of it caused the fall is not, and is not claimed.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from slipstream.buffer.records import StepEntry
+from slipstream.configs.run import RunConfig
+from slipstream.observe.finding import Answer, Events, Finding, number_in, shown, steps_shown
+from slipstream.runtime.healthy_ranges import SIGNS, STOP_LENGTH, Range, figures_of
+
+Row = Mapping[str, Any]
+
+_MIN_STEPS = 20
+_MIN_WIDTH, _MAX_WIDTH = 5, 50
+_ERRORS = 6.0
+"""Standard errors between two windows beyond which they differ. The largest fall of a series of noise alone, of a
+thousand steps that hang together a little, is about as large as five of them."""
+_LEAST_CHANGE = 0.2
+"""Change of a metric, relative to the larger of both means, that is worth a line."""
+_DEPARTED_STEPS = 3
+"""Steps in a row beyond the level of before with which a change has begun."""
+_DEVIATIONS = 3.0
+"""Standard deviations that are beyond it."""
+_REWARD = "learner/reward_mean"
+_OF_SOURCE = re.compile(r"learner/by_source/(?P<source>.+)/(?P<name>[^/]+)")
+_USUAL = ("lag/mean", "learner/idle_fraction", "learner/ess", "learner/grad_norm", "learner/entropy")
+"""Metrics that are named also where they did not change."""
+_NAMED = 6
+_EVENTS_NAMED = 10
+_NOTE = (
+    "These are the metrics that changed with the reward, the first to change first; the records do not tell which of "
+    "them caused it."
+)
+
+
+class Windows(NamedTuple):
+    """Steps before and after a fall, as indices of rows. Example: Windows(30, 70, width=10)."""
+
+    before: int
+    """First row of the window with the best mean."""
+    after: int
+    """First row of the worst window after it."""
+    width: int
+
+    def of(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return the values that there are in both windows."""
+        found = (values[start : start + self.width] for start in (self.before, self.after))
+        early, late = ([value for value in window if math.isfinite(value)] for window in found)
+        return early, late
+
+
+class Change(NamedTuple):
+    """Change of a metric between two windows."""
+
+    was: float
+    now: float
+    errors: float
+    """Difference in its standard errors."""
+    begins: int | None
+    """Index of the row with which it leaves its level of before; None if it wavers."""
+
+    @property
+    def is_large(self) -> bool:
+        least = _LEAST_CHANGE * max(abs(self.was), abs(self.now))
+        return self.errors >= _ERRORS and abs(self.now - self.was) >= least
+
+
+def explain_reward(
+    rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
+) -> Answer:
+    """Return whether the reward fell, and what changed with it.
+
+    `entries`: of the step ledger, which show other settings. `events`: sentences by step.
+    """
+    rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
+    if len(rows) < _MIN_STEPS:
+        have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
+        return Answer(f"{have} a reward: a fall cannot be told from noise in fewer than {_MIN_STEPS}.")
+    rewards = _column(rows, _REWARD)
+    windows = largest_fall(rewards)
+    change = _change(rewards, windows)
+    early, late = (steps_shown(*_steps(rows, start, windows.width)) for start in (windows.before, windows.after))
+    means = f"{shown(change.was)} (mean of {early}) to {shown(change.now)} ({late})"
+    if change.errors < _ERRORS or change.now >= change.was:
+        first, last = rewards[: windows.width], rewards[-windows.width :]
+        trend = f"from {shown(statistics.fmean(first))} in the first {windows.width} steps to "
+        return Answer(
+            f"The reward did not fall beyond its noise: it went {trend}{shown(statistics.fmean(last))} in the last.",
+            facts=[f"its largest fall was from {means}: {change.errors:.1f} standard errors, not {_ERRORS:g}"]
+            if change.now < change.was
+            else [f"no {windows.width} steps have a lower mean than {windows.width} steps before them"],
+        )
+    changes = list(_changes(rows, windows))
+    signs = list(_signs(rows, changes, figures_of(rows[-1], run)))
+    mix = list(_mix(rows, windows))
+    return Answer(
+        f"The reward fell from {means}, by {shown(change.was - change.now)}{_since(rows, change)}.",
+        findings=signs,
+        facts=[
+            *mix,
+            *_parts(rows, windows),
+            *_heldout(rows, windows),
+            *_settings(rows, windows, entries),
+            *_events(rows, windows, events),
+            *_unchanged(changes),
+        ],
+        note=_NOTE if signs else "" if mix else "No watched metric changed with it.",
+    )
+
+
+def largest_fall(values: Sequence[float]) -> Windows:
+    """Return the windows with the largest fall between them; at least two widths of values."""
+    width = max(_MIN_WIDTH, min(_MAX_WIDTH, len(values) // 8))
+    means = [statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1)]
+    best, found, size = 0, Windows(0, width, width), -math.inf
+    for after in range(width, len(means)):
+        best = max(best, after - width, key=means.__getitem__)
+        if means[best] - means[after] > size:
+            size, found = means[best] - means[after], Windows(best, after, width)
+    return found
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+def _column(rows: Sequence[Row], key: str) -> list[float]:
+    return [number_in(row, key) for row in rows]
+
+
+def _change(values: Sequence[float], windows: Windows) -> Change:
+    """Return the change of a metric that both windows have."""
+    early, late = windows.of(values)
+    was, now = statistics.fmean(early), statistics.fmean(late)
+    # A metric that never varied has no noise to measure a change with.
+    floor = 1e-3 * max(abs(was), abs(now)) + 1e-12
+    spread = [max(floor, statistics.stdev(window) if len(window) > 1 else abs(was - now)) for window in (early, late)]
+    error = math.hypot(spread[0] / math.sqrt(len(early)), spread[1] / math.sqrt(len(late)))
+    begins = _departure(values, windows, level=was, spread=spread[0], is_rise=now > was)
+    return Change(was, now, abs(now - was) / error, begins)
+
+
+def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
+    """Return the first of the rows in a row whose values are beyond the level of before."""
+    streak = 0
+    for index in range(windows.before, windows.after + windows.width):
+        beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
+        streak = streak + 1 if beyond else 0
+        if streak == _DEPARTED_STEPS:
+            return index - streak + 1
+    return None
+
+
+def _steps(rows: Sequence[Row], start: int, width: int) -> tuple[int, int]:
+    return rows[start]["step"], rows[start + width - 1]["step"]
+
+
+def _since(rows: Sequence[Row], change: Change) -> str:
+    return "" if change.begins is None else f", from step {rows[change.begins]['step']} on"
+
+
+def _keys(rows: Sequence[Row], windows: Windows) -> list[str]:
+    """Return the metrics of the windows."""
+    chosen = (row for start in (windows.before, windows.after) for row in rows[start : start + windows.width])
+    return sorted({key for row in chosen for key in row})
+
+
+def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range, Change]]:
+    """Yield the signs that both windows have."""
+    for key in _keys(rows, windows):
+        found = _OF_SOURCE.fullmatch(key)
+        known = SIGNS.get(STOP_LENGTH if found and found["name"] == "stop_length" else key)
+        if known and all(windows.of(values := _column(rows, key))):
+            yield key, known, _change(values, windows)
+
+
+def _signs(
+    rows: Sequence[Row], changes: Sequence[tuple[str, Range, Change]], figures: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the metrics that changed in the direction that harms, the first to change first."""
+    for key, known, change in sorted(changes, key=lambda each: math.inf if each[2].begins is None else each[2].begins):
+        is_rise = change.now > change.was
+        is_harmful = known.high is not None if is_rise else known.low is not None
+        if change.is_large and is_harmful:
+            is_outside = not known.of_median and not known.holds(change.now)
+            text = f"{'rose' if is_rise else 'fell'} from {shown(change.was)} to {shown(change.now)}"
+            text += f"{_since(rows, change)}{f'; healthy is {known}' if is_outside else ''}"
+            yield Finding(key, text, known.explain(figures))
+
+
+def _unchanged(changes: Sequence[tuple[str, Range, Change]]) -> Iterator[str]:
+    same = [(key, change) for key, _, change in changes if key in _USUAL and not change.is_large]
+    if same:
+        texts = (f"{key} ({shown(change.was)} and {shown(change.now)})" for key, change in same)
+        yield f"much the same before and after: {', '.join(texts)}"
+
+
+# --- what was trained on ---------------------------------------------------------------------------------------------
+class _Source(NamedTuple):
+    share: float
+    reward: float
+
+
+def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
+    """Return the share of the trajectories and the mean reward of each task."""
+    counts: dict[str, float] = {}
+    sums: dict[str, float] = {}
+    for row in rows:
+        for key in row:
+            if (found := _OF_SOURCE.fullmatch(key)) and found["name"] == "reward_mean":
+                source = found["source"]
+                count, reward = number_in(row, f"learner/by_source/{source}/trajectories"), number_in(row, key)
+                if math.isfinite(count * reward):
+                    counts[source] = counts.get(source, 0.0) + count
+                    sums[source] = sums.get(source, 0.0) + count * reward
+    total = sum(counts.values())
+    return {source: _Source(count / total, sums[source] / count) for source, count in counts.items() if count > 0}
+
+
+def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
+    """Split the fall exactly: into another mix of tasks, and other rewards within them."""
+    early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
+    if len(names := sorted(early.keys() | late.keys())) < 2:
+        return
+    by_mix, lines = 0.0, []
+    for name in names:
+        # A task that one of the windows lacks has no other reward there.
+        was, now = early.get(name) or _Source(0, late[name].reward), late.get(name) or _Source(0, early[name].reward)
+        by_mix += (now.share - was.share) * (was.reward + now.reward) / 2
+        line = f"  {name}: {was.share:.0%} to {now.share:.0%} of the answers, reward {shown(was.reward)} to "
+        lines.append((abs(now.share * now.reward - was.share * was.reward), f"{line}{shown(now.reward)}"))
+    was_all, now_all = (sum(each.share * each.reward for each in found.values()) for found in (early, late))
+    total = now_all - was_all
+    yield f"of a change of {total:+.3g}: {by_mix:+.3g} another mix of tasks, {total - by_mix:+.3g} rewards within them"
+    yield from (line for _, line in sorted(lines, reverse=True)[:_NAMED])
+
+
+def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
+    """Name the parts of the reward that fell."""
+    for key in _keys(rows, windows):
+        found = _OF_SOURCE.fullmatch(key)
+        if found and found["name"].startswith("part_") and all(windows.of(values := _column(rows, key))):
+            change = _change(values, windows)
+            if change.is_large and change.now < change.was:
+                yield f"part of the reward that fell: {key}, {shown(change.was)} to {shown(change.now)}"
+
+
+def _heldout(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
+    """Compare held-out rewards: they are of the same prompts before and after."""
+    for key in (key for key in _keys(rows, windows) if key.startswith("eval/reward_")):
+        early, late = windows.of(_column(rows, key))
+        if early and late:
+            yield f"{key}, of the same prompts before and after: {shown(early[-1])} to {shown(late[-1])}"
+
+
+def _settings(rows: Sequence[Row], windows: Windows, entries: Sequence[StepEntry]) -> Iterator[str]:
+    first, last = rows[windows.before]["step"], _steps(rows, windows.after, windows.width)[1]
+    for before, entry in pairwise(entry for entry in entries if first <= entry.step <= last):
+        if before.config_hash != entry.config_hash:
+            yield f"from step {entry.step} on the run had other settings ({before.config_hash} to {entry.config_hash})"
+
+
+def _events(rows: Sequence[Row], windows: Windows, events: Events) -> Iterator[str]:
+    first, last = rows[windows.before]["step"], _steps(rows, windows.after, windows.width)[1]
+    found = [(step, text) for step, texts in sorted(events.items()) if first <= step <= last for text in texts]
+    yield from (f"event in step {step}: {text}" for step, text in found[-_EVENTS_NAMED:])

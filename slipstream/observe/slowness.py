@@ -1,0 +1,227 @@
+"""Causes of slowness: where the wall time of its steps went, which side waits for which, and which steps stand out."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from slipstream.buffer.role_reports import PHASES as PHASE_WORDS
+from slipstream.buffer.role_reports import StepTimes, describe_times
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+from slipstream.observe.finding import Answer, Events, Finding, number_in, shown, steps_shown
+from slipstream.runtime.healthy_ranges import Range, figures_of
+
+Row = Mapping[str, Any]
+
+_LEAST_SHARE = 0.1
+"""Share of the learner's time from which on a phase is a finding."""
+_LEAST_GENERATOR_SHARE = 0.2
+"""Share of the generators' time from which on a phase of theirs is one, while the learner waits."""
+_SLOW = 3.0
+"""Multiple of the median from which on a step stands out."""
+_STEPS_NAMED = 5
+_EVENTS_NAMED = 3
+_CHANGED = 1.5
+"""Factor between the median step of the first and of the last quarter from which on the pace has changed."""
+_MIN_QUARTER = 5
+_UNUSED = 0.05
+"""Share of what was generated from which on it is reported as unused."""
+_PARTS = {
+    "learner/wait_s": "waiting for trajectories",
+    "learner/train_s": "training",
+    "learner/publish_s": "publishing, and evaluations ahead of it",
+    "learner/checkpoint_s": "checkpoints",
+}
+"""Parts of a step that each row has."""
+_WASTE = {
+    "buffer/waste_fraction": "left the buffer untrained",
+    "buffer/filtered_fraction": "were rejected by buffer.filter",
+    "learner/stale_fraction": "were masked for their age",
+}
+_PROFILE = "`slipstream profile` records what happens within"
+
+PHASES = {
+    "generator/working": Range(
+        meaning="engines, tools and reward functions set the pace",
+        advice="raise generators.count (now {generators}), or lower generators.sampling.max_tokens (now {max_tokens}); "
+        "`slipstream profile` shows whether the engine or the reward takes the time",
+    ),
+    "generator/prompts": Range(
+        meaning="generators stand idle while the learner waits: pacing admits too few prompts, or a few long answers "
+        "hold up their groups",
+        advice="raise buffer.staleness.max_lag (now {max_lag}) or pacing_lag (now {pacing_lag})",
+    ),
+    "generator/updating": Range(
+        meaning="generators stand still for new weights (the newest version took {sync_s} s, and {pause_s} s of pause)",
+        advice="raise weights.publish_every_steps (now {publish_steps}), which adds as much lag, or choose another "
+        "weights.transport (now {transport})",
+    ),
+    "generator/store": Range(
+        meaning="the store does not take what generators have made",
+        advice="`slipstream status` has the reason; see buffer.capacity and buffer.store.max_memory_mib",
+    ),
+    "learner/waiting": Range(
+        meaning="no generator has reported what it does: where one process has all roles, it generates meanwhile"
+    ),
+    "learner/batch": Range(meaning="groups are fetched, decoded, checked and packed", advice=_PROFILE),
+    "learner/compute": Range(
+        meaning="the model's passes set the pace",
+        advice="raise learner.num_ranks (now {num_ranks}) or learner.tokens_per_microbatch (now {microbatch}), or "
+        "set learner.compile",
+    ),
+    "learner/optimizer": Range(
+        meaning="the optimizer's updates set the pace",
+        advice="raise learner.num_ranks (now {num_ranks}), or turn learner.engine.offload_optimizer off",
+    ),
+    "learner/publishing": Range(
+        meaning="the learner copies weights for the publisher, or waits until that has sent the version before",
+        advice="raise weights.publish_every_steps (now {publish_steps}), or set weights.staging=device on a GPU",
+    ),
+    "learner/committing": Range(
+        meaning="the store takes long to commit a step", advice="see buffer.store.durability, and the store's disk"
+    ),
+    "learner/evaluating": Range(
+        meaning="the learner waits for answers to held-out prompts",
+        advice="raise evaluation.every_steps (now {evaluation_steps}), or lower evaluation.monitor_prompts",
+    ),
+    "learner/checkpoint": Range(
+        meaning="a checkpoint is not yet durable when the next one begins, or its state is being copied",
+        advice="raise learner.checkpoint.every_steps (now {checkpoint_steps})",
+    ),
+    "learner/rest": Range(meaning="work between the phases", advice=_PROFILE),
+}
+"""`ROLE/PHASE` of `times` -> meaning of a large share, and remedy."""
+
+
+def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
+    """Return where the time went; `events`: sentences by step. Raises ConfigError for rows without `times`."""
+    # An older version wrote none, and nor does a process whose roles have not reported.
+    held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
+    try:
+        times = msgspec.convert(held, StepTimes) if held else None
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"`times` in metrics.jsonl must be as this version of Slipstream writes it, got {error}."
+        ) from None
+    if times is None or not times.step_s:
+        raise ConfigError("metrics.jsonl must hold the shares of the wall time (`times`), but no row has them.")
+    learner = times.shares("learner")
+    largest = max(learner, key=learner.__getitem__, default="rest")
+    words = PHASE_WORDS["learner"].get(largest, largest)
+    headline = f"The largest part of a step, {learner.get(largest, 0):.0%} of {shown(times.step_s)} s, is: {words}"
+    return Answer(
+        headline=f"{headline}{_meanwhile(times) if largest == 'waiting' else ''}.",
+        findings=list(_findings(times, figures_of(rows[-1], run))),
+        facts=[
+            *describe_times(held),
+            *_rates(rows),
+            *_unused(rows[-1]),
+            *_change_of_pace(rows),
+            *_slow_steps(rows, events),
+        ],
+    )
+
+
+def _meanwhile(times: StepTimes) -> str:
+    shares = times.shares("generator")
+    if not shares:
+        return ""
+    largest = max(shares, key=shares.__getitem__)
+    return f"; the largest part of the generators' time, {shares[largest]:.0%}, is: {PHASE_WORDS['generator'][largest]}"
+
+
+def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the phases of the learner, the longest first; for its wait, those of the generators."""
+    for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
+        seconds = f"{shown(share * times.step_s)} s of a step"
+        causes = _sorted(times.shares("generator"), least=_LEAST_GENERATOR_SHARE) if phase == "waiting" else []
+        found = {f"generator/{cause}": f"{part:.0%} of the generators' time; the learner waits {share:.0%} of its own, "
+                 f"{seconds}" for cause, part in causes}  # fmt: skip
+        for key, text in (found or {f"learner/{phase}": f"{share:.0%} of the learner's time, {seconds}"}).items():
+            yield Finding(key, text, PHASES[key].explain(figures) if key in PHASES else "")
+
+
+def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, float]]:
+    return sorted(((phase, share) for phase, share in shares.items() if share >= least), key=lambda item: -item[1])
+
+
+# --- further measurements --------------------------------------------------------------------------------------------
+def _rates(rows: Sequence[Row]) -> Iterator[str]:
+    last = rows[-1]
+    made, trained = number_in(last, "generators/tokens_per_s"), number_in(last, "learner/tokens_per_s")
+    if math.isfinite(made + trained):
+        yield f"tokens per second at the end: {made:.0f} generated, {trained:.0f} trained on"
+
+
+def _unused(row: Row) -> Iterator[str]:
+    for key, what in _WASTE.items():
+        if (share := number_in(row, key)) >= _UNUSED:
+            thing = "complete groups" if key == "buffer/filtered_fraction" else "tokens"
+            yield f"{share:.0%} of the {thing} {what} ({key})"
+
+
+class _Step(NamedTuple):
+    step: int
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds by what the learner did; what no part has is `the rest`."""
+
+
+def _durations(rows: Sequence[Row]) -> list[_Step]:
+    """Return the steps with their time; a resumed run's first has none."""
+    found = []
+    for before, row in pairwise(rows):
+        seconds = number_in(row, "time_s") - number_in(before, "time_s")
+        if row["step"] == before["step"] + 1 and seconds > 0:
+            found_s = {what: number_in(row, key) for key, what in _PARTS.items()}
+            parts = {what: each if math.isfinite(each) else 0.0 for what, each in found_s.items()}
+            found.append(_Step(row["step"], seconds, parts | {"the rest": max(0.0, seconds - sum(parts.values()))}))
+    return found
+
+
+def _change_of_pace(rows: Sequence[Row]) -> Iterator[str]:
+    steps = _durations(rows)
+    if (quarter := len(steps) // 4) < _MIN_QUARTER:
+        return
+    early, late = steps[:quarter], steps[-quarter:]
+    was, now = (statistics.median(each.seconds for each in steps) for steps in (early, late))
+    if max(was, now) < _CHANGED * min(was, now):
+        return
+    grown = {what: _mean_part(late, what) - _mean_part(early, what) for what in steps[0].parts}
+    what = max(grown, key=lambda each: grown[each] if now > was else -grown[each])
+    verb = "grew" if now > was else "shrank"
+    yield (
+        f"the pace changed: the median of {steps_shown(early[0].step, early[-1].step)} is {shown(was)} s, of "
+        f"{steps_shown(late[0].step, late[-1].step)} {shown(now)} s; what {verb} most is {what} ({grown[what]:+.3g} s "
+        "a step)"
+    )
+
+
+def _mean_part(steps: Sequence[_Step], what: str) -> float:
+    return statistics.fmean(step.parts[what] for step in steps)
+
+
+def _slow_steps(rows: Sequence[Row], events: Events) -> Iterator[str]:
+    steps = _durations(rows)
+    if not steps:
+        return
+    median = statistics.median(step.seconds for step in steps)
+    usual = {what: statistics.median(step.parts[what] for step in steps) for what in steps[0].parts}
+    slow = [step for step in steps if step.seconds > _SLOW * median]
+    if not slow:
+        yield f"no step took more than {_SLOW:g} times the median of {shown(median)} s"
+        return
+    beyond = sum(step.seconds - median for step in slow) / sum(step.seconds for step in steps)
+    yield (
+        f"{len(slow)} of {len(steps)} steps took more than {_SLOW:g} times the median of {shown(median)} s; what they "
+        f"took beyond it is {beyond:.0%} of all time"
+    )
+    for step in sorted(slow, key=lambda step: -step.seconds)[:_STEPS_NAMED]:
+        what = max(usual, key=lambda each: step.parts[each] - usual[each])
+        yield f"  step {step.step}: {shown(step.seconds)} s, of which {shown(step.parts[what])} s {what}"
+        yield from (f"    event: {text}" for text in events.get(step.step, ())[:_EVENTS_NAMED])

@@ -1,0 +1,433 @@
+"""Terminal views of a run: `slipstream status`, and the launcher's live view."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.buffer.control import _POLL_EVERY_S, NoAnswerError
+from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import EmbeddedRedisConfig
+from slipstream.configs.run import RunConfig, read_config
+from slipstream.observe.run_status import RunSnapshot, RunStatus, StatusEvent, StatusReader, dead_end_cause
+from slipstream.runtime.command_line import NO_ANSWER, add_row, exit_with_error, make_console, make_table, printable
+from slipstream.runtime.credentials import TOKEN_VARIABLE
+from slipstream.runtime.process import on_stop_signal
+from slipstream.runtime.run_folder import find_run, is_held
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 48
+
+
+class LiveView:
+    """Shows snapshots of a run, inside `with view.shown():`."""
+
+    def __init__(self, run: RunConfig, *, console: Console) -> None:
+        self._run = run
+        self._console = console
+        self._live: Live | None = None
+        self._last_wait: str | None = None
+        self._last_dead_end = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Use the terminal for the duration of the block."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
+            self._live = live
+            yield
+        self._live = None
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Draw a snapshot, or print one line per new step."""
+        if self._live:
+            self._live.update(self._panel(snapshot))
+            return
+        for row in snapshot.new_rows:
+            self.print_line(step_line(row, snapshot, max_steps=self._run.learner.max_steps))
+        cause = dead_end_cause(snapshot.roles)
+        if cause and cause != self._last_dead_end:
+            self.print_line(f"dead end: {cause}")
+        self._last_dead_end = cause
+        # Before the first step the waits are the only sign of progress.
+        if not snapshot.rows and (waits := snapshot.describe_waits()) != self._last_wait:
+            self._last_wait = waits
+            self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
+
+    def print_line(self, sentence: str) -> None:
+        """Print one line, above the panel if there is one."""
+        self._console.print(sentence, highlight=False, soft_wrap=True)
+
+    # --- the panel -----------------------------------------------------------------------------------------------
+    def _panel(self, snapshot: RunSnapshot) -> Panel:
+        waits, cause = snapshot.describe_waits() or "none", dead_end_cause(snapshot.roles)
+        return Panel(
+            Group(
+                self._progress(snapshot),
+                Text(),
+                _numbers(snapshot),
+                Text(),
+                _lag_line(snapshot.last),
+                _role_lines(snapshot),
+                Text(f"waits   {waits}", style="yellow", overflow="ellipsis", no_wrap=True),
+                # Never truncated: the text ends with the remedy.
+                *([Text(f"dead end: {cause}", style="bold red")] if cause else ()),
+            ),
+            title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
+            title_align="left",
+        )
+
+    def _progress(self, snapshot: RunSnapshot) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        total = self._run.learner.max_steps
+        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
+        grid.add_row(
+            f"step {snapshot.state.step}/{total}",
+            ProgressBar(total=total, completed=snapshot.state.step, width=40),
+            f"version {snapshot.state.version}",
+            eta,
+        )
+        return grid
+
+
+def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
+    """Format one step as a plain line."""
+    return (
+        f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
+        f"accuracy {_accuracy(snapshot)}  "
+        f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
+        f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
+        f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
+    )
+
+
+def sparkline(values: list[float], *, low: float, high: float) -> str:
+    """Format values as a row of bars, newest on the right."""
+    span = max(high - low, 1e-9)
+    levels = (min(max((value - low) / span, 0.0), 1.0) for value in values[-_SPARK_WIDTH:])
+    return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
+
+
+def _numbers(snapshot: RunSnapshot) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    last = snapshot.last
+    rewards = [row["learner/reward_mean"] for row in snapshot.rows]
+    # Of the first held-out set: the sampled one, by default.
+    found = ([row[key] for key in row if key.startswith("eval/accuracy_")] for row in snapshot.rows)
+    accuracies = [values[0] for values in found if values]
+    grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
+    grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
+    speeds = (
+        f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
+    )
+    grid.add_row("tokens/s", speeds, "")
+    states = {state: getattr(snapshot.counts, state) for state in ("leased", "ready", "claimed", "used")}
+    groups = (states | snapshot.counts.outcomes).items()
+    grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups), "")
+    return grid
+
+
+def _lag_line(row: dict[str, Any]) -> Text:
+    histogram = {int(lag): count for lag, count in row.get("lag/histogram", {}).items()}
+    total = sum(histogram.values()) or 1
+    shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
+    return Text(
+        f"lag     {shares or '…'}   (tokens of the last step, by versions behind)", overflow="ellipsis", no_wrap=True
+    )
+
+
+def _role_lines(snapshot: RunSnapshot) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("role", "state", "version", "tokens/s", "running"):
+        table.add_column(column)
+    for name, gauges in sorted(snapshot.roles.items()):
+        speed = number_of(gauges, "tokens_per_s")
+        table.add_row(
+            name,
+            str(gauges.get("state", "")),
+            str(gauges.get("version", "")),
+            "" if speed is None else f"{speed:,.0f}",
+            str(gauges.get("running", "")),
+        )
+    return table
+
+
+def _accuracy(snapshot: RunSnapshot) -> str:
+    prefix = "eval/accuracy_"
+    names = [key.removeprefix(prefix) for row in snapshot.rows for key in row if key.startswith(prefix)]
+    shown = dict.fromkeys(names or ["sampled", "greedy"])
+    values = {name: snapshot.newest(f"{prefix}{name}") for name in shown}
+    return " ".join(f"{'  …  ' if value is None else f'{value:.3f}'} {name}" for name, value in values.items())
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: `7s`, `1m05s`, `3h20m`."""
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+_STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
+_MAX_GONE = 4
+"""Number of roles shown that have left, newest first."""
+_NOTHING = "-"
+_GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
+
+
+def draw_status(status: RunStatus) -> RenderableType:
+    """Render the run, its roles, waits, groups and errors, from top to bottom."""
+    return Group(
+        Text(f"{status.run} · {status.phase}" + f": {printable(status.detail)}" * bool(status.detail), style="bold"),
+        _facts(_run_facts(status)),
+        _titled("roles", _roles(status)),
+        _titled("waits", _waits(status)),
+        _titled("time", Text("\n".join(describe_times(status.last_row.get("times")) or ["no step yet"]))),
+        _titled("buffer", _facts(_buffer_facts(status))),
+        _titled("last errors", _events(status.events)),
+    )
+
+
+def _titled(title: str, body: RenderableType) -> Group:
+    return Group(Text(f"\n{title}", style="bold"), Padding(body, (0, 0, 0, 2), expand=False))
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        table.add_row(Text(name, style="dim"), Text(printable(fact)))
+    return table
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+def _run_facts(status: RunStatus) -> dict[str, str]:
+    is_publishing = status.announced_version > status.version
+    return (
+        {
+            "step": _step(status),
+            "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
+            "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
+            "last step": _last_step(status.last_row),
+        }
+        | ({"join": join_command(status.address)} if status.address else {})
+        | _brokers(status.roles)
+    )
+
+
+def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
+    """Name several brokers with the generators that each serves, and the chief."""
+    brokers = [role for role in roles if role.role == "broker"]
+    served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
+    shown = [
+        f"{each.name} ({'chief, ' if each.is_chief and each.is_alive else ''}"
+        + (f"{served[each.name]} generators)" if each.is_alive else f"{each.liveness})")
+        for each in brokers
+    ]
+    return {"brokers": ", ".join(shown)} if len(brokers) > 1 else {}
+
+
+def join_command(address: str) -> str:
+    """Return the command that starts a generator on another machine, in words."""
+    return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
+
+
+def _step(status: RunStatus) -> str:
+    step = f"{status.step} of {status.max_steps}"
+    if status.progress_age_s is not None:
+        step += f", the last {duration(status.progress_age_s)} ago"
+    if status.eta_s is not None and status.phase == "training":
+        step += f", at most {duration(status.eta_s)} left"
+    return step
+
+
+def _last_step(row: dict[str, Any]) -> str:
+    if not row:
+        return "none yet"
+    return (
+        f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
+        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, "
+        f"{row['generators/tokens_per_s']:,.0f} tokens/s generated, {row['learner/tokens_per_s']:,.0f} learned"
+    )
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+def _roles(status: RunStatus) -> RenderableType:
+    if not status.roles:
+        return Text("no role has reported yet")
+    numbers = ("version", "lag", "tokens/s", "running", "progress", "restarts", "heard")
+    table = make_table("role", "where", *numbers, "state", numbers=numbers)
+    gone = sorted((role for role in status.roles if role.liveness == "gone"), key=lambda role: role.report_age_s)
+    waiting = {wait.waiter for wait in status.waits}
+    for role in status.roles:
+        if role not in gone[_MAX_GONE:]:
+            add_row(table, *_role_cells(role, is_waiting=role.name in waiting))
+            table.rows[-1].style = _STYLES[role.liveness]
+    num_hidden = max(0, len(gone) - _MAX_GONE)
+    return Group(table, Text(f"and {num_hidden} more that are gone", style="dim")) if num_hidden else table
+
+
+def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
+    return [
+        role.name,
+        f"{role.host}:{role.pid}" if role.host and role.pid else _NOTHING,
+        _cell(role.version),
+        _cell(role.version_lag),
+        _cell(role.tokens_per_s, ",.0f"),
+        _cell(role.running) if role.capacity is None else f"{role.running or 0}/{role.capacity}",
+        _NOTHING if role.progress_age_s is None else duration(role.progress_age_s),
+        _cell(role.restarts),
+        duration(role.report_age_s),
+        _state(role, is_waiting=is_waiting),
+    ]
+
+
+def _state(role: RoleStatus, *, is_waiting: bool) -> str:
+    # The reason of a wait is shown among the waits already.
+    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
+    return f"{state}: {role.reason}" if role.reason and not is_waiting else state
+
+
+def _cell(value: float | None, form: str = "") -> str:
+    return _NOTHING if value is None else format(value, form)
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+def _waits(status: RunStatus) -> RenderableType:
+    shares = []
+    if status.learner_wait_fraction is not None:
+        shares.append(f"the learner waited {status.learner_wait_fraction:.0%} of its last steps")
+    if status.generators_busy_fraction is not None:
+        shares.append(f"the generators run at {status.generators_busy_fraction:.0%} of their capacity")
+    if status.generators_target is not None:
+        alive = sum(role.role == "generator" and role.is_alive for role in status.roles)
+        shares.append(f"{alive} of {status.generators_target} generators are alive")
+    shown = [printable(f"{wait.waiter} for {wait.blocked_on}: {wait.reason}") for wait in status.waits]
+    lines = [Text(line, style="yellow") for line in shown] or [Text("none", style="green")]
+    return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
+
+
+# --- the buffer ------------------------------------------------------------------------------------------------------
+def _buffer_facts(status: RunStatus) -> dict[str, str]:
+    counts, admission, memory = status.counts, status.admission, status.memory
+    limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
+    return {
+        "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be admitted'}",
+        "groups": ", ".join(f"{getattr(counts, state)} {state}" for state in _GROUP_STATES),
+        "ready by lag": ", ".join(f"lag {lag}: {count}" for lag, count in status.ready_by_lag.items()) or "none",
+        "outcomes": _format_counts(counts.outcomes),
+        "reasons": _format_counts(counts.reasons),
+        "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups carried no signal "
+        f"({counts.filtered_fraction:.1%})",
+        "curriculum": _format_counts(counts.curriculum),
+        "trajectories": f"{counts.accepted} accepted, {counts.duplicates} duplicates, {counts.superseded} superseded",
+        "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of connected generators",
+        "refused": _format_counts(counts.refused),
+        "tokens": f"length bias {status.length_bias:.3f}, {status.waste_fraction:.1%} wasted",
+        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories; "
+        f"the server holds {memory.used_bytes / 2**20:,.1f}{limit} MiB",
+    }
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    largest_first = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{count} {name}" for name, count in largest_first) or "none"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+def _events(events: list[StatusEvent]) -> RenderableType:
+    if not events:
+        return Text("none", style="green")
+    table = Table.grid(padding=(0, 2))
+    for event in events:
+        add_row(table, f"{duration(event.age_s)} ago", event.role, event.text)
+    return table
+
+
+_REFRESH_EVERY_S = 1.0
+
+
+@contextmanager
+def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, RedisStore]]:
+    """Open the store of the run that `words` name, as for `find_run`: its folder, and the store, which is not started.
+
+    Raises ConfigError; exits with NO_ANSWER for an error of the store and a role that does not answer.
+    """
+    folder = find_run(words, command=command)
+    try:
+        with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
+            yield folder, store
+    except NoAnswerError as error:
+        exit_with_error(error, code=NO_ANSWER)
+    except StoreUnavailableError as error:
+        exit_with_error(_describe_end(folder) or error, code=NO_ANSWER)
+    except ReplayBufferError as error:
+        exit_with_error(error, code=NO_ANSWER)
+
+
+def _describe_end(folder: Path) -> str:
+    """Tell why the store of a run does not answer; empty for a run in progress."""
+    if (summary := folder / "summary.json").is_file():
+        return f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
+    if is_held(folder) or not isinstance(read_config(folder).buffer.store, EmbeddedRedisConfig):
+        return ""
+    return (
+        f"no store answered, as run {folder.name!r} is not in progress here: `slipstream run name={folder.name} "
+        "resume=true`, with its settings, goes on with it."
+    )
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
+    """Show a run on one screen. Raises and exits as `_opened`, as do all commands below."""
+    if is_json and is_watching:
+        raise ConfigError("--json prints once: leave --watch away.")
+    with _opened(words, command="status") as (folder, store):
+        reader = StatusReader(store, read_config(folder))
+        status = reader.read()
+        if is_json:
+            print(as_json(status))
+        elif is_watching:
+            _watch(reader, status, console=make_console())
+        else:
+            make_console().print(draw_status(status))
+
+
+def as_json(status: RunStatus) -> str:
+    """Encode as one object; its keys are the fields of RunStatus and of the records in it."""
+    return msgspec.json.encode(status).decode()
+
+
+def _watch(reader: StatusReader, status: RunStatus, *, console: Console) -> None:
+    """Refresh the screen until Ctrl-C. While the store does not answer, the error takes the place of the status."""
+    is_stopping = on_stop_signal(lambda: None)
+    refresh_at = time.monotonic() + _REFRESH_EVERY_S
+    with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while not is_stopping():
+            time.sleep(_POLL_EVERY_S)
+            if time.monotonic() >= refresh_at:
+                live.update(_draw(reader), refresh=True)
+                refresh_at = time.monotonic() + _REFRESH_EVERY_S
+
+
+def _draw(reader: StatusReader) -> RenderableType:
+    try:
+        return draw_status(reader.read())
+    except ReplayBufferError as error:
+        return Text(str(error), style="red")

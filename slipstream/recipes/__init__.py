@@ -1,1 +1,0 @@
-"""`slipstream launch`: what Slurm and Kubernetes start a run with, from its settings."""

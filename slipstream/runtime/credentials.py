@@ -1,0 +1,263 @@
+"""Credentials: the run's token, and the CURVE key pairs that both ends of every socket derive from it.
+
+Whoever has the token can compute both pairs, and nobody else can: a socket hears no peer without it, and a peer that
+has it knows that it speaks to its own run. The token is made when a run starts and lies in the run folder, where roles
+of the same user find it; whoever comes from elsewhere is given it in the environment or in a file.
+
+A guest has a token of its own, from which the run's cannot be computed. It tells the guest's name to the servers that
+let it in, and lets it connect to them, but not serve.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.broker import BrokerConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
+
+TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
+"""Environment variable that holds the run's token; the launcher's roles inherit it."""
+TOKEN_REMEDY = (
+    f"set {TOKEN_VARIABLE} to the run's token, name a file that holds it with broker.token_file=PATH, or start where "
+    "the run folder lies, with name=RUN."
+)
+"""End of a sentence about a token that is missing or wrong."""
+_TOKEN_LENGTHS = range(16, 1025)
+_MIN_OPEN_LENGTH = 32
+"""Characters of a token where other machines reach the sockets: whoever can connect can try tokens."""
+_MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
+_ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_SCRYPT_COST = 2**15
+"""Makes each guess at a token that a person chose cost a tenth of a second and 32 MiB."""
+_GUEST = "guest."
+"""Begin of a guest's token: `guest.NAME.KEYS`."""
+_KEY_BYTES = 32
+
+
+class Keys(Record):
+    """Key pairs of both ends, in Z85. Example: Keys(b"rq:rM>}U...", b"JTKVSB%%...", b"Yne@$w-v...", b"D:)Q[IlA...")."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+    guests: dict[bytes, str] = {}
+    """Public key -> name of the guests that a server lets in."""
+    guest: str = ""
+    """Name of the guest that these are of, who has no `server_secret`; empty: they are of the run."""
+
+
+# --- the token -------------------------------------------------------------------------------------------------------
+# A secret: it appears in no command line, setting, log or answer, and is in no file but the one made for it.
+def find_token(run: RunConfig) -> str:
+    """Return the token of the environment, else of `broker.token_file`, else of the run folder; empty without any.
+
+    Raises ConfigError.
+    """
+    token = given_token(run.broker) or _token_in_folder(RunFolder(run))
+    if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
+        raise ConfigError(
+            f"the token must have >= {_MIN_OPEN_LENGTH} characters with cluster.interface, got {len(token)}: other "
+            f"machines can guess at it; {_MAKE_TOKEN}"
+        )
+    return token
+
+
+def make_token(run: RunConfig) -> str:
+    """Return the run's token, and make one in its folder if there is none. Raises ConfigError."""
+    if token := find_token(run):
+        if token.startswith(_GUEST):
+            raise ConfigError(
+                "the token must be the run's, got that of a guest, which starts generators alone: unset "
+                f"{TOKEN_VARIABLE}, or begin the run with a token of its own."
+            )
+        return token
+    folder = RunFolder(run)
+    folder.make()
+    unfinished = folder.token.with_name(f"token.{os.getpid()}")
+    unfinished.touch(mode=0o600)
+    unfinished.write_text(secrets.token_urlsafe(32) + "\n")
+    try:
+        # Linked rather than renamed: of two roles that start at once, both use the token of the first.
+        os.link(unfinished, folder.token)
+    except FileExistsError:
+        pass
+    finally:
+        unfinished.unlink()
+    return _token_in_folder(folder)
+
+
+def given_token(config: BrokerConfig) -> str:
+    """Return the token of the environment, else of `broker.token_file`; empty without either. Raises ConfigError."""
+    if token := os.environ.get(TOKEN_VARIABLE, ""):
+        return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
+    if config.token_file is None:
+        return ""
+    path = Path(config.token_file)
+    return _check_format(_read_private(path), origin=f"broker.token_file ({path})")
+
+
+def _token_in_folder(folder: RunFolder) -> str:
+    path = folder.token
+    return _check_format(_read_private(path), origin=str(path)) if path.exists() else ""
+
+
+def _read_private(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if mode & _ACCESS_BY_OTHERS:
+            raise ConfigError(
+                "a token's file must be accessible to its owner alone, "
+                f"got mode {stat.S_IMODE(mode):04o} of {path}: chmod 600 {path}"
+            )
+        return path.read_bytes().decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"broker.token_file must be a readable file, got {path}: {error.strerror or error}."
+        ) from None
+
+
+def _check_format(token: str, *, origin: str) -> str:
+    # The message reveals the token's length and nothing else of it.
+    if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
+            f"{len(token)} characters that are not: {_MAKE_TOKEN}"
+        )
+    return token
+
+
+# --- the keys --------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=8)
+def _derive_keys(token: str) -> Keys:
+    if token.startswith(_GUEST):
+        return _read_guest(token)
+    return Keys(*_derive_pair(token, end="server"), *_derive_pair(token, end="client"))
+
+
+def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
+    """Derive the key pairs of both ends from the token; takes a fifth of a second. Raises ConfigError.
+
+    `guests`: names of those that a server with these keys lets in.
+    """
+    keys = _derive_keys(token)
+    if keys.guest:
+        return keys
+    return msgspec.structs.replace(keys, guests={zmq.curve_public(_guest_secret(keys, name)): name for name in guests})
+
+
+def guest_token(keys: Keys, name: str) -> str:
+    """Return the token of a guest: its own key, and the run's public one."""
+    both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
+    return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
+
+
+def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
+    """Write the token of each guest into the run folder, for its owner alone."""
+    folder.guests.mkdir(mode=0o700, exist_ok=True)
+    for name in keys.guests.values():
+        path = folder.guests / name
+        path.touch(mode=0o600)
+        path.write_text(guest_token(keys, name) + "\n")
+
+
+def _guest_secret(keys: Keys, name: str) -> bytes:
+    seed = hashlib.blake2b(name.encode(), key=keys.client_secret, person=b"slipstream-guest", digest_size=_KEY_BYTES)
+    secret: bytes = z85.encode(seed.digest())
+    return secret
+
+
+def _read_guest(token: str) -> Keys:
+    name, _, packed = token.removeprefix(_GUEST).partition(".")
+    try:
+        both = base64.urlsafe_b64decode(packed)
+    except ValueError:
+        both = b""
+    if not name or len(both) != 2 * _KEY_BYTES:
+        raise ConfigError(
+            f"a token that begins with {_GUEST} must be a guest's: the line in guests/NAME of the run folder."
+        )
+    server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
+    return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
+
+
+def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:
+    """Derive (public, secret). Any 32 bytes are a secret key of Curve25519."""
+    salt = f"slipstream/curve/1/{end}".encode()
+    seed = hashlib.scrypt(token.encode(), salt=salt, n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=32)
+    secret: bytes = z85.encode(seed)
+    return zmq.curve_public(secret), secret
+
+
+LEFT_OUT = "(left out)"
+_KEY = (
+    r"(?:api[-_]?key|(?<!tik)token|secret|passw(?:or)?d|passphrase|credentials?|authorization|private[-_]?key|"
+    r"access[-_]?key)"
+)
+_SECRET_KEY = re.compile(rf"(?:^|[-_.a-z]){_KEY}$|^(?:headers|cookie)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(rf"{_KEY}|_KEY$|COOKIE|^AWS_|HEADERS", re.IGNORECASE)
+_MIN_KNOWN = 6
+"""Characters of a value below which every text would hold it by accident."""
+_NO_VALUE = rf"(?!None|null|\(|{re.escape(LEFT_OUT)})"
+_ISSUED = (
+    r"\b(?:sk|pk|rk)-[\w-]{16,}", r"\bhf_\w{16,}", r"\bgh[opsru]_\w{16,}", r"\bgithub_pat_\w{16,}",
+    r"\bglpat-[\w-]{16,}",
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}", r"\bxox[abprs]-[\w-]{8,}", r"\bAIza[\w-]{30,}",
+    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+)  # fmt: skip
+"""Forms that issuers give their keys."""
+_PATTERNS = (
+    # User and password of an address, and options with such a name.
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
+    (re.compile(rf"([?&;][\w.-]*{_KEY}=)[^&\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+    (re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+    (re.compile(rf"(\b[\w.-]*{_KEY}['\"]?\s*[=:]\s*['\"]?){_NO_VALUE}[^\s'\",}}]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+    (re.compile("|".join(_ISSUED)), LEFT_OUT),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), LEFT_OUT),
+)
+
+
+def known_secrets(environment: Mapping[str, str] = os.environ, *others: str) -> set[str]:
+    """Return the values that must not appear anywhere: those of variables with such a name, and `others`."""
+    found = {value for name, value in environment.items() if _SECRET_VARIABLE.search(name)}
+    # A header variable holds several, each behind its name.
+    parts = {part.partition("=")[2].strip() for value in found for part in value.split(",")}
+    return {value for value in found | parts | set(others) if len(value) >= _MIN_KNOWN}
+
+
+def mask(text: str, *, known: Iterable[str] = ()) -> str:
+    """Return the text without what is known to be secret, or looks like it."""
+    for value in sorted(known, key=len, reverse=True):
+        text = text.replace(value, LEFT_OUT)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
+    """Return plain data with the values of keys such as `api_key`, and secrets within its texts, left out."""
+    if isinstance(data, dict):
+        return {key: _value(str(key), value, known=known) for key, value in data.items()}
+    if isinstance(data, list):
+        return [without_secrets(each, known=known) for each in data]
+    return mask(data, known=known) if isinstance(data, str) else data
+
+
+def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
+    # A number is a limit, such as max_tokens.
+    if _SECRET_KEY.search(key) and value and not isinstance(value, int | float):
+        return LEFT_OUT
+    return without_secrets(value, known=known)
