@@ -15,7 +15,7 @@ from slipstream.runtime.healthy_ranges import RANGES
 from tests.metric_docs import keys_under
 from tests.shape.tree import ROOT, assert_none, paths, text
 
-MAX_README_BYTES, MAX_TREE_LINES = 8 * 1024, 25
+MAX_TREE_LINES = 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
@@ -35,10 +35,6 @@ HAND_WRITTEN = [page for page in paths(".md") if page not in ("CHANGELOG.md", "d
 def rows(page: str) -> list[tuple[str, str]]:
     """Rows of the tables of a page whose first cell is code: (that code, the rest of the row)."""
     return re.findall(r"^\| `([^`]+)` \|(.*)$", text(page), re.MULTILINE)
-
-
-def test_the_readme_is_short() -> None:
-    assert len(text("README.md").encode()) <= MAX_README_BYTES
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:
