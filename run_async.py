@@ -5,7 +5,7 @@ Without a command it trains: `python run_async.py learner.max_steps=50` is `slip
 
 import sys
 
-from slipstream.cli import main
+from slipstream.__main__ import main
 
 if __name__ == "__main__":
     main(sys.argv[1:] or ["run"], program="python run_async.py")

@@ -126,7 +126,6 @@ class LaunchedRun:
         self.launcher: subprocess.Popen[bytes] | None = None
         self._left: list[str] = []
         self._guest: subprocess.Popen[bytes] | None = None
-        self._short_folders = set(Path("/tmp").glob("slipstream-*"))
 
     def start(self) -> None:
         for name, size in _DISKS.items():
@@ -228,11 +227,13 @@ class LaunchedRun:
             try:
                 process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._left.append(f"a process that ignores SIGTERM: {' '.join(map(str, process.args))[:80]}")
+                self._left.append(f"process that ignores SIGTERM: {' '.join(map(str, process.args))[:80]}")
                 runs.kill_tree(process)
-        self._find_processes()
+        self.launcher = None
+        self.find_processes()
 
-    def _find_processes(self) -> None:
+    def find_processes(self) -> None:
+        """Record the processes that are left although the launcher has ended."""
         self.wait(lambda: not processes_of(self.folder), timeout_s=_LEFT_TIMEOUT_S)
         self._left += [f"process {each.pid}: {' '.join(each.cmdline()[:4])}" for each in processes_of(self.folder)]
         runs.kill_processes_of(self.folder)
@@ -250,8 +251,8 @@ class LaunchedRun:
             problems = [] if self.launcher.poll() == 0 else [f"the run must finish, last line: {self.last_line}"]
             self.stop()
             files = [path for pattern in _DRAFTS for path in self.path.glob(pattern)]
-            files += [*(self.folder / "tmp").iterdir(), *(set(Path("/tmp").glob("slipstream-*")) - self._short_folders)]
-            self._left += [str(path) for path in files if not path.name.startswith("torchinductor")]
+            files += [path for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+            self._left += [str(path.relative_to(self.folder)) for path in files]
             with closing(open_run_store(self.path, timeout_s=END_TIMEOUT_S, starts_server=True)) as store:
                 loss, counts = read_books(store), store.counts()
             archive = Archive(self.path / "archive")

@@ -49,6 +49,31 @@ def test_what_was_acknowledged_is_accounted_for_after_acts_at_points_and_cut_con
     assert "verdict: sound" in done.stdout
 
 
+def play_matrix(*options: str, timeout_s: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--matrix", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 problems" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_failure_of_the_matrix_is_survived() -> None:
+    play_matrix("--only=kill -9 of learner at before_seal", timeout_s=280)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_every_failure_of_the_matrix_is_survived() -> None:
+    play_matrix(timeout_s=2300)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slipstream import __main__ as program
 from slipstream import cli
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.schema import groups, settings
@@ -55,6 +56,24 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     except SystemExit as end:
         code = int(end.code or 0)
     return code, *capsys.readouterr()
+
+
+class ImpatientUser:
+    """A finder of modules: Ctrl-C arrives when the command line is imported."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "slipstream.cli":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "slipstream.cli")
+    monkeypatch.setattr(sys, "meta_path", [ImpatientUser(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        program.main([])
+    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
