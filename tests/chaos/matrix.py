@@ -58,7 +58,7 @@ class Row(NamedTuple):
     ends: str = ""
     """Part of the sentence with which the failure ends the run; empty where the run must continue."""
     finds: str = ""
-    """What the failure itself checks, in words."""
+    """Checks that the failure itself makes, in words."""
     needs_mounts: bool = False
 
 
