@@ -71,9 +71,12 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _end_of(sample: Sample) -> np.ndarray:
-    """Places of the response, or of the last tokens that are read where it is shorter or isn't read; no images."""
-    places = np.arange(min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS)), len(sample.token_ids))
-    return places[~sample.images.is_image[places]] if sample.images else places
+    """Places of the response, or of the last tokens that are read where it is shorter or isn't read, behind images."""
+    start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
+    if sample.images:
+        # A prompt that samples share ends before these places, and must hold its images whole.
+        start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
+    return np.arange(start, len(sample.token_ids))
 
 
 # --- samples and their numbers ---------------------------------------------------------------------------------------
