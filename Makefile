@@ -52,7 +52,7 @@ gpu-check: ## tests and figures of this machine's GPU in ten minutes, from .gpu_
 	@[ -d .gpu_bundle ] || $(MAKE) --no-print-directory setup
 	@scripts/gpu_check.sh
 
-chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both
+chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both, ARGS=--matrix plays the failure matrix
 	$(python) -m tests.chaos $(ARGS)
 
 mutants: $(INSTALLED) ## plant one bug after the other, which the fast tests must catch; ARGS="--only NAME", "--kind delivery" or "--by chaos"

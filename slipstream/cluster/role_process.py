@@ -118,12 +118,16 @@ class RoleProcess:
             return self._restart_if_due()
         code = self._seat.poll()
         if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
-            return self._announce()
+            # The place changes once a machine is found.
+            before, self._announced = self._announced, self.place
+            return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
         if not self._may_restart(code):
             raise RoleDiedError(self._describe_death(code))
-        return self._restart_later(f"died ({_describe_exit(code)}); last line of its log: {self._last_words()}")
+        lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
+        last_line = lines[-1].strip() if lines else ""
+        return self._restart_later(f"died ({_describe_exit(code)}); last line of its log: {last_line}")
 
     def terminate(self) -> None:
         """Ask the process to end, once: a second signal would interrupt its orderly end."""
@@ -137,11 +141,6 @@ class RoleProcess:
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         return "\n".join(self._read_log()[-num_lines:])
-
-    def _last_words(self) -> str:
-        """Last line of its log that is its own."""
-        lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        return lines[-1].strip() if lines else ""
 
     def _describe_death(self, code: int) -> str:
         """Quote the error that the process printed before it ended, else the end of its log."""
@@ -175,15 +174,13 @@ class RoleProcess:
 
     def _may_restart(self, code: int) -> bool:
         # Numbers aside: a process id or an amount of memory does not make it another error.
-        error = re.sub(r"\d+", "0", self._find_error()) if self._is_of_the_start(code) else ""
+        # Other codes say themselves what a restart is worth, and a signal comes from outside.
+        is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
+        error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
         before, self._start_error = self._start_error, error
         if error and error == before:
             return False
         return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
-
-    def _is_of_the_start(self, code: int) -> bool:
-        # Other codes tell what a restart is worth themselves, and a signal comes from outside.
-        return code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:
@@ -208,21 +205,12 @@ class RoleProcess:
         self._restart_at = time.monotonic() + delay_s
         return [f"{self.name} {why}; restarting in {delay_s:g} s"]
 
-    def _announce(self) -> list[str]:
-        """Return a message once the place has changed since the start: a machine was found."""
-        before, self._announced = self._announced, self.place
-        return [f"{self.name}: {self.place}"] if self._announced != before else []
-
 
 def find_error(lines: Sequence[str]) -> str:
     """Return the error that a process printed as it ended: its own sentence, else that of its last traceback, else
     empty."""
-    errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
-    return errors[-1] if errors else _uncaught_error(lines)
-
-
-def _uncaught_error(lines: Sequence[str]) -> str:
-    """Return the exception below the last traceback, `RuntimeError: boom`; empty without a traceback."""
+    if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
+        return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)
     if last is None:
         return ""

@@ -198,14 +198,12 @@ class GeneratorPool:
 
     def _reap(self, name: str) -> list[Event]:
         role, ends_at = self._leaving[name]
-        if role.is_running and time.monotonic() < ends_at:
+        if (is_late := role.is_running) and time.monotonic() < ends_at:
             return []
-        message = f"{name} was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s"
-        if not role.is_running:
-            message = f"{name} left"
         role.stop(ends_at=0.0)
         del self._leaving[name]
-        return [Event(name, message)]
+        fate = f"was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s" if is_late else "left"
+        return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
         # The name of a leaving generator is not free yet: its process still holds the GPUs placed under that name.

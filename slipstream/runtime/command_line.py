@@ -164,7 +164,10 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     """Run a typer program as `program`; its usage errors become one sentence and exit code 2."""
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
-        _hide_types(each.params)
+        for parameter in each.params:
+            # Newer typers print a type behind the name of an argument: `KEY=VALUE <list[str]>`.
+            if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
+                parameter.display_type_rich = partial(_choices, shown)
     try:
         code = command.main(arguments or ["--help"], prog_name=program, standalone_mode=False)
     except _UsageError as error:
@@ -198,17 +201,8 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 
 
-def _hide_types(parameters: list[Any]) -> None:
-    """Leave the types out that newer typers print behind the names of arguments, unless they list choices.
-
-    `KEY=VALUE <list[str]>` tells a reader less than `KEY=VALUE`.
-    """
-    for parameter in parameters:
-        if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
-            parameter.display_type_rich = partial(_choices, shown)
-
-
 def _choices(shown: Callable[..., str | None], *, ctx: object) -> str | None:
+    """Return the type of an argument if it lists choices."""
     text = shown(ctx=ctx)
     return text if text and "|" in text else None
 

@@ -58,7 +58,7 @@ class Row(NamedTuple):
     ends: str = ""
     """Part of the sentence with which the failure ends the run; empty where the run must continue."""
     finds: str = ""
-    """Checks that the failure itself makes, in words."""
+    """Finding of a check that the failure makes itself, in words."""
     needs_mounts: bool = False
 
 
@@ -67,7 +67,7 @@ class Result(Record):
 
     name: str
     outcome: str = ""
-    """Outcome of the run, or why the row was skipped."""
+    """Behavior of the run, or the reason for which the row was skipped."""
     loss: Loss = Loss()
     left: list[str] = []
     """Processes, sockets and files left behind."""
