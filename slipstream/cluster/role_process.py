@@ -126,8 +126,9 @@ class RoleProcess:
         if not self._may_restart(code):
             raise RoleDiedError(self._describe_death(code))
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        last_line = lines[-1].strip() if lines else ""
-        return self._restart_later(f"died ({_describe_exit(code)}); last line of its log: {last_line}")
+        # A library that aborts while Python ends prints a line below the error.
+        words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
+        return self._restart_later(f"died ({_describe_exit(code)}); {words}")
 
     def terminate(self) -> None:
         """Ask the process to end, once: a second signal would interrupt its orderly end."""

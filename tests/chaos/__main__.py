@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the run's folder even if the run is sound")
     parser.add_argument("--matrix", action="store_true", help="cause one failure after another instead of strikes")
     parser.add_argument("--only", default="", help="rows of the matrix that match this expression")
-    parser.add_argument("--write", action="store_true", help="write the matrix to docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the whole matrix to docs/reliability.md")
     return parser.parse_args(arguments)
 
 

@@ -217,7 +217,9 @@ def _interrupted(run: LaunchedRun) -> Iterator[None]:
             os.killpg(launcher.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(0.5)
-    run.find_processes()
+    # The guest, which is not of the launcher, ends with the run; the launcher's last line is still to be read.
+    run.stop()
+    run.launcher = launcher
     yield
 
 
@@ -276,7 +278,7 @@ def play_matrix(*, only: str, write: bool) -> int:
     console.print(
         f"{len(results)} rows in {time.monotonic() - began_at:.0f} s, {num_problems} problems", highlight=False
     )
-    if write:
+    if write and not only:
         block = Block(str(_PAGE), "matrix", lambda: _as_markdown(results))
         (ROOT / _PAGE).write_text(filled((ROOT / _PAGE).read_text(), block))
     return 0 if results and all(result.is_sound for result in results) else 1

@@ -230,10 +230,6 @@ class LaunchedRun:
                 self._left.append(f"process that ignores SIGTERM: {' '.join(map(str, process.args))[:80]}")
                 runs.kill_tree(process)
         self.launcher = None
-        self.find_processes()
-
-    def find_processes(self) -> None:
-        """Record the processes that are left although the launcher has ended."""
         self.wait(lambda: not processes_of(self.folder), timeout_s=_LEFT_TIMEOUT_S)
         self._left += [f"process {each.pid}: {' '.join(each.cmdline()[:4])}" for each in processes_of(self.folder)]
         runs.kill_processes_of(self.folder)

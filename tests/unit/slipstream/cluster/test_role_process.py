@@ -16,6 +16,9 @@ ENDS_WITH = """
 import os, sys
 if sys.argv[1] == "kill":
     os.kill(os.getpid(), 9)
+if sys.argv[1] == "abort":
+    print("error: the disk is gone\\nterminate called without an active exception", flush=True)
+    os.abort()
 sys.exit(int(sys.argv[1]))
 """
 NEVER_DONE = """
@@ -56,6 +59,10 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
 )
 def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart):
     assert "restarting in 1 s" in fate(folder, end, restart)
+
+
+def test_a_library_that_aborts_while_a_role_ends_does_not_hide_the_error(folder: Path):
+    assert "died (signal SIGABRT); the disk is gone; restarting in 1 s" in fate(folder, "abort", "on_death")
 
 
 @pytest.mark.parametrize("restart", ["on_death", "always"])
