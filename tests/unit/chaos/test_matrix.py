@@ -60,27 +60,30 @@ def standstill(run: FakeRun) -> Iterator[None]:
     yield
 
 
-def play(run: FakeRun, row: Row = Row("row", "launched", nothing)) -> Result:
+ROW = Row("row", "launched", nothing)
+
+
+def play(run: FakeRun, row: Row = ROW) -> Result:
     return _play(row, run)  # type: ignore[arg-type]
 
 
 def test_a_run_that_continues_is_sound_and_one_that_ends_as_it_must_is_too() -> None:
     assert play(FakeRun()).is_sound
-    ends = Row("row", "launched", nothing, ends="no room")
+    ends = ROW._replace(ends="no room")
     assert play(FakeRun(ended="error: no room on the disk"), ends).is_sound
 
 
 @pytest.mark.parametrize(
     ("run", "row", "finding"),
     [
-        (FakeRun(audit=msgspec.structs.replace(SOUND, lost=2)), Row("row", "launched", nothing), (2, 0, 0, 0)),
-        (FakeRun(audit=msgspec.structs.replace(SOUND, skipped_prompts=1)), Row("row", "launched", nothing), (1, 0, 0, 0)),
-        (FakeRun(audit=msgspec.structs.replace(SOUND, duplicated=3)), Row("row", "launched", nothing), (0, 3, 0, 0)),
-        (FakeRun(groups=["0", "1", "0"]), Row("row", "launched", nothing), (0, 1, 1, 0)),
-        (FakeRun(left=["process 7"]), Row("row", "launched", nothing), (0, 0, 0, 1)),
-        (FakeRun(ended="error: no room"), Row("row", "launched", nothing), (0, 0, 1, 0)),
-        (FakeRun(), Row("row", "launched", nothing, ends="no room"), (0, 0, 1, 0)),
-        (FakeRun(), Row("row", "launched", standstill), (0, 0, 1, 0)),
+        (FakeRun(audit=msgspec.structs.replace(SOUND, lost=2)), ROW, (2, 0, 0, 0)),
+        (FakeRun(audit=msgspec.structs.replace(SOUND, skipped_prompts=1)), ROW, (1, 0, 0, 0)),
+        (FakeRun(audit=msgspec.structs.replace(SOUND, duplicated=3)), ROW, (0, 3, 0, 0)),
+        (FakeRun(groups=["0", "1", "0"]), ROW, (0, 1, 1, 0)),
+        (FakeRun(left=["process 7"]), ROW, (0, 0, 0, 1)),
+        (FakeRun(ended="error: no room"), ROW, (0, 0, 1, 0)),
+        (FakeRun(), ROW._replace(ends="no room"), (0, 0, 1, 0)),
+        (FakeRun(), ROW._replace(failure=standstill), (0, 0, 1, 0)),
     ],
 )  # fmt: skip
 def test_whatever_a_failure_costs_is_in_its_row(run: FakeRun, row: Row, finding: tuple[int, int, int, int]) -> None:
