@@ -16,7 +16,9 @@ from tests.tiny_model import make_tiny_module
 
 LORA = LoraConfig(rank=5, rslora=True)
 PROMPT = [6, 10, 4, 3, 5, 12]
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3
+"""Log-probabilities of these large adapters differ by up to 2e-4 where sums have another order; those of
+another version by more than 0.1."""
 
 
 def make_policy(seed: int, *, lora: LoraConfig = LORA) -> Qwen2ForCausalLM:
