@@ -3,6 +3,7 @@
 import atexit
 import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,7 @@ def run_script(folder: Path, module: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
