@@ -170,17 +170,17 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Parameters of linear layers alone, of which autocast uses the rounded ones only: half the bytes to gather.
+        """Weights that only linear layers use, which autocast rounds before use: half the bytes to gather.
 
-        Not small ones, which DeepSpeed keeps gathered, so that `_gathered` would find them rounded.
+        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights, which DeepSpeed keeps gathered,
+        so that `_gathered` would find them rounded.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
         parts = list(self.model.backbone.modules())
         linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
         users = Counter(each for part in parts for each in part.parameters(recurse=False))
-        held = [each for part in linear for each in part.parameters(recurse=False)]
-        return [each for each in held if users[each] == 1 and not each.ds_persist]
+        return [part.weight for part in linear if users[part.weight] == 1 and not part.weight.ds_persist]
 
 
 class DeepSpeedEngine(ShardedModel[M]):
