@@ -1,8 +1,8 @@
 """Build the documentation site without a network: `python -m docs.tools.site`, or `make site`.
 
-Pages keep their paths in the tree, so links work as they do on disk. A linked source file becomes a page of its signatures and
-docstrings, a linked folder a list of its pages. `modules.md`, which only the site has, lists every module and links to its page.
-A broken link fails the build.
+Pages keep their paths in the tree, so links work as they do on disk. A linked source file becomes a page of its
+signatures and docstrings, a linked folder a list of its pages. `modules.md` exists only on the site; it lists every
+module and links to its page. A broken link fails the build.
 """
 
 import ast
@@ -116,7 +116,9 @@ def list_modules() -> str:
     """Tables of all modules with the first lines of their docstrings, one table per folder."""
     files = sorted(path.relative_to(ROOT) for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
     files.sort(key=lambda file: (_FOLDERS.index(file.parts[0]), file.parent.as_posix()))
-    return "\n\n".join(["# Modules", *("\n".join(_table(*each)) for each in groupby(files, key=lambda file: file.parent))])
+    return "\n\n".join(
+        ["# Modules", *("\n".join(_table(*each)) for each in groupby(files, key=lambda file: file.parent))]
+    )
 
 
 def _table(folder: Path, modules: Iterator[Path]) -> Iterator[str]:

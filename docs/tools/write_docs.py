@@ -35,7 +35,7 @@ from slipstream.runtime.healthy_ranges import RANGES
 
 
 def list_settings() -> str:
-    """Render one section per record and group of variants: options, then keys with default, allowed values, and meaning."""
+    """Render a section per record and group of variants: options, then keys with default, allowed values, and meaning."""
     top_level = [setting for setting in settings() if "." not in setting.key]
     sections = [["## The run", "", *_key_table(top_level)]]
     sections += [[f"## `{group}`", "", *_option_table(group)] for group in ("experiment", "recipe")]
@@ -169,7 +169,7 @@ class Block(NamedTuple):
 
 
 def list_warnings() -> str:
-    """Table of the watched metrics: healthy range, meaning of a value outside it, remedy. Equal meanings share a row."""
+    """Table of watched metrics: healthy range, meaning of a value outside it, remedy. Equal meanings share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for key, healthy in RANGES.items():
         rows.setdefault(healthy.plain(), []).append(f"`{key}` {healthy}")
@@ -213,7 +213,9 @@ def filled(text: str, block: Block) -> str:
     """Replace the block in `text`, the content of its page. Raises ValueError without exactly one pair of markers."""
     markers = re.compile(rf"(<!-- begin {block.name}\b[^\n]*-->\n).*?(<!-- end {block.name} -->)", re.DOTALL)
     if len(markers.findall(text)) != 1:
-        raise ValueError(f"{block.page} must contain `<!-- begin {block.name} -->` ... `<!-- end {block.name} -->` exactly once")
+        raise ValueError(
+            f"{block.page} must contain `<!-- begin {block.name} -->` ... `<!-- end {block.name} -->` exactly once"
+        )
     return markers.sub(lambda found: f"{found[1]}{block.render()}\n{found[2]}", text)
 
 
