@@ -85,7 +85,7 @@ class RewardConfig(Config):
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Maximum calls in flight per worker for `async def` functions; other functions take one call at a time."""
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
-    """Wall-clock limit of one call, seconds. Beyond it, the call is cancelled, or the worker and all processes started
+    """Wall-clock limit of one call, seconds. Beyond it, the call is canceled, or the worker and all processes started
     by the function are killed, and `reward_status` is `timeout`."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest startup of a worker, seconds: importing the functions, loading a reward model."""

@@ -56,11 +56,11 @@ def _rows() -> dict[str, list[Panel]]:
         "Store": [
             Panel("Memory", (name_of("store_memory_bytes"), name_of("store_memory_limit_bytes")), unit="bytes"),
             Panel("Refused frames", (f"rate({name_of('refused_frames')}[5m])",)),
-            Panel("Groups that are over", (f"rate({name_of('group_ends')}[5m])",)),
+            Panel("Finished groups", (f"rate({name_of('group_ends')}[5m])",)),
         ],
         "Weights": [
-            Panel("Synchronisation and pause", (name_of("weights/sync_s"), name_of("weights/pause_s")), unit="s"),
-            Panel("Difference of the engines", (name_of("weights/probe_diff_mean"),)),
+            Panel("Synchronization and pause", (name_of("weights/sync_s"), name_of("weights/pause_s")), unit="s"),
+            Panel("Difference between engine and learner", (name_of("weights/probe_diff_mean"),)),
             Panel("Versions", (name_of("version"), name_of("announced_version"))),
         ],
         "Health": [Panel(key, (_query(key),), healthy=healthy) for key, healthy in RANGES.items()],
