@@ -141,7 +141,7 @@ def _of_run(query: str) -> str:
 
 # --- alerts ----------------------------------------------------------------------------------------------------------
 class Alert(NamedTuple):
-    """One alert rule. Example: Alert("SlipstreamDown", "slipstream_up == 0", "2m", "page", "the store does not answer")."""
+    """Alert rule. Example: Alert("SlipstreamDown", "slipstream_up == 0", "2m", "page", "the store does not answer")."""
 
     name: str
     expression: str
@@ -160,7 +160,7 @@ def _promises() -> Sequence[Alert]:
         Alert("SlipstreamDown", f"{name_of('up')} == 0", "2m", "page", "its store does not answer"),
         Alert(
             "SlipstreamFailed", f'{phase}{{phase="failed"}} == 1', "0m", "page",
-            "it has failed: `slipstream status` has the cause, resume=true goes on from the checkpoint",
+            "it has failed: `slipstream status` has the cause, resume=true continues from the checkpoint",
         ),
         Alert(
             "SlipstreamDeadEndNear", f"{arrival} > 0.5 * {end} and on (run) {waiting} == 1", "0m", "page",
@@ -168,7 +168,7 @@ def _promises() -> Sequence[Alert]:
         ),
         Alert(
             "SlipstreamDeadEnd", f"{name_of('dead_end')} == 1", "0m", "page",
-            "the learner's wait will not end by itself: `slipstream status` has cause and remedy",
+            "the learner's wait cannot end without intervention: `slipstream status` has cause and remedy",
         ),
         Alert(
             "SlipstreamLagAtBound", f"{name_of('lag/p95')} >= {name_of('max_lag')} > 0", "10m", "warn",

@@ -35,7 +35,7 @@ from slipstream.runtime.healthy_ranges import RANGES
 
 
 def list_settings() -> str:
-    """Render a section per record and group of variants: options, then keys with default, allowed values, and meaning."""
+    """Render a section per record and group of variants: options, then keys with default, range, and meaning."""
     top_level = [setting for setting in settings() if "." not in setting.key]
     sections = [["## The run", "", *_key_table(top_level)]]
     sections += [[f"## `{group}`", "", *_option_table(group)] for group in ("experiment", "recipe")]
