@@ -4,10 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from slipstream.configs.base import ConfigError, Formula, union_of
-
-Epsilon = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+from slipstream.configs.base import ConfigError, Formula, Positive, Share, union_of
 
 
 class AdvantageConfig(Formula):
@@ -35,7 +32,7 @@ class AdvantageConfig(Formula):
 class GrpoConfig(AdvantageConfig, tag="grpo"):
     """Rewards normalized within their group."""
 
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the standard deviation."""
 
 
@@ -50,7 +47,7 @@ class RlooConfig(AdvantageConfig, tag="rloo"):
 class LitePpoConfig(AdvantageConfig, tag="lite_ppo"):
     """Rewards minus the group mean, divided by the standard deviation of the batch."""
 
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the standard deviation."""
 
 
@@ -61,14 +58,14 @@ class OpoConfig(AdvantageConfig, tag="opo"):
 class GpgConfig(AdvantageConfig, tag="gpg"):
     """Rewards minus the group mean, scaled up for groups without a signal."""
 
-    normaliser: Annotated[float, Meta(gt=0)] = 1.0
+    normaliser: Positive = 1.0
     """Factor F_norm of the paper."""
 
 
 class MaxRlConfig(AdvantageConfig, tag="maxrl"):
     """Rewards relative to the group mean."""
 
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the group mean."""
 
 
@@ -89,7 +86,7 @@ class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
 
     gamma: Share = 1.0
     """Discount of future rewards, per token."""
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the standard deviation."""
 
 
@@ -98,14 +95,14 @@ class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_
 
     compares_groups: ClassVar[bool] = True
 
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the standard deviation."""
 
 
 class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
     """Lead of the best member of a group over the second best; 0 for all other members."""
 
-    epsilon: Epsilon | None = None
+    epsilon: Positive | None = None
     """Divide the lead by the standard deviation of the group + epsilon; null = use the lead itself."""
 
 
@@ -125,7 +122,7 @@ class GdpoConfig(AdvantageConfig, tag="gdpo"):
 
     weights: dict[str, float] = {}
     """Part -> weight; empty = all parts with weight 1."""
-    epsilon: Epsilon = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the standard deviations."""
 
 
@@ -149,7 +146,7 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
 
     per_turn: bool = False
     """Align members by turn and position within the turn instead of position within the answer: for tool agents."""
-    epsilon: Epsilon = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the baseline's denominator."""
 
 
@@ -172,9 +169,9 @@ class GaeConfig(AdvantageConfig, tag="gae"):
     """Lambda of the policy advantages."""
     critic_lam: Share = 1.0
     """Lambda of the critic targets."""
-    length_adaptive: Annotated[float, Meta(gt=0)] | None = None
+    length_adaptive: Positive | None = None
     """Alpha of VAPO: the lambda of the policy is 1 - 1 / (alpha x length); null = `lam`."""
-    epsilon: Epsilon | None = 1e-6
+    epsilon: Positive | None = 1e-6
     """Added to the standard deviation when whitening advantages over all tokens; null = no whitening."""
 
 
@@ -192,9 +189,9 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
     """Discount of future rewards, per token."""
     lam: Share = 1.0
     """Decay of the trace, per token."""
-    rho_bar: Annotated[float, Meta(gt=0)] = 1.0
+    rho_bar: Positive = 1.0
     """Bound of the ratios that determine the fixed point."""
-    c_bar: Annotated[float, Meta(gt=0)] = 1.0
+    c_bar: Positive = 1.0
     """Bound of the ratios that determine the speed of convergence; at most `rho_bar`."""
 
     def __post_init__(self) -> None:

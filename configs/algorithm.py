@@ -12,17 +12,15 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, Positive, Share
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
-
-Positive = Annotated[float, Meta(gt=0)]
 
 
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic and its learning rate schedule."""
 
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    learning_rate: Positive = 1e-5
     """Peak of the learning rate schedule."""
 
 
@@ -32,7 +30,7 @@ class CriticConfig(Config):
     path: str | None = None
     """Initial checkpoint: a policy, or the `critic/model` folder of a checkpoint; null = `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    clip: Annotated[float, Meta(gt=0)] | None = 0.5
+    clip: Positive | None = 0.5
     """Largest change of a value in one step, in reward units; null = unbounded."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Initial steps that train only the critic."""
@@ -46,11 +44,11 @@ class DistillationConfig(Config):
     divergence: Literal["k1", "k3", "forward_kl_topk", "jsd_topk"] = "k1"
     """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`: forward
     KL over the teacher's most likely tokens. `jsd_topk`: Jensen-Shannon divergence over the same tokens."""
-    coefficient: Annotated[float, Meta(gt=0)] = 1.0
+    coefficient: Positive = 1.0
     """Weight relative to the task loss."""
     with_rewards: bool = True
     """Whether rewards also count; false = only the teacher."""
-    bound: Annotated[float, Meta(gt=0)] = 10.0
+    bound: Positive = 10.0
     """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
@@ -68,7 +66,7 @@ class DistillationConfig(Config):
 class AdaptiveKlConfig(Config):
     """KL coefficient that keeps the measured KL at a target, `kl.adaptive_coefficient`."""
 
-    target: Annotated[float, Meta(gt=0)]
+    target: Positive
     """Target KL, mean over the tokens of a step, nats."""
     horizon: Annotated[int, Meta(ge=1)] = 10_000
     """Trajectories over which the coefficient adapts; larger = slower."""
@@ -113,7 +111,7 @@ class RewardShapingConfig(Config):
     1; null = off."""
     normalise: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-6
+    epsilon: Positive = 1e-6
     """Added to that standard deviation."""
     truncated: Literal["train", "mask"] = "train"
     """Responses cut off at the maximum length. `train`: train on them. `mask`: exclude them from the loss; they still
@@ -213,7 +211,7 @@ class EssLearningRateConfig(Config):
     """Importance weights used, before any bound. `token`: one per token. `sequence`: one per trajectory."""
     power: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Exponent: scale = effective fraction ^ power."""
-    floor: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    floor: Share = 0.1
     """Smallest scale of the learning rate."""
 
 

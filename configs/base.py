@@ -1,9 +1,13 @@
 """Base classes of all config records, and ConfigError."""
 
 import re
-from typing import Any, ClassVar, Union
+from typing import Annotated, Any, ClassVar, Union
 
 import msgspec
+from msgspec import Meta
+
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ConfigError(ValueError):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer reconnects, seconds."""
@@ -33,15 +33,15 @@ class BrokerConfig(Config):
     token_file: str | None = None
     """File with the token that encrypts and authenticates all sockets of the run, readable only by its owner. The
     environment variable `SLIPSTREAM_TOKEN` takes precedence. Without either, a token is created in the run folder."""
-    join_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    join_timeout_s: Positive = 600.0
     """Longest time a starting role waits for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
     error. Generators started elsewhere need the same value."""
-    peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
+    peer_timeout_s: Positive = 8.0
     """Silence after which a peer is considered gone, seconds. Larger values tolerate longer pauses but detect failures
     later."""
-    lease_s: Annotated[float, Meta(gt=0)] = 30.0
+    lease_s: Positive = 30.0
     """Time a generator has for a leased prompt before it is leased again, seconds. Pings renew it, so at least three
     must fit."""
 
@@ -86,11 +86,11 @@ class WeightsConfig(Config):
     that have it, each of which also serves this number."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
-    transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    transfer_timeout_s: Positive = 60.0
     """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds."""
-    fetch_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
-    max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
+    max_probe_diff: Positive = 1e-3
     """Largest mean absolute difference in log-probabilities, nats: between engine and learner on the canary sequences,
     and between sampled tokens and the same tokens in a prompt. A generator above it gets no work. With a `model.dtype`
     below float32, the limit is three times the difference at the first version if that is larger. The tokens of step 1
@@ -111,7 +111,7 @@ class LoggingConfig(Config):
     max_queue: Annotated[int, Meta(ge=1)] = 1000
     """Entries queued for a slow or hanging logger, not counting rows from before its start; beyond this, the oldest
     entry is dropped and counted."""
-    close_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    close_timeout_s: Positive = 20.0
     """Time a logger has to process its queue after the roles have ended, seconds; then it is killed."""
 
     def check(self, loggers: list[str]) -> None:

@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, Share, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -68,9 +68,9 @@ class ArchiveConfig(Config):
     """Whether finished groups are archived; otherwise they are deleted."""
     groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
     """Number of waiting groups that triggers writing a shard."""
-    flush_s: Annotated[float, Meta(gt=0)] = 30.0
+    flush_s: Positive = 30.0
     """Longest time a group waits for its shard to fill, seconds."""
-    max_gib: Annotated[float, Meta(gt=0)] = 100.0
+    max_gib: Positive = 100.0
     """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
 
 
@@ -82,7 +82,7 @@ class RefillConfig(Config, tag="refill", tag_field="kind"):
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
     """A group becomes ready without its missing members."""
 
-    after_s: Annotated[float, Meta(gt=0)] = 60.0
+    after_s: Positive = 60.0
     """Deadline after the arrival of the first member, seconds."""
     min_members: Annotated[int, Meta(ge=2)] = 2
     """Sampled members that a group needs at the deadline; with fewer, it keeps waiting."""
@@ -91,7 +91,7 @@ class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
 class DropShortConfig(Config, tag="drop", tag_field="kind"):
     """An incomplete group expires, and another prompt is admitted for it."""
 
-    after_s: Annotated[float, Meta(gt=0)] = 60.0
+    after_s: Positive = 60.0
     """Deadline after the arrival of the first member, seconds."""
 
 
@@ -122,7 +122,7 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Exponent of the priority; 0 = uniform."""
-    correction: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    correction: Share = 1.0
     """Weight is (groups sampled / (ready groups * inclusion probability)) ** correction; 0 = no weights."""
 
 
@@ -146,7 +146,7 @@ class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
     prompt replaces it while the other groups of the step are still arriving.
     """
 
-    min_spread: Annotated[float, Meta(gt=0)] = 1e-6
+    min_spread: Positive = 1e-6
     """Required difference between the largest and smallest reward of a group, including its greedy baseline."""
 
 
@@ -256,9 +256,9 @@ class BufferConfig(Config):
     """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
     """Archive of finished groups."""
-    claim_lease_s: Annotated[float, Meta(gt=0)] = 120.0
+    claim_lease_s: Positive = 120.0
     """Lease of a claim, within which the learner commits or renews it, seconds."""
     max_attempts: Annotated[int, Meta(ge=1)] = 5
     """Claims (or leases) of one group before it is quarantined."""
-    retry_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    retry_timeout_s: Positive = 60.0
     """Longest time a role retries operations while the store does not answer, seconds."""

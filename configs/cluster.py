@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, require
+from slipstream.configs.base import Config, ConfigError, Positive, require
 from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
@@ -25,7 +25,7 @@ class CoreConfig(Config):
 
     machines: Annotated[int, Meta(ge=1)] = 1
     """Machines that share the learner ranks equally."""
-    cpus: Annotated[float, Meta(gt=0)] = 2.0
+    cpus: Positive = 2.0
     """CPU cores per machine, for all roles on it."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs per machine, one for each rank on it; 0 = the learner trains on the CPU."""
@@ -34,7 +34,7 @@ class CoreConfig(Config):
 class SeatConfig(Config):
     """Resources of one generator, used by Ray to choose a machine."""
 
-    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    cpus: Positive = 1.0
     """CPU cores of the generator and its engine."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of the engine, one per worker; 0 = none."""
@@ -50,7 +50,7 @@ class GuestsConfig(Config):
     """
     audit_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Fraction of a guest's groups that the run's own generators score and grade again."""
-    max_logprob_diff: Annotated[float, Meta(gt=0)] = 0.05
+    max_logprob_diff: Positive = 0.05
     """Largest mean absolute difference between a guest's log-probabilities and those of the run's own engine, nats, in
     addition to twice the difference of the run's own generators."""
 
@@ -68,7 +68,7 @@ class ClusterConfig(Config):
     individually."""
     address: str = "auto"
     """Address of the Ray head, `HOST:PORT`; `auto` = the cluster that this machine belongs to."""
-    place_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    place_timeout_s: Positive = 600.0
     """Longest wait for Ray to place the core or a generator, seconds; an autoscaler takes minutes to add a machine."""
     core: CoreConfig = CoreConfig()
     generator: SeatConfig = SeatConfig()

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require, require_folder
+from slipstream.configs.base import Config, Positive, Share, require, require_folder
 from slipstream.configs.generators import RewardConfig
 
 
@@ -13,7 +13,7 @@ class LoraConfig(Config):
 
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Rank of the adapter matrices; vLLM serves at most 512."""
-    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    alpha: Positive = 32.0
     """The product of the matrices is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps the update size similar across ranks."""
@@ -71,7 +71,7 @@ class TrainFile(Config):
 
     path: str
     """Parquet file, or JSON lines according to its extension."""
-    weight: Annotated[float, Meta(gt=0)] | None = None
+    weight: Positive | None = None
     """Relative share of prompts from this file, regardless of its length; null for every file = proportional to rows.
     """
 
@@ -82,14 +82,14 @@ class CurriculumConfig(Config):
     rate = sum over groups of the row of decay ** (later groups) * correct answers / the same sum of all answers
     """
 
-    low: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    low: Share = 0.1
     """Lowest success rate to train on; a row below it is too hard."""
-    high: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    high: Share = 0.9
     """Highest success rate to train on; a row above it is too easy."""
-    explore: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    explore: Share = 0.1
     """Fraction of the prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no
     other row is left, 1 = measure rows without skipping any."""
-    decay: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    decay: Share = 0.5
     """Factor applied to the weight of a row's earlier answers for each later group; 0 = only the newest group, 1 = all
     equal."""
     min_answers: Annotated[int, Meta(ge=1)] = 8

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 _SET_BY_OTHERS = {
     "model": "model.path",
@@ -82,7 +82,7 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     use more generators: `generators.count`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
     """Fraction of each GPU's memory used by the engine; unused on a CPU and with `kv_cache_gib`."""
-    kv_cache_gib: Annotated[float, Meta(gt=0)] | None = None
+    kv_cache_gib: Positive | None = None
     """Memory of the KV cache per GPU, GiB, regardless of other usage; unused on a CPU. null = the memory that
     `gpu_memory_utilization` leaves, or with all roles on one GPU the memory that `slipstream plan` finds free."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
@@ -105,9 +105,9 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     enable_prefix_caching: bool | None = None
     """Compute shared prompt prefixes once; prefixes cached for one version are never used for another. null = on if an
     agent can have several turns, since each turn starts with the previous ones."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    start_timeout_s: Positive = 300.0
     """Longest startup of the engine, seconds."""
-    stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    stall_timeout_s: Positive = 120.0
     """Longest time without an engine step while requests are open, seconds; then the generator exits and is restarted.
     """
     extra: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, Positive
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 
 
@@ -22,16 +22,16 @@ class AutoscaleConfig(Config):
     fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Remove a generator when the generators together run less than this fraction of their capacity, and one fewer
     could still run the load."""
-    settle_s: Annotated[float, Meta(gt=0)] = 60.0
+    settle_s: Positive = 60.0
     """Measuring time before each change, seconds; it starts when the learner and all generators are working."""
-    absent_after_s: Annotated[float, Meta(gt=0)] = 600.0
+    absent_after_s: Positive = 600.0
     """Longest wait for a generator that is not working, seconds; then the others are measured without it."""
 
 
 class SamplingConfig(Config):
     """Sampling of training trajectories; evaluations set their own temperature."""
 
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: Positive = 1.0
     """Divisor of the logits, in the engine and in the learner."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Probability mass of nucleus sampling; 1 = all tokens."""
@@ -84,10 +84,10 @@ class RewardConfig(Config):
     """Worker processes; 0 = score inside the generator process without a time limit (serial mode)."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Maximum calls in flight per worker for `async def` functions; other functions take one call at a time."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    timeout_s: Positive = 5.0
     """Wall-clock limit of one call, seconds. Beyond it, the call is canceled, or the worker and all processes started
     by the function are killed, and `reward_status` is `timeout`."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    start_timeout_s: Positive = 60.0
     """Longest startup of a worker, seconds: importing the functions, loading a reward model."""
     retries: Annotated[int, Meta(ge=0)] = 0
     """Retries after an error or a timeout before the trajectory is masked."""
@@ -134,7 +134,7 @@ def with_arguments(function: str, arguments: dict[str, Any]) -> str:
 class AgentConfig(Config, tag_field="kind"):
     """Agent loop: from a prompt to an answer with one or more turns."""
 
-    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    timeout_s: Positive = 600.0
     """Longest duration of an answer, seconds; beyond it, the answer is masked in training and counted, with
     `reward_status` `timeout`."""
 
@@ -175,7 +175,7 @@ class ToolConfig(Config):
     """Name for the model; empty = the function's name."""
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to the function or passed to the class; not visible to the model."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    timeout_s: Positive = 10.0
     """Longest call, seconds; beyond it, the model reads an error."""
     max_calls: Annotated[int, Meta(ge=1)] | None = None
     """Maximum calls per answer; null = no limit."""
@@ -257,7 +257,7 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
         "again.\n"
     )
     """Text after a turn that neither searches nor answers; empty = the answer ends there."""
-    search_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    search_timeout_s: Positive = 10.0
     """Longest search, seconds; beyond it, the model reads an error."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Maximum concurrent searches over all answers of a generator."""
@@ -291,7 +291,7 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
 class ExternalAgentConfig(AgentConfig, tag="external"):
     """Agents outside the generator that take answers over HTTP."""
 
-    silence_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    silence_timeout_s: Positive = 60.0
     """Longest time between two requests of an agent, seconds. Beyond it, another agent gets the answer; if the model
     has already written something, the answer is masked in training and counted."""
     format: str = "hermes"
@@ -315,9 +315,9 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     the current one."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model in a verifiers environment."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    start_timeout_s: Positive = 120.0
     """Longest startup of the process, seconds."""
-    silence_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
+    silence_timeout_s: Positive = 8.0
     """Longest time without a sign of life, seconds. Beyond it, the process is reported in log and status, killed, and
     restarted; its answers in progress are masked in training and counted."""
     format: str = "hermes"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 SHARD_SIZE = r"^[0-9]+(\.[0-9]+)?[KMGT]B\Z"
 """File sizes as the hub library parses them."""
@@ -60,7 +60,7 @@ class EvaluationConfig(Config):
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    timeout_s: Positive = 600.0
     """Longest wait for the evaluations before and after training while answers arrive, seconds. If no answer can
     arrive, the wait ends earlier: `learner.dead_end`."""
 
@@ -85,11 +85,11 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """AdamW and its learning rate schedule."""
 
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-4
+    learning_rate: Positive = 1e-4
     """Peak of the learning rate schedule."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the first and second moment."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Decoupled weight decay; one-dimensional parameters (norms, biases) are excluded."""
@@ -97,7 +97,7 @@ class OptimizerConfig(Config):
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Length of the linear warm-up, in steps of `algorithm.updates_per_step` optimizer updates."""
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
 
 
@@ -166,9 +166,9 @@ class DeadEndConfig(Config):
     policy: Literal["fail", "wait"] = "fail"
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: continue once the cause is
     removed; status, live view, and log show it until then."""
-    after_s: Annotated[float, Meta(gt=0)] = 120.0
+    after_s: Positive = 120.0
     """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory."""
-    start_after_s: Annotated[float, Meta(gt=0)] = 600.0
+    start_after_s: Positive = 600.0
     """The same limit while a live generator starts or fetches weights, seconds; for a vLLM startup at least
     `generators.engine.start_timeout_s` + `after_s`. Also the limit for training without any generator applying newer
     weights."""
@@ -192,7 +192,7 @@ class LearnerConfig(Config):
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     """Number of learner processes."""
-    rank_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    rank_timeout_s: Positive = 60.0
     """Silence of a rank or its machine after which the other ranks exit, seconds. A thread in each rank sends signs of
     life regardless of the step duration."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
@@ -221,7 +221,7 @@ class LearnerConfig(Config):
     token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
     """Disk space for the learner's log-probability ratio and entropy of each trained token, shown in the trajectory
     views, GiB; about 4 bytes per token, oldest steps deleted first. 0 = not recorded."""
-    wait_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
+    wait_timeout_s: Positive = 1800.0
     """Longest wait for a batch while trajectories arrive, seconds. If no batch can become complete, the wait ends
     earlier: `dead_end`."""
     dead_end: DeadEndConfig = DeadEndConfig()

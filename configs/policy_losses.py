@@ -4,11 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Formula, union_of
+from slipstream.configs.base import Formula, Positive, Share, union_of
 
-Positive = Annotated[float, Meta(gt=0)]
 Below1 = Annotated[float, Meta(gt=0, lt=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class PolicyLossConfig(Formula):

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, ConfigError, require, require_storage
+from slipstream.configs.base import Config, ConfigError, Positive, require, require_storage
 from slipstream.configs.broker import BrokerConfig, ExporterConfig, LoggingConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroSignalConfig
 from slipstream.configs.cluster import ClusterConfig
@@ -47,7 +47,7 @@ class RunConfig(Config):
     """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints,
     archive, and models, with credentials from the environment; the run folder is then scratch space. null = only the
     run folder."""
-    storage_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
+    storage_timeout_s: Positive = 1800.0
     """Duration of object store failures after which the learner exits, seconds."""
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in this order."""
