@@ -145,13 +145,8 @@ class ExporterConfig(Config):
     def check(self, *, mode: str) -> None:
         """Raise ConfigError for a mode without wall-clock times."""
         is_fit, key = mode == "async" or not self.is_wanted, "exporter.port and exporter.otlp_endpoint"
-        require(
-            is_fit,
-            key,
-            "be null without mode=async",
-            got=f"mode={mode}",
-            why="roles in one process count turns instead",
-        )
+        must, why = "be null without mode=async", "roles in one process count turns instead"
+        require(is_fit, key, must, got=f"mode={mode}", why=why)
 
     @property
     def is_wanted(self) -> bool:

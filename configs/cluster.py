@@ -92,13 +92,9 @@ class ClusterConfig(Config):
         is_fit = is_range and bool(own := self.port_range) and own[0] in _PORTS and own[-1] in _PORTS
         must = f"be FIRST-LAST within {_PORTS[0]}-{_PORTS[-1]}, such as 20000-20999"
         require(is_fit, "cluster.ports", must, got=self.ports, why="roles would have no port")
-        require(
-            bool(self.interface) or not self.trusted_network,
-            "cluster.trusted_network",
-            "be false without cluster.interface",
-            got=True,
-            why="there is no network to trust",
-        )
+        is_fit, key = bool(self.interface) or not self.trusted_network, "cluster.trusted_network"
+        why = "there is no network to trust"
+        require(is_fit, key, "be false without cluster.interface", got=True, why=why)
 
     def _check_interface(self) -> None:
         try:
@@ -151,14 +147,8 @@ class ClusterConfig(Config):
             "model.router_replay=true": router_replay,
         }
         found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
-        must = f"be empty with {found}"
-        require(
-            not (self.guests.names and found),
-            "cluster.guests.names",
-            must,
-            got=self.guests.names,
-            why="the run's own engines could not score the answers of guests again",
-        )
+        key, names, why = "cluster.guests.names", self.guests.names, "the run's own engines could not score the answers"
+        require(not (names and found), key, f"be empty with {found}", got=names, why=why)
 
     def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:
         """Raise ConfigError unless the mode supports this number of brokers and each has a port, the first at

@@ -148,20 +148,15 @@ class DataConfig(Config):
         require(not unfit, "data.heldout[].name", "be unique, and not train", got=unfit, why="metrics use these names")
         if isinstance(self.train, str):
             return
-        require(
-            bool(self.train), "data.train", "name a file", got="an empty list", why="there would be nothing to train on"
-        )
+        why = "there would be nothing to train on"
+        require(bool(self.train), "data.train", "name a file", got="an empty list", why=why)
         paths = [file.path for file in self.train]
         repeated = next((path for path in paths if paths.count(path) > 1), "")
         require(not repeated, "data.train", "name each file once", got=f"{repeated} twice", why="give it a weight")
         given = [file.weight is not None for file in self.train]
-        require(
-            all(given) or not any(given),
-            "data.train[].weight",
-            "be set for every file or for none",
-            got=f"it for {sum(given)} of {len(given)}",
-            why="without it the share follows from the number of rows",
-        )
+        is_fit, key, got = all(given) or not any(given), "data.train[].weight", f"it for {sum(given)} of {len(given)}"
+        why = "without it the share follows from the number of rows"
+        require(is_fit, key, "be set for every file or for none", got=got, why=why)
 
     @property
     def heldout_sets(self) -> list[HeldoutSet]:

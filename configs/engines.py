@@ -118,13 +118,8 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     def __post_init__(self) -> None:
         for name in self.extra:
             key, own = "generators.engine.extra", _SET_BY_OTHERS.get(name)
-            require(
-                own is None,
-                key,
-                "not contain arguments that have their own setting",
-                got=name,
-                why=f"set {own} instead",
-            )
+            must = "not contain arguments that have their own setting"
+            require(own is None, key, must, got=name, why=f"set {own} instead")
             close = get_close_matches(name, SAFE_ARGUMENTS, n=1, cutoff=0.8)
             must = "contain only vLLM arguments that keep sampled tokens and their log-probabilities exact"
             allowed = "leave it out; SAFE_ARGUMENTS in configs/engines.py are allowed"

@@ -25,13 +25,8 @@ class MetricBound(Config):
     """Largest value that meets the condition; null = none."""
 
     def __post_init__(self) -> None:
-        require(
-            self.at_least is not None or self.at_most is not None,
-            f"a condition on {self.metric}",
-            "have at_least or at_most",
-            got="neither",
-            why="every value would meet it",
-        )
+        key, is_bound = f"a condition on {self.metric}", self.at_least is not None or self.at_most is not None
+        require(is_bound, key, "have at_least or at_most", got="neither", why="every value would meet it")
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         """Whether a metric row contains the metric within its bounds."""
@@ -116,13 +111,12 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
     """Keep layer inputs in host memory until the backward pass; needs `gradient_checkpointing`."""
 
     def __post_init__(self) -> None:
-        require(
+        is_fit, key = (
             self.gradient_checkpointing or not self.offload_activations,
             "learner.engine.gradient_checkpointing",
-            "be true with offload_activations",
-            got="false",
-            why="otherwise other activations would stay on the device",
         )
+        why = "otherwise other activations would stay on the device"
+        require(is_fit, key, "be true with offload_activations", got="false", why=why)
         key, stage = "learner.engine.zero_stage", self.zero_stage
         why = "only ZeRO-3 shards parameters"
         require(stage == 3 or not self.offload_parameters, key, "be 3 with offload_parameters", got=stage, why=why)

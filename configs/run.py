@@ -168,14 +168,8 @@ def _check_sft_best(run: RunConfig) -> None:
 
 def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
-        must = f"be set with mode={mode} and only then"
-        require(
-            (run.mode == mode) == bool(path),
-            key,
-            must,
-            got=f"{path!r} with mode={run.mode}",
-            why="it is the input of that mode",
-        )
+        must, got = f"be set with mode={mode} and only then", f"{path!r} with mode={run.mode}"
+        require((run.mode == mode) == bool(path), key, must, got=got, why="it is the input of that mode")
     steps, most, key = run.profile.steps, run.learner.max_steps, "profile.steps"
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
@@ -262,13 +256,10 @@ def _check_filter(run: RunConfig) -> None:
         why = "it rejects groups of equal rewards, which carry a signal here"
         require(not signal, "buffer/filter", f"be none or accuracy with {signal}", got="zero_signal", why=why)
     if isinstance(chosen, AccuracyConfig):
-        require(
-            any(chosen.above < right / size < chosen.below for right in range(size + 1)),
-            "buffer.filter",
-            f"accept at least one share of right answers in generators.group_size={size}",
-            got=f"above={chosen.above:g} and below={chosen.below:g}",
-            why="every group would be rejected",
-        )
+        is_fit = any(chosen.above < right / size < chosen.below for right in range(size + 1))
+        must = f"accept at least one share of right answers in generators.group_size={size}"
+        got = f"above={chosen.above:g} and below={chosen.below:g}"
+        require(is_fit, "buffer.filter", must, got=got, why="every group would be rejected")
 
 
 def _check_buffer(run: RunConfig) -> None:
@@ -280,26 +271,21 @@ def _check_buffer(run: RunConfig) -> None:
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
         # Pacing admits one prompt per trained fresh group, so a run converges to this ratio.
-        require(
-            reuse.samples_per_insert >= per_step / fresh,
-            "buffer.reuse.samples_per_insert",
-            f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {per_step / fresh:.3g})",
-            got=reuse.samples_per_insert,
-            why="uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction",
-        )
+        key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
+        must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
+        why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
+        require(got >= least, key, must, got=got, why=why)
     # The groups of a step must fit together with those not yet covered by a checkpoint.
     limit = run.buffer.capacity.max_groups
     uncovered = run.learner.checkpoint.every_steps * per_step
     kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0
-    least = uncovered + kept + per_step
-    require(
-        limit is None or limit >= least,
-        "buffer.capacity.max_groups",
-        f"be >= {least} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
-        f"{kept} kept for reuse + {per_step} for the next step",
-        got=limit,
-        why="the store would be full and the learner would wait forever",
+    room = uncovered + kept + per_step
+    must = (
+        f"be >= {room} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
     )
+    must += f"{kept} kept for reuse + {per_step} for the next step"
+    why = "the store would be full and the learner would wait forever"
+    require(limit is None or limit >= room, "buffer.capacity.max_groups", must, got=limit, why=why)
 
 
 _LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)
