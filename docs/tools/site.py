@@ -62,15 +62,9 @@ def page_of(path: Path) -> Path:
         return Path("index.md")
     if (ROOT / path).is_dir():
         return path / "index.md"
-    return (
-        path.with_name("index.md")
-        if path.name == "README.md"
-        else path.with_suffix(".md" if _is_source(path) else path.suffix)
-    )
-
-
-def _is_source(path: Path) -> bool:
-    return path.suffix == ".py"
+    if path.name == "README.md":
+        return path.with_name("index.md")
+    return path.with_suffix(".md") if path.suffix == ".py" else path
 
 
 def _write(path: Path) -> set[Path]:
@@ -81,7 +75,7 @@ def _write(path: Path) -> set[Path]:
         text = list_modules()
     elif (ROOT / path).is_dir():
         text = "\n".join(_list(path))
-    elif _is_source(path):
+    elif path.suffix == ".py":
         text = "\n\n".join(_describe(path))
     elif path.suffix == ".md":
         text = (ROOT / path).read_text(encoding="utf-8")
