@@ -1,4 +1,4 @@
-"""The objective: advantage x correction x policy loss x KL x aggregation, each a choice of its own."""
+"""The objective: advantage, correction, policy loss, KL, and aggregation, each chosen independently."""
 
 from typing import Annotated, Literal
 
@@ -12,30 +12,28 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, Positive, Share
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
-
-Positive = Annotated[float, Meta(gt=0)]
 
 
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic and its learning rate schedule."""
 
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    learning_rate: Positive = 1e-5
     """Peak of the learning rate schedule."""
 
 
 class CriticConfig(Config):
-    """The value model of advantages that take values (gae, vtrace): a separate trunk with one number per token."""
+    """Value model for the advantages that need values (`gae`, `vtrace`): a separate trunk with one output per token."""
 
     path: str | None = None
-    """Checkpoint it starts from: a policy's, or the `critic/model` folder of a checkpoint; null = `model.path`."""
+    """Initial checkpoint: a policy, or the `critic/model` folder of a checkpoint; null = `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    clip: Annotated[float, Meta(gt=0)] | None = 0.5
-    """Largest change of a value in one step, in units of the reward; null = unbounded."""
+    clip: Positive | None = 0.5
+    """Largest change of a value in one step, in reward units; null = unbounded."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """First steps of the run in which the critic alone learns."""
+    """Initial steps that train only the critic."""
 
 
 class DistillationConfig(Config):
@@ -45,51 +43,51 @@ class DistillationConfig(Config):
     """Folder or hub name of the teacher, in transformers format."""
     divergence: Literal["k1", "k3", "forward_kl_topk", "jsd_topk"] = "k1"
     """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`: forward
-    KL over the teacher's most likely tokens. `jsd_topk`: Jensen-Shannon divergence over the same."""
-    coefficient: Annotated[float, Meta(gt=0)] = 1.0
-    """Weight beside the loss of the task."""
+    KL over the teacher's most likely tokens. `jsd_topk`: Jensen-Shannon divergence over the same tokens."""
+    coefficient: Positive = 1.0
+    """Weight relative to the task loss."""
     with_rewards: bool = True
-    """Whether rewards count as well; false = the teacher alone."""
-    bound: Annotated[float, Meta(gt=0)] = 10.0
+    """Whether rewards also count; false = only the teacher."""
+    bound: Positive = 10.0
     """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Share of the teacher in the mixture; for `jsd_topk`."""
+    """Weight of the teacher in the mixture; for `jsd_topk`."""
     renormalise: bool = False
-    """Whether the most likely tokens alone form the distribution; false = all others are one more outcome."""
+    """Whether to renormalize over the most likely tokens; false = treat all other tokens as one additional outcome."""
 
     @property
     def takes_candidates(self) -> bool:
-        """Whether the teacher's most likely tokens are compared, not the sampled one."""
+        """Whether the divergence compares the teacher's most likely tokens instead of the sampled one."""
         return self.divergence in ("forward_kl_topk", "jsd_topk")
 
 
 class AdaptiveKlConfig(Config):
-    """A coefficient that keeps the measured KL at a target, `kl.adaptive_coefficient`."""
+    """KL coefficient that keeps the measured KL at a target, `kl.adaptive_coefficient`."""
 
-    target: Annotated[float, Meta(gt=0)]
-    """Target of the KL, mean over the tokens of a step, nats."""
+    target: Positive
+    """Target KL, mean over the tokens of a step, nats."""
     horizon: Annotated[int, Meta(ge=1)] = 10_000
-    """Trajectories over which the coefficient follows; more = slower."""
+    """Trajectories over which the coefficient adapts; larger = slower."""
 
 
 class KlConfig(Config):
-    """Divergence from a reference policy; none is kept while `coefficient` is 0."""
+    """KL penalty toward a reference policy. No reference is kept while `coefficient` is 0."""
 
     coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    """Price of one nat per token; the initial value of an adaptive coefficient."""
+    """Penalty per nat and token; the initial value of an adaptive coefficient."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "k3_off_policy", "full"] = "k3"
-    """Estimator of the KL, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: the value
-    of that estimator and the gradient of k2, which is that of the KL. `k3_off_policy`: k3 times the ratio
-    learner/generator. `full`: over the whole vocabulary. `k2`, those with `+`, `k3_off_policy` and `full` have the
-    gradient of the KL."""
+    """KL estimator, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: value of that
+    estimator, gradient of k2 (which is the gradient of the KL). `k3_off_policy`: k3 times the ratio learner/generator.
+    `full`: over the whole vocabulary. Only `k2`, the `+` forms, `k3_off_policy`, and `full` have the gradient of the
+    KL."""
     charged_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKlConfig | None = None
     """Adaptive coefficient; null = constant."""
     refresh_every_steps: Annotated[int, Meta(ge=1)] | None = None
-    """Steps after which the current learner becomes the reference; null = the initial policy stays."""
+    """Steps after which the current learner becomes the reference; null = keep the initial policy."""
 
     def __post_init__(self) -> None:
         if self.charged_in == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
@@ -104,42 +102,42 @@ class KlConfig(Config):
 
 
 class RewardShapingConfig(Config):
-    """Shaping of rewards before they are compared, in the order of the fields."""
+    """Reward shaping before advantages, in the order of the fields."""
 
     parts: dict[str, float] = {}
-    """Weights of named parts of the reward, instead of the total of the reward function; empty = the total."""
+    """Weights of named reward parts, used instead of the total; empty = the total."""
     overlong_buffer: Annotated[int, Meta(ge=1)] | None = None
-    """DAPO's soft penalty: over the last so many tokens of the longest response the reward falls by up to 1; null =
-    off."""
+    """Soft overlong penalty of DAPO: over the last N tokens of the longest response, the reward falls linearly by up to
+    1; null = off."""
     normalise: Literal["none", "batch", "group"] = "none"
-    """Mean 0 and standard deviation 1: `batch` over the batch, `group` within each group."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-6
-    """Term added to that standard deviation."""
+    """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
+    epsilon: Positive = 1e-6
+    """Added to that standard deviation."""
     truncated: Literal["train", "mask"] = "train"
-    """Responses that reach the longest length. `train`: trained on. `mask`: leave the loss, and stay in the baseline of
-    their group."""
+    """Responses cut off at the maximum length. `train`: train on them. `mask`: exclude them from the loss; they still
+    count in the baseline of their group."""
 
 
-# --- correction for a generator that is older or numerically different ------------------------------------------------
+# --- correction for an older or numerically different generator -------------------------------------------------------
 def check_order(what: str, low: float | None, high: float | None) -> None:
-    """Raise ConfigError for a lower bound above the upper one."""
+    """Raise ConfigError if the lower bound exceeds the upper one."""
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
 
 
 class RejectionConfig(Config):
-    """Tokens or trajectories that leave the loss, `learner.algorithms.rejection`."""
+    """Rejection of tokens or trajectories from the loss, `learner.algorithms.rejection`."""
 
     statistic: Literal["k1", "k2", "k3"] = "k1"
-    """Statistic of log(learner/generator) of a token. `k1`: itself. `k2`: half its square. `k3`: ratio - 1 - log ratio.
-    """
+    """Statistic of log(learner/generator) of a token. `k1`: the log-ratio. `k2`: half its square. `k3`: ratio - 1 -
+    log-ratio."""
     over: Literal["token", "sum", "mean", "max"] = "mean"
-    """`token`: each token alone. `sum`, `mean`, `max`: each trajectory by that of its tokens (the mean of k1 is the
-    geometric mean ratio)."""
+    """`token`: judge each token. `sum`, `mean`, `max`: judge each trajectory by this statistic of its tokens (the mean
+    of k1 is the geometric mean ratio)."""
     low: Positive | None = None
-    """Smallest accepted ratio learner/generator, for `k1` only; null = unbounded."""
+    """Smallest accepted ratio learner/generator, only for `k1`; null = unbounded."""
     high: Positive | None = None
-    """Largest accepted ratio learner/generator for `k1`, largest value of the statistic for `k2` and `k3`; null =
+    """Largest accepted ratio learner/generator for `k1`; largest value of the statistic for `k2` and `k3`; null =
     unbounded."""
 
     def __post_init__(self) -> None:
@@ -156,31 +154,31 @@ class RejectionConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Correction for a generator that is older or numerically different: weights and masks from the ratio
-    proximal/generator of each token, without gradient, and a pull back to the generator."""
+    """Correction for a generator that is older or numerically different: per-token weights and masks from the ratio
+    proximal/generator, without gradient, and an optional penalty toward the generator."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     """Weight of a token. `none`: 1. `token`: its own ratio. `sequence`: the product of the ratios of its trajectory.
     `geometric`: their geometric mean."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """Weights outside of low and high: `truncate` to the bound, `mask` to zero."""
+    """Weights outside `low` and `high`: `truncate` to the bound, or `mask` to zero."""
     low: Positive | None = None
     """Smallest weight; null = unbounded."""
     high: Positive | None = 2.0
     """Largest weight; null = unbounded."""
     normalise: bool = False
-    """Divide bounded weights by their mean over the batch: of tokens for `level=token`, else of trajectories."""
+    """Divide bounded weights by their batch mean: over tokens for `level=token`, otherwise over trajectories."""
     reject: list[RejectionConfig] = []
-    """Rejections; a token stays in the loss when every entry accepts it."""
+    """Rejections; a token stays in the loss if every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
-    """Bounds of token ratios: a trajectory with one token outside leaves the loss; null = off."""
+    """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
     rebaseline: bool = False
-    """Whether a trajectory without any token left leaves the baseline of its group as well."""
+    """Whether a completely rejected trajectory also leaves the baseline of its group."""
     denominator: Literal["all", "kept"] = "all"
-    """Tokens that the aggregation counts. `all`: all that were to be trained on. `kept`: those not rejected."""
+    """Tokens counted by the aggregation. `all`: all trainable tokens. `kept`: those not rejected."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: it pulls back to the policy
-    that sampled, also where a clip or a mask has taken the gradient away, and in groups whose rewards are equal."""
+    """Weight of log(learner/generator)^2 in the loss of every token that is not rejected. It pulls toward the policy
+    that sampled, including where a clip or mask removes the gradient and in groups with equal rewards."""
 
     def __post_init__(self) -> None:
         bounds = self.low is not None or self.high is not None or self.bound == "mask"
@@ -194,7 +192,7 @@ class CorrectionConfig(Config):
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens or trajectories may leave the loss."""
+        """Whether tokens or trajectories can leave the loss."""
         return bool(self.reject) or self.veto is not None
 
     @property
@@ -207,13 +205,13 @@ _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
 class EssLearningRateConfig(Config):
-    """A learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
+    """Learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
 
     level: Literal["token", "sequence"] = "sequence"
-    """Importance weights that are counted, before any bound. `token`: one per token. `sequence`: one per trajectory."""
+    """Importance weights used, before any bound. `token`: one per token. `sequence`: one per trajectory."""
     power: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Exponent: scale = effective share ^ power."""
-    floor: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Exponent: scale = effective fraction ^ power."""
+    floor: Share = 0.1
     """Smallest scale of the learning rate."""
 
 
@@ -222,40 +220,41 @@ class AlgorithmConfig(Config):
 
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = GrpoConfig()
-    """Advantage function: shaped rewards to one advantage per trajectory or token."""
+    """Advantage function: from shaped rewards to one advantage per trajectory or token."""
     critic: CriticConfig = CriticConfig()
     policy_loss: PolicyLossConfig = PpoClipConfig()
-    """Policy loss function: the ratio learner/proximal and the advantage to one loss per token."""
+    """Policy loss function: from the ratio learner/proximal and the advantage to one loss per token."""
     masks: list[MaskConfig] = []
     """Masks of tokens that leave the policy loss because the learner has moved away from the policy that sampled them.
     """
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
-    """Policy that the ratio is taken around. `recompute`: the learner at the start of the step, by a forward pass.
-    `reuse`: the same, by the update's own values (one update per step). `auto`: `reuse` where that gives the same step
-    and no other setting takes the pass, else `recompute`; `config.yaml` holds which. `generator`: the generator,
-    without correction weights (bypass). `interpolate`: between generator and learner by each token's lag (A-3PO)."""
+    """Proximal policy of the ratio. `recompute`: the learner at the start of the step, from a separate forward pass.
+    `reuse`: the same, from the update's own forward pass (one update per step). `auto`: `reuse` if it gives the same
+    step and no other setting needs the pass, otherwise `recompute`; `config.yaml` records the choice. `generator`: the
+    generator, without correction weights (bypass). `interpolate`: between generator and learner according to the lag of
+    each token (A-3PO)."""
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
-    """Reduction of token losses to one number; denominators are global over microbatches and ranks."""
+    """Reduction of token losses to one number. Denominators are global over microbatches and ranks."""
     aggregation_length: Annotated[int, Meta(ge=1)] | None = None
     """Constant of `seq_mean_token_sum_norm`, tokens; null = `generators.sampling.max_tokens`."""
     distillation: DistillationConfig | None = None
-    """On-policy distillation from a teacher, beside or instead of rewards; null = off."""
+    """On-policy distillation from a teacher, in addition to or instead of rewards; null = off."""
     kl: KlConfig = KlConfig()
     entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     positive_nll_coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the negative log-likelihood of entirely right answers (VAPO)."""
+    """Weight of the negative log-likelihood of correct answers (VAPO)."""
     ess_learning_rate: EssLearningRateConfig | None = None
     """Learning rate that follows the effective sample size; null = off."""
     updates_per_step: Annotated[int, Meta(ge=1)] = 1
-    """Optimizer updates into which a claimed batch is split."""
+    """Optimizer updates per claimed batch."""
 
     def __post_init__(self) -> None:
         if self.proximal == "auto":
-            # The record is complete only now, and nobody else has seen it: a run's config.yaml holds what is used.
+            # The record is complete only now and not yet shared, so config.yaml records the resolved value.
             structs.force_setattr(self, "proximal", "reuse" if self._can_reuse else "recompute")
         _check_proximal(self)
         _check_advantage(self)
@@ -263,7 +262,7 @@ class AlgorithmConfig(Config):
 
     @property
     def signal_beside_rewards(self) -> str:
-        """The setting by which a group of equal rewards still has a gradient; empty where there is none."""
+        """Setting that gives a group of equal rewards a gradient; empty = none."""
         if self.advantage.compares_groups:
             return f"algorithm.advantage={self.advantage.kind}"
         if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
@@ -272,12 +271,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_current_logprobs(self) -> bool:
-        """Whether tokens are selected among all of an update by the learner's log-probabilities at its start."""
+        """Whether tokens are selected over a whole update by the learner log-probabilities at its start."""
         return any(not mask.is_local for mask in self.masks) or bool(self.policy_loss.selector)
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the learner's log-probabilities at the start of the step take a forward pass of their own."""
+        """Whether the learner log-probabilities at the start of the step need a separate forward pass."""
         return (
             (self.proximal == "recompute" and (self.policy_loss.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)
@@ -286,17 +285,16 @@ class AlgorithmConfig(Config):
 
     @property
     def _can_reuse(self) -> bool:
-        """Whether the ratio around the update's own values gives the same step as around recomputed ones, and saves the
-        pass."""
+        """Whether `reuse` gives the same step as `recompute` and saves the pass."""
         correction = self.correction
-        # What the correction drops must be known before the gradient: masks choose among the rest, and an update of
-        # which nothing is left must not move.
+        # Drops by the correction must be known before the gradient: masks select among the remaining tokens, and an
+        # update without any token left must not change the weights.
         drops = correction.rejects or (correction.bound == "mask" and self.needs_current_logprobs)
         return self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
 
     @property
     def _takes_start_logprobs(self) -> bool:
-        """Whether something beside the ratio takes that forward pass."""
+        """Whether something other than the ratio needs that forward pass."""
         return (
             self.correction.needs_whole_batch
             or (self.kl.charged_in == "reward" and self.kl.coefficient > 0)

@@ -1,4 +1,4 @@
-"""The broker role, the weight plane, loggers and exporter: addresses, limits, timeouts, verification."""
+"""Settings of the broker, weight transfer, loggers, and exporter."""
 
 import re
 from ipaddress import ip_address
@@ -6,41 +6,43 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 BROKER_SILENCE_S = 8.0
-"""Silence of the broker after which a peer connects anew, seconds."""
+"""Silence of the broker after which a peer reconnects, seconds."""
 FIRST_BROKER = "broker"
-"""Name of the only broker of a run, or of the first."""
+"""Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
 PROBE_SEQUENCES = 4
-"""Canary sequences whose log-probabilities are compared after every weight update: few, as engines reserve room for
-them, and more than one, as a damaged tensor may spare some tokens."""
+"""Canary sequences compared after every weight update. Few, because engines reserve room for them; more than one,
+because a damaged tensor may not affect every token."""
 
 
 class BrokerConfig(Config):
-    """Address, limits and timeouts of the broker."""
+    """Address, limits, and timeouts of the broker."""
 
     address: str | None = None
-    """ZeroMQ endpoint that the broker binds; null: a unix socket in the run folder, where every role of the run finds
-    it, and with `cluster.interface` also a port, which `status` shows. A port (`tcp://127.0.0.1:5757`) on a loopback
-    address for tunnels, or in `cluster.interface`; for a generator on another machine, where it reaches the broker."""
+    """ZeroMQ endpoint that the broker binds. null: a Unix socket in the run folder, where every role of the run finds
+    it, and with `cluster.interface` also a port, shown by `status`. Otherwise a port (`tcp://127.0.0.1:5757`) on a
+    loopback address, for tunnels, or in `cluster.interface`. For a generator on another machine: the address at which
+    it reaches the broker."""
     shards: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Brokers that share the generators of a run. Each is a process with an address: `address` and the ports after it,
-    or a unix socket and a port of its own. One carries a thousand generators; without it the others go on."""
+    """Brokers that share the generators of a run. Each is a process with its own address: `address` and the ports after
+    it, or its own Unix socket and port. One broker serves a thousand generators; with several, the others continue when
+    one is down."""
     token_file: str | None = None
-    """File with the token that encrypts and admits to all sockets of the run, readable by its owner alone.
-    `SLIPSTREAM_TOKEN` in the environment takes precedence; without either, a token is made in the run folder."""
-    join_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest wait of a starting role for the broker to admit it, seconds; the broker may start later."""
+    """File with the token that encrypts and authenticates all sockets of the run, readable only by its owner. The
+    environment variable `SLIPSTREAM_TOKEN` takes precedence. Without either, a token is created in the run folder."""
+    join_timeout_s: Positive = 600.0
+    """Longest time a starting role waits for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Largest frame accepted, bytes. A trajectory above it is refused by name, and so is a row of data above half of
-    it. Generators that are started elsewhere need the same."""
-    peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
-    """Silence after which a peer counts as gone, seconds. Larger values tolerate longer pauses and detect deaths later.
-    """
-    lease_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Time a generator has for a leased prompt before it is leased again, seconds; pings renew it, so at least three
+    """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
+    error. Generators started elsewhere need the same value."""
+    peer_timeout_s: Positive = 8.0
+    """Silence after which a peer is considered gone, seconds. Larger values tolerate longer pauses but detect failures
+    later."""
+    lease_s: Positive = 30.0
+    """Time a generator has for a leased prompt before it is leased again, seconds. Pings renew it, so at least three
     must fit."""
 
     @property
@@ -51,8 +53,8 @@ class BrokerConfig(Config):
     def heartbeat_s(self) -> float:
         """Time between pings, seconds.
 
-        A second keeps leases and gauges fresh and lies well below BROKER_SILENCE_S: quiet peers need not reconnect. A
-        short peer timeout makes pings denser, so that a lost or late one does not look like a death.
+        One second keeps leases and gauges fresh and is well below BROKER_SILENCE_S, so quiet peers don't reconnect. A
+        short peer timeout shortens the interval, so that a lost or late ping does not look like a failure.
         """
         return min(1.0, self.peer_timeout_s / 8)
 
@@ -61,91 +63,90 @@ class WeightsConfig(Config):
     """Publishing weights, applying them in the engines, and verifying the result."""
 
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
-    """`collective`: broadcast over NCCL (GPU), unix sockets or Gloo (CPU). `snapshot`: each generator fetches every
-    version whole and generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed
-    over inside one process (serial mode). A generator may choose one of the first three for itself: `python -m
-    generators weights.transport=delta`. A joining generator always fetches its first version, and one on another
-    machine fetches deltas instead of broadcasts unless `cluster.trusted_network` is set."""
+    """`collective`: broadcast over NCCL (GPU), Unix sockets, or Gloo (CPU). `snapshot`: each generator fetches every
+    complete version and keeps generating. `delta`: each generator fetches the difference to the version it holds.
+    `memory`: handed over within one process (serial mode). A generator can choose one of the first three for itself:
+    `python -m generators weights.transport=delta`. A joining generator always fetches its first version. Generators on
+    other machines fetch deltas instead of joining broadcasts unless `cluster.trusted_network` is set."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto`: chosen whenever generators join or leave, by where they are: NCCL if the learner and each of them have a
-    GPU of their own, else `gloo`, through host memory. `nccl`: refused where it cannot work."""
+    """`auto`: chosen whenever generators join or leave: NCCL if the learner and every generator have their own GPU,
+    otherwise `gloo` through host memory. `nccl`: rejected where it cannot work."""
     staging: Literal["auto", "device", "host"] = "auto"
-    """Memory into which a version is copied while the learner waits. `device`: on its GPU, from where it goes to the
-    host while the learner trains on; takes the size of a version there. `auto`: `device` if that is at most half of the
-    free memory at the start. `host`: always on a CPU."""
+    """Memory into which a version is copied while the learner waits. `device`: on the GPU, from where it moves to the
+    host while training continues; takes the size of one version. `auto`: `device` if that is at most half of the free
+    memory at startup. `host`: always used on CPUs."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
     fetch_address: str | None = None
-    """ZeroMQ endpoint of the learner from which generators fetch that cannot read the run folder; null: a unix socket
-    in it, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, equal at both of
-    its ends."""
+    """ZeroMQ endpoint of the learner for generators that cannot read the run folder. null: a Unix socket in the run
+    folder, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, with the same
+    number at both ends."""
     fan_out: Annotated[int, Meta(ge=1)] = 8
-    """Generators on other machines that fetch a version from the learner itself; the others fetch it from generators
-    that have it, each of which lends it to as many."""
+    """Generators on other machines that fetch a version directly from the learner. The others fetch it from generators
+    that have it, each of which also serves this number."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
-    """Size of one flat buffer of a broadcast, bytes."""
-    transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Size of one flat broadcast buffer, bytes."""
+    transfer_timeout_s: Positive = 60.0
     """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds."""
-    fetch_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest fetch of one version, seconds; the generator keeps generating meanwhile."""
-    max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
-    """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences, and
-    between sampled tokens and the same tokens in a prompt, nats; above it the generator gets no work. With a
-    `model.dtype` below float32 three times the difference at the first version, if that is more. Beyond it, the tokens
-    of step 1 stop the run."""
+    fetch_timeout_s: Positive = 600.0
+    """Longest fetch of one version, seconds; the generator keeps generating."""
+    max_probe_diff: Positive = 1e-3
+    """Largest mean absolute difference in log-probabilities, nats: between engine and learner on the canary sequences,
+    and between sampled tokens and the same tokens in a prompt. A generator above it gets no work. With a `model.dtype`
+    below float32, the limit is three times the difference at the first version if that is larger. The tokens of step 1
+    stop the run if they exceed it."""
 
 
 class LoggingConfig(Config):
     """Settings of the loggers of a run."""
 
     options: dict[str, dict[str, Any]] = {}
-    """Arguments of a logger by its name in `loggers`, such as `{wandb: {project: digits}}`."""
+    """Arguments by logger name, such as `{wandb: {project: digits}}`."""
     curve_every_s: Annotated[float, Meta(ge=0)] = 60.0
-    """Least time between two images of the curve, seconds; 0: none."""
+    """Minimum time between two images of the curve, seconds; 0 = none."""
     samples_every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two tables of answers that were trained on; 0: none. Only with mode=async."""
+    """Steps between two tables of trained answers; 0 = none. Only with mode=async."""
     num_samples: Annotated[int, Meta(ge=1)] = 8
-    """Answers in such a table."""
+    """Answers per table."""
     max_queue: Annotated[int, Meta(ge=1)] = 1000
-    """Entries that wait for a logger that is slow or hangs, besides the rows of before its start; beyond them the
-    oldest is dropped and counted."""
-    close_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
-    """Time for a logger to take what waits for it once the roles have ended, seconds; it is killed then."""
+    """Entries queued for a slow or hanging logger, not counting rows from before its start; beyond this, the oldest
+    entry is dropped and counted."""
+    close_timeout_s: Positive = 20.0
+    """Time a logger has to process its queue after the roles have ended, seconds; then it is killed."""
 
     def check(self, loggers: list[str]) -> None:
-        """Raise ConfigError unless each logger is named once, and all options are of those."""
-        why = "two would write the same"
+        """Raise ConfigError unless each logger is named once and all options belong to a named logger."""
+        why = "two would write the same data"
         require(len(set(loggers)) == len(loggers), "loggers", "name each once", got=loggers, why=why)
         unknown = sorted(set(self.options) - set(loggers))
-        require(not unknown, "logging.options", "name loggers of the run", got=unknown, why="no other is started")
+        require(not unknown, "logging.options", "name loggers of the run", got=unknown, why="others are not started")
 
 
 class ExporterConfig(Config):
-    """Metrics of a run for Prometheus, and spans for OpenTelemetry."""
+    """Prometheus metrics and OpenTelemetry spans of a run."""
 
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """Port at which Prometheus reads the metrics; null: none."""
+    """Port for Prometheus to scrape; null = none."""
     host: str = "127.0.0.1"
-    """IP address at which it listens; one that is no loopback address asks for the run's token."""
+    """IP address to listen on; a non-loopback address requires the run's token."""
     otlp_endpoint: str | None = None
-    """OTLP/HTTP address that recorded steps are sent to as spans, such as `http://127.0.0.1:4318/v1/traces`; its
-    credentials are those of `OTEL_EXPORTER_OTLP_HEADERS` in the environment."""
+    """OTLP/HTTP address to which recorded steps are sent as spans, such as `http://127.0.0.1:4318/v1/traces`.
+    Credentials come from the environment variable `OTEL_EXPORTER_OTLP_HEADERS`."""
 
     def __post_init__(self) -> None:
-        why = "a name may mean several addresses"
+        why = "a name can have several addresses"
         require(_is_address(self.host), "exporter.host", "be an IP address", got=repr(self.host), why=why)
         is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
-        # Not shown, because it may hold a password.
-        shown = "another" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
+        # Not shown: it may contain a password.
+        shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
         must = "be an http:// or https:// address without credentials or options"
-        require(is_url, "exporter.otlp_endpoint", must, got=shown, why="settings are logged and written down")
+        require(is_url, "exporter.otlp_endpoint", must, got=shown, why="settings are logged and saved")
 
     def check(self, *, mode: str) -> None:
-        """Raise ConfigError where no times could be told."""
+        """Raise ConfigError for a mode without wall-clock times."""
         is_fit, key = mode == "async" or not self.is_wanted, "exporter.port and exporter.otlp_endpoint"
-        require(
-            is_fit, key, "be null without mode=async", got=f"mode={mode}", why="the roles of one process count turns"
-        )
+        must, why = "be null without mode=async", "roles in one process count turns instead"
+        require(is_fit, key, must, got=f"mode={mode}", why=why)
 
     @property
     def is_wanted(self) -> bool:
@@ -153,7 +154,7 @@ class ExporterConfig(Config):
 
     @property
     def is_open(self) -> bool:
-        """Whether other machines may reach it."""
+        """Whether other machines can reach it."""
         return not ip_address(self.host).is_loopback
 
 

@@ -1,36 +1,37 @@
-"""Replay buffer settings: the store, capacity and deadlines, and which groups a step trains on."""
+"""Settings of the replay buffer: store, limits, deadlines, and the selection of groups for a step."""
 
 from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, Share, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
 class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
-    """A Redis server of the run's own, on a unix socket, with its data in the run folder."""
+    """A Redis server owned by the run, on a Unix socket, with its data in the run folder."""
 
     durability: Literal["fast", "standard", "strict"] = "standard"
-    """`fast`: nothing on disk, as always where all roles run in one process, which is not resumed. `standard`: written
-    before every answer, synced to disk every second. `strict`: synced before every answer."""
+    """`fast`: no data on disk; always used when all roles run in one process, which cannot be resumed. `standard`:
+    written before every answer, synced to disk every second. `strict`: synced before every answer."""
     max_memory_mib: Annotated[int, Meta(ge=16)] = 1024
-    """Limit above which the server refuses writes (it never evicts), MiB."""
+    """Memory limit above which the server rejects writes (it never evicts), MiB."""
 
 
 STORE_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-"""Environment variable, because a password in the config would end up in logs, command lines and run folders."""
+"""Environment variable of the password. A password in the config would appear in logs, command lines, and run folders.
+"""
 
 
 class RedisConfig(Config, tag="redis", tag_field="kind"):
-    """A Redis or Valkey server that is run by somebody else."""
+    """An external Redis or Valkey server."""
 
     url: str
-    """`redis://HOST:PORT/DB`, `rediss://` (TLS) or `unix://`, with its user where it has one (`rediss://USER@HOST`);
-    the password comes from the environment, `SLIPSTREAM_REDIS_PASSWORD`."""
+    """`redis://HOST:PORT/DB`, `rediss://` (TLS), or `unix://`, with a user if required (`rediss://USER@HOST`). The
+    password comes from the environment variable `SLIPSTREAM_REDIS_PASSWORD`."""
     tls_ca_file: str | None = None
-    """PEM file of the authorities that may vouch for a `rediss://` server; null: those of the system."""
+    """PEM file of the certificate authorities trusted for a `rediss://` server; null = those of the system."""
 
     def __post_init__(self) -> None:
         try:
@@ -38,11 +39,11 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
         except ValueError as error:
             raise ConfigError(f"buffer.store.url must be an address, got one that cannot be read: {error}.") from None
         if parts.password is not None or "password" in parse_qs(parts.query):
-            # The address without what may be secret: user and query.
+            # The address without user and query, which may be secret.
             shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
             raise ConfigError(
-                f"buffer.store.url must hold no password, got one for {shown}: settings are logged and written down; "
-                f"set {STORE_PASSWORD_VARIABLE} to it."
+                f"buffer.store.url must not contain a password, got one for {shown}: settings are logged and saved; "
+                f"set {STORE_PASSWORD_VARIABLE} instead."
             )
         if self.tls_ca_file is not None and parts.scheme != "rediss":
             raise ConfigError(
@@ -52,28 +53,28 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
 
 
 class CapacityConfig(Config):
-    """Limits of the store; at a limit no prompt is admitted until groups are over."""
+    """Limits of the store. At a limit, no prompt is admitted until groups have finished."""
 
     max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Groups admitted and not over (running, buffered, used, not yet archived); null = as many as pacing admits."""
+    """Unfinished groups (running, buffered, used, not yet archived); null = as many as pacing admits."""
     max_mib: Annotated[int, Meta(ge=1)] | None = None
-    """Encoded trajectories, MiB; prompts in flight still add to it. null = the server's limit."""
+    """Size of encoded trajectories, MiB; prompts in flight still add to it. null = the limit of the server."""
 
 
 class ArchiveConfig(Config):
-    """The archive: groups that are over move from the store to Parquet shards in the run folder."""
+    """The archive: finished groups move from the store to Parquet shards in the run folder."""
 
     enabled: bool = True
-    """Whether groups that are over are archived; otherwise they are deleted."""
+    """Whether finished groups are archived; otherwise they are deleted."""
     groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
-    """Number of waiting groups at which a shard is written."""
-    flush_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Longest wait of a group for its shard to fill up, seconds."""
-    max_gib: Annotated[float, Meta(gt=0)] = 100.0
-    """Size from which on groups leave the store without being archived, GiB; `status` says so."""
+    """Number of waiting groups that triggers writing a shard."""
+    flush_s: Positive = 30.0
+    """Longest time a group waits for its shard to fill, seconds."""
+    max_gib: Positive = 100.0
+    """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
 
 
-# --- groups whose last members do not arrive -------------------------------------------------------------------------
+# --- groups with missing members -------------------------------------------------------------------------------------
 class RefillConfig(Config, tag="refill", tag_field="kind"):
     """A group waits for all of its members; its prompt is leased again, up to `max_attempts` times."""
 
@@ -81,17 +82,17 @@ class RefillConfig(Config, tag="refill", tag_field="kind"):
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
     """A group becomes ready without its missing members."""
 
-    after_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Deadline, seconds since the first member arrived."""
+    after_s: Positive = 60.0
+    """Deadline after the arrival of the first member, seconds."""
     min_members: Annotated[int, Meta(ge=2)] = 2
-    """Sampled members a group needs at the deadline; with fewer it goes on waiting."""
+    """Sampled members that a group needs at the deadline; with fewer, it keeps waiting."""
 
 
 class DropShortConfig(Config, tag="drop", tag_field="kind"):
-    """A group short of members expires, and another prompt is admitted for it."""
+    """An incomplete group expires, and another prompt is admitted for it."""
 
-    after_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Deadline, seconds since the first member arrived."""
+    after_s: Positive = 60.0
+    """Deadline after the arrival of the first member, seconds."""
 
 
 GroupDeadline = RefillConfig | TrainShortConfig | DropShortConfig
@@ -107,61 +108,60 @@ class FreshestConfig(Config, tag="freshest", tag_field="kind"):
 
 
 class UniformConfig(Config, tag="uniform", tag_field="kind"):
-    """Every ready group with the same probability, seeded by the run's seed and the step."""
+    """Every ready group with the same probability, seeded by the run seed and the step."""
 
 
 class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
     """Groups with probability proportional to priority ** exponent, and an importance weight on their loss.
 
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
-    Differs: the priority is the standard deviation of a group's rewards, in steps of powers of two from 1/256 up, so
-    that a group whose rewards are all equal is rare but never starves. Weights are those of sampling without
-    replacement, and are not divided by the largest: with `correction=1` the expected gradient is that of a uniform
-    sample.
+    Differs: the priority is the standard deviation of the rewards of a group, rounded to powers of two from 1/256 up,
+    so groups with equal rewards are rare but never starve. The weights are exact for sampling without replacement and
+    are not divided by the maximum: with `correction=1` the expected gradient equals that of a uniform sample.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Exponent of the priority; 0 = uniform."""
-    correction: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    correction: Share = 1.0
     """Weight is (groups sampled / (ready groups * inclusion probability)) ** correction; 0 = no weights."""
 
 
 SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig
 
 
-# --- groups that teach nothing ---------------------------------------------------------------------------------------
+# --- filters of groups without a signal ------------------------------------------------------------------------------
 class KeepAllConfig(Config, tag="none", tag_field="kind"):
-    """Every complete group may be trained on."""
+    """Keeps every complete group."""
 
 
 KEEP_ALL = KeepAllConfig()
-"""Default of a store that is opened without a filter."""
+"""Default of a store opened without a filter."""
 
 
 class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
-    """Rejects groups whose rewards are all alike: compared with each other, they give no advantage.
+    """Rejects groups with equal rewards: compared with each other, they have no advantage.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
-    Differs: compares rewards instead of right and wrong, and judges each group when its last member arrives: another
-    prompt replaces it at once, while the groups of the step are still coming in.
+    Differs: compares rewards instead of correctness, and judges each group when its last member arrives, so another
+    prompt replaces it while the other groups of the step are still arriving.
     """
 
-    min_spread: Annotated[float, Meta(gt=0)] = 1e-6
-    """Greatest minus least reward that a group must have; the reward of its greedy baseline is one of them."""
+    min_spread: Positive = 1e-6
+    """Required difference between the largest and smallest reward of a group, including its greedy baseline."""
 
 
 class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):
-    """Rejects groups whose share of right answers is not strictly between two bounds.
+    """Rejects groups unless their fraction of correct answers is strictly between two bounds.
 
-    above < right / answered < below
+    above < correct / answered < below
 
     Source: DAPO, arXiv:2503.14476, eq. 11, with bounds of 0 and 1.
     """
 
     above: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Lower bound of the share, exclusive; 0 = reject groups that are all wrong."""
+    """Lower bound of the fraction, exclusive; 0 = reject groups with only wrong answers."""
     below: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Upper bound of the share, exclusive; 1 = reject groups that are all right."""
+    """Upper bound of the fraction, exclusive; 1 = reject groups with only correct answers."""
 
     def __post_init__(self) -> None:
         if self.above >= self.below:
@@ -181,65 +181,65 @@ class ReuseConfig(Config):
     max_uses: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Steps that may train on one group; 1 = no reuse."""
     fresh_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of a step's groups that were never trained on, while enough are ready; used groups fill the rest."""
+    """Fraction of the groups of a step that were never trained on, if enough are ready; used groups fill the rest."""
     samples_per_insert: Annotated[float, Meta(ge=1)] | None = None
-    """Limit of uses per group that arrived, on average over the run; null = `max_uses` alone bounds them."""
+    """Limit of uses per arrived group, averaged over the run; null = only `max_uses` applies."""
     max_age: Annotated[int, Meta(ge=1)] | None = None
-    """Lag beyond which a group is not used again, versions; null = no limit."""
+    """Lag above which a group is not reused, versions; null = no limit."""
     max_groups: Annotated[int, Meta(ge=1)] = 4096
-    """Groups kept for reuse; above it, those that became ready first are released."""
+    """Groups kept for reuse; above it, the groups that became ready first are released."""
 
     def __post_init__(self) -> None:
         if 1 / self.fresh_fraction > self.max_uses:
             raise ConfigError(
                 f"buffer.reuse.fresh_fraction must be >= 1 / max_uses ({1 / self.max_uses:.3g}), got "
                 f"{self.fresh_fraction:g}: each group would have to be used {1 / self.fresh_fraction:.3g} times on "
-                f"average to fill the steps, and {self.max_uses} is the most."
+                f"average to fill the steps, more than {self.max_uses}."
             )
 
 
 class StalenessConfig(Config):
-    """Bound on the age of the tokens trained on."""
+    """Bound on the age of trained tokens."""
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
-    """Versions between the learner's and the one that sampled the token; 0 = synchronous."""
+    """Difference between the learner's version and the version that sampled a token; 0 = synchronous."""
     on_stale: Literal["mask", "drop"] = "mask"
-    """Treatment of tokens beyond the bound. mask: they leave the loss; the trajectory's reward stays in the baseline of
-    its group. drop: a ready group with such a token expires, and another prompt is admitted for it."""
+    """Handling of tokens beyond the bound. `mask`: they leave the loss; the reward of their trajectory stays in the
+    baseline of its group. `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
     pacing_lag: Annotated[float, Meta(ge=0)] | None = None
-    """Mean lag that pacing admits prompts for, versions, at most `max_lag`; null = `max_lag`. Lower it where answers
-    differ much in length: `learner/stale_fraction` falls, and so does the number of groups generated at a time."""
+    """Mean lag for which pacing admits prompts, versions, at most `max_lag`; null = `max_lag`. Lower it if answer
+    lengths vary widely: `learner/stale_fraction` decreases, and so does the number of groups generated concurrently."""
 
     def __post_init__(self) -> None:
         if self.pacing_lag is not None and self.pacing_lag > self.max_lag:
             raise ConfigError(
                 f"buffer.staleness.pacing_lag must be <= max_lag ({self.max_lag}), got {self.pacing_lag:g}: groups "
-                "would be admitted that are stale when they are trained on."
+                "would be admitted that are stale by the time they are trained on."
             )
 
     @property
     def window(self) -> float:
-        """Versions' worth of groups that may be generated or wait at a time."""
+        """Number of versions' worth of groups that may be generated or waiting at a time."""
         return (self.max_lag if self.pacing_lag is None else self.pacing_lag) + 1
 
 
 class MixConfig(Config):
-    """Training on stored rollouts of another run beside this run's own."""
+    """Training on stored rollouts of another run in addition to this run's own."""
 
     archive: str = ""
-    """Folder of the archive; empty: none."""
+    """Folder of the archive; empty = none."""
     fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Share of a step's groups that come from it, sampled uniformly by the run's seed and the step."""
+    """Fraction of the groups of a step taken from it, sampled uniformly with the run seed and the step."""
 
     def __post_init__(self) -> None:
         require_folder("buffer.mix.archive", self.archive)
 
 
 class BufferConfig(Config):
-    """The store, and the selection of the groups that a step trains on."""
+    """The store, and the selection of groups for a step."""
 
     store: EmbeddedRedisConfig | RedisConfig = EmbeddedRedisConfig()
-    """Store of all state that must survive."""
+    """Store of all state that must survive a crash."""
     sampler: SamplerConfig = FifoConfig()
     """Order in which ready groups are claimed."""
     filter: FilterConfig = KEEP_ALL
@@ -251,14 +251,14 @@ class BufferConfig(Config):
     staleness: StalenessConfig = StalenessConfig()
     """Bound on the age of tokens."""
     group_deadline: GroupDeadline = RefillConfig()
-    """Handling of groups whose last members do not arrive."""
+    """Handling of groups with missing members."""
     capacity: CapacityConfig = CapacityConfig()
     """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
-    """Archive of groups that are over."""
-    claim_lease_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Lease of a claim: the learner commits or renews it within this time, seconds."""
+    """Archive of finished groups."""
+    claim_lease_s: Positive = 120.0
+    """Lease of a claim, within which the learner commits or renews it, seconds."""
     max_attempts: Annotated[int, Meta(ge=1)] = 5
-    """Claims (or leases) of one group before it goes to quarantine."""
-    retry_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Time for which a role repeats operations that the store does not answer, while it restarts, seconds."""
+    """Claims (or leases) of one group before it is quarantined."""
+    retry_timeout_s: Positive = 60.0
+    """Longest time a role retries operations while the store does not answer, seconds."""

@@ -1,4 +1,4 @@
-"""Several machines: where roles listen for each other, and what may cross the network between them."""
+"""Settings for several machines: where roles listen, what they reserve, and what may cross the network between them."""
 
 import re
 from ipaddress import IPv4Network
@@ -6,53 +6,53 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, require
+from slipstream.configs.base import Config, ConfigError, Positive, require
 from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
     "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
     "weights.fetch_address", "buffer.store", "broker.shards", "loggers", "logging", "exporter",
 )  # fmt: skip
-"""Settings that say where a run lives, how it is started and who is told. They are no part of its identity: a run may
-move."""
+"""Settings that describe where a run is, how it starts, and who is notified. They are not part of the run's identity,
+so a run can move."""
 _GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
 _PORTS = range(1024, 65536)
-"""Ports that a user may bind."""
+"""Ports that a user can bind."""
 
 
 class CoreConfig(Config):
-    """Machines of the learner, on the first of which broker, store and rank 0 are, and what is reserved on each."""
+    """Machines of the learner, and resources reserved on each. The first also runs broker, store, and rank 0."""
 
     machines: Annotated[int, Meta(ge=1)] = 1
-    """Machines that divide the ranks of the learner evenly."""
-    cpus: Annotated[float, Meta(gt=0)] = 2.0
-    """Cores on each, for all roles there."""
+    """Machines that share the learner ranks equally."""
+    cpus: Positive = 2.0
+    """CPU cores per machine, for all roles on it."""
     gpus: Annotated[int, Meta(ge=0)] = 0
-    """GPUs on each, one for each rank there; 0: the learner trains on the CPU."""
+    """GPUs per machine, one for each rank on it; 0 = the learner trains on the CPU."""
 
 
 class SeatConfig(Config):
-    """Needs of a generator, for which Ray chooses a machine."""
+    """Resources of one generator, used by Ray to choose a machine."""
 
-    cpus: Annotated[float, Meta(gt=0)] = 1.0
-    """Cores of the generator and its engine."""
+    cpus: Positive = 1.0
+    """CPU cores of the generator and its engine."""
     gpus: Annotated[int, Meta(ge=0)] = 0
-    """GPUs of its engine, one for each worker; 0: it has none."""
+    """GPUs of the engine, one per worker; 0 = none."""
     labels: dict[str, str] = {}
-    """Labels that the machine must have, such as `{accelerator: H100}`: those of `ray start --labels`."""
+    """Labels that the machine must have, such as `{accelerator: H100}`; set with `ray start --labels`."""
 
 
 class GuestsConfig(Config):
-    """Generators on machines that nobody of the run controls, each with a key of its own."""
+    """Guests: generators on machines outside the operator's control, each with its own key."""
 
     names: list[str] = []
-    """Guests that may join, by the id of their generator. The broker writes the token of each into `guests/` of the run
-    folder."""
+    """Generator ids of the guests that may join. The broker writes a token for each into `guests/` of the run folder.
+    """
     audit_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """Share of a guest's groups whose answers generators of one's own score and grade again."""
-    max_logprob_diff: Annotated[float, Meta(gt=0)] = 0.05
-    """Largest mean absolute difference of a guest's log-probabilities from those of one's own engine, nats, beside
-    twice the difference of one's own generators."""
+    """Fraction of a guest's groups that the run's own generators score and grade again."""
+    max_logprob_diff: Positive = 0.05
+    """Largest mean absolute difference between a guest's log-probabilities and those of the run's own engine, nats, in
+    addition to twice the difference of the run's own generators."""
 
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")
@@ -61,44 +61,40 @@ class GuestsConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Machines of the roles, their addresses and ports, and the trust in the network between them."""
+    """Machines of the roles, their addresses and ports, and trust in the network between them."""
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: the launcher starts all roles on its machine. `ray`: generators on the machines of a Ray cluster, which
-    is asked for each of them alone."""
+    """`local`: the launcher starts all roles on its machine. `ray`: generators run on a Ray cluster and are requested
+    individually."""
     address: str = "auto"
-    """Address of Ray's head, `HOST:PORT`; `auto`: the cluster to which this machine belongs."""
-    place_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest wait for Ray to place the core or a generator, seconds: an autoscaler takes minutes to add a machine."""
+    """Address of the Ray head, `HOST:PORT`; `auto` = the cluster that this machine belongs to."""
+    place_timeout_s: Positive = 600.0
+    """Longest wait for Ray to place the core or a generator, seconds; an autoscaler takes minutes to add a machine."""
     core: CoreConfig = CoreConfig()
     generator: SeatConfig = SeatConfig()
     guests: GuestsConfig = GuestsConfig()
     interface: str = ""
-    """IPv4 network in which the machines reach each other, such as `10.0.0.0/8`. Every role listens at the address that
-    its machine has in it. Empty: unix sockets and loopback addresses alone."""
+    """IPv4 network shared by the machines, such as `10.0.0.0/8`. Every role listens on the address of its machine in
+    this network. Empty = only Unix sockets and loopback addresses."""
     ports: str = "20000-20999"
-    """First and last port that roles listen at; each takes the first that is free, and keeps it. Below the ephemeral
-    ports, of which the kernel gives one to every outgoing connection."""
+    """First and last port for listening. Each role takes the first free one and keeps it. Keep the range below the
+    ephemeral ports, from which the kernel assigns one to every outgoing connection."""
     trusted_network: bool = False
-    """Whether TCPStore, Gloo and NCCL, which neither encrypt nor authenticate, may listen at that address: then anybody
-    in the network can read and change what they carry, weights and gradients. All else speaks CURVE."""
+    """Whether TCPStore, Gloo, and NCCL, which neither encrypt nor authenticate, may listen in that network. Anyone in
+    the network can then read and change the weights and gradients they carry. Everything else uses CURVE."""
 
     def __post_init__(self) -> None:
-        must, why = "be auto or HOST:PORT of Ray's head", "a driver of Ray Client is on no machine of the cluster"
+        must, why = "be auto or HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
         require("://" not in self.address, "cluster.address", must, got=self.address, why=why)
         if self.interface:
             self._check_interface()
         is_range = re.fullmatch(r"\d{1,5}-\d{1,5}", self.ports, re.ASCII) is not None
         is_fit = is_range and bool(own := self.port_range) and own[0] in _PORTS and own[-1] in _PORTS
         must = f"be FIRST-LAST within {_PORTS[0]}-{_PORTS[-1]}, such as 20000-20999"
-        require(is_fit, "cluster.ports", must, got=self.ports, why="roles would have no port to take")
-        require(
-            bool(self.interface) or not self.trusted_network,
-            "cluster.trusted_network",
-            "be false without cluster.interface",
-            got=True,
-            why="there is no network to trust",
-        )
+        require(is_fit, "cluster.ports", must, got=self.ports, why="roles would have no port")
+        is_fit, key = bool(self.interface) or not self.trusted_network, "cluster.trusted_network"
+        why = "there is no network to trust"
+        require(is_fit, key, "be false without cluster.interface", got=True, why=why)
 
     def _check_interface(self) -> None:
         try:
@@ -109,18 +105,18 @@ class ClusterConfig(Config):
             ) from None
 
     def check_machines(self, *, num_ranks: int) -> None:
-        """Check that the ranks of the learner can be on its machines. Raises ConfigError."""
+        """Raise ConfigError unless the learner ranks fit its machines."""
         machines = self.core.machines
-        must, why = f"divide learner.num_ranks ({num_ranks})", "each machine has as many ranks"
+        must, why = f"divide learner.num_ranks ({num_ranks})", "each machine has the same number of ranks"
         require(num_ranks % machines == 0, "cluster.core.machines", must, got=machines, why=why)
         must = f"be true with cluster.core.machines={machines}"
-        why = "gradients and trajectories cross the network between ranks without encryption"
+        why = "gradients and trajectories cross the network between ranks unencrypted"
         require(self.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
 
     def check_ray(self, *, mode: str, num_ranks: int, device: str, num_workers: int) -> None:
-        """Check the rest of the run's settings against `kind=ray`; an engine without workers of its own has 0.
+        """Raise ConfigError if the other settings of the run don't fit `kind=ray`.
 
-        Raises ConfigError.
+        `num_workers`: workers of the engine; 0 for an engine without separate workers.
         """
         if self.kind == "local":
             return
@@ -132,16 +128,13 @@ class ClusterConfig(Config):
         fit = {"auto": (0, ranks), "cuda": (ranks,), "cpu": (0,)}[device]
         must = f"be {' or '.join(map(str, fit))} with learner.num_ranks={num_ranks}, learner.device={device}"
         must += f", cluster.core.machines={self.core.machines}" if self.core.machines > 1 else ""
-        require(gpus in fit, "cluster.core.gpus", must, got=gpus, why="each rank has one of its own")
+        require(gpus in fit, "cluster.core.gpus", must, got=gpus, why="each rank needs its own GPU")
         gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
         is_fit = not num_workers or gpus in (0, num_workers)
-        require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each has one of its own")
+        require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each worker needs its own GPU")
 
     def check_guests(self, *, mode: str, generators: GeneratorsConfig, router_replay: bool) -> None:
-        """Check the rest of the run's settings against guests, whose answers must be such that they can be checked.
-
-        Raises ConfigError.
-        """
+        """Raise ConfigError if guests are named and the run's settings prevent checking their answers."""
         own = generators.sampling
         agents = (generators.agent, *generators.agents.values())
         unfit = {
@@ -154,46 +147,38 @@ class ClusterConfig(Config):
             "model.router_replay=true": router_replay,
         }
         found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
-        must = f"be empty with {found}"
-        require(
-            not (self.guests.names and found),
-            "cluster.guests.names",
-            must,
-            got=self.guests.names,
-            why="answers of guests could not be scored again by an engine of one's own",
-        )
+        key, names, why = "cluster.guests.names", self.guests.names, "the run's own engines could not score the answers"
+        require(not (names and found), key, f"be empty with {found}", got=names, why=why)
 
     def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:
-        """Check that the mode has brokers, and that there are ports for so many, the first at this `broker.address`.
-
-        Raises ConfigError.
-        """
-        must, why = f"be 1 with mode={mode}", "only mode=async has brokers as processes"
+        """Raise ConfigError unless the mode supports this number of brokers and each has a port, the first at
+        `broker.address`."""
+        must, why = f"be 1 with mode={mode}", "only mode=async runs brokers as processes"
         require(mode == "async" or brokers == 1, "broker.shards", must, got=brokers, why=why)
         port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
         must, why = f"be <= {_PORTS[-1] + 1 - brokers} with broker.shards={brokers}", "each broker takes the next port"
         require(port + brokers - 1 <= _PORTS[-1], "the port of broker.address", must, got=port, why=why)
         if self.interface and address is None and brokers > 1:
             must = f"hold at least {brokers + 1} ports with broker.shards={brokers}"
-            why = "each broker takes one, and so does the learner for weights"
+            why = "each broker needs one, and the learner needs one for weights"
             require(len(self.port_range) > brokers, "cluster.ports", must, got=self.ports, why=why)
 
     @property
     def network(self) -> IPv4Network | None:
-        """`interface`; None without one."""
+        """`interface` as a network; None if empty."""
         return IPv4Network(self.interface) if self.interface else None
 
     @property
     def port_range(self) -> range:
-        """`ports`, both ends included."""
+        """`ports`, including both ends."""
         first, _, last = self.ports.partition("-")
         return range(int(first), int(last) + 1)
 
     @property
     def is_open(self) -> bool:
-        """Whether roles listen where other machines reach them."""
+        """Whether roles listen where other machines can reach them."""
         return self.network is not None and not self.network.is_loopback
 
 
 LOCAL = ClusterConfig()
-"""One machine."""
+"""A single machine."""

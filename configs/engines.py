@@ -1,11 +1,11 @@
-"""Inference engines of a generator."""
+"""Settings of the inference engines of a generator."""
 
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 _SET_BY_OTHERS = {
     "model": "model.path",
@@ -31,7 +31,7 @@ _SET_BY_OTHERS = {
     "max_lora_rank": "model.lora.rank",
     "lora_target_modules": "model.lora.targets",
 }
-"""Argument of vLLM -> setting that it follows from."""
+"""vLLM argument -> setting that determines it."""
 SAFE_ARGUMENTS = frozenset({
     # memory and caches
     "block_size", "num_gpu_blocks_override", "cpu_offload_gb", "watermark", "disable_hybrid_kv_cache_manager",
@@ -53,8 +53,8 @@ SAFE_ARGUMENTS = frozenset({
     "jit_monitor_mode", "profiler_config", "kv_cache_metrics", "cudagraph_metrics", "enable_mfu_metrics",
     "enable_layerwise_nvtx_tracing", "otlp_traces_endpoint", "collect_detailed_traces", "shutdown_timeout",
 })  # fmt: skip
-"""Arguments of vLLM that change neither the model's function nor how tokens are sampled and scored. Kernels may round
-differently, which the probe of every version limits."""
+"""vLLM arguments that change neither the model function nor how tokens are sampled and scored. Kernels may round
+differently; the probe of each version bounds the difference."""
 
 Quantization = Literal[
     "fp8",
@@ -65,77 +65,80 @@ Quantization = Literal[
     "mxfp8",
     "nvfp4_per_token",
 ]
-"""vLLM's kinds that start from unquantised weights; the others have no way to take an update."""
+"""Kinds supported by vLLM that start from unquantized weights; the others cannot apply updates."""
 
 
 class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     """vLLM's AsyncLLM, on GPUs or on the CPU build."""
 
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Largest number of sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """GPUs over which each layer of one engine spreads."""
+    """GPUs that share each layer of one engine."""
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """Groups of such GPUs over which the layers of one engine spread."""
+    """Groups of such GPUs that divide the layers of one engine."""
     expert_parallel: bool = False
-    """Spread whole experts of a mixture over those GPUs, rather than slices of each. Copies of an engine are
-    generators: `generators.count`."""
+    """Distribute whole experts of a mixture over those GPUs instead of slices of each. For more copies of an engine,
+    use more generators: `generators.count`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of each GPU's memory that the engine takes; unused on a CPU, and with `kv_cache_gib`."""
-    kv_cache_gib: Annotated[float, Meta(gt=0)] | None = None
-    """Memory of the KV cache on each GPU, GiB, whatever else is on it; unused on a CPU. null = what
-    `gpu_memory_utilization` leaves, and where all roles share one GPU what `slipstream plan` finds left."""
+    """Fraction of each GPU's memory used by the engine; unused on a CPU and with `kv_cache_gib`."""
+    kv_cache_gib: Positive | None = None
+    """Memory of the KV cache per GPU, GiB, regardless of other usage; unused on a CPU. null = the memory that
+    `gpu_memory_utilization` leaves, or with all roles on one GPU the memory that `slipstream plan` finds free."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
     """Memory of the KV cache on a CPU, GiB."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Most tokens of one step, of prompts and of responses; null = vLLM's choice."""
+    """Maximum tokens per engine step, prompts and responses together; null = chosen by vLLM."""
     chunked_prefill: bool | None = None
-    """Compute long prompts over several steps, beside responses; null = vLLM's choice. Always off on a CPU."""
+    """Split the prefill of long prompts over several steps, interleaved with decoding; null = chosen by vLLM. Always
+    off on a CPU."""
     kv_cache_dtype: str = "auto"
-    """Data type of the KV cache, such as `fp8`; `auto` = that of the model."""
+    """Data type of the KV cache, such as `fp8`; `auto` = as the model."""
     quantization: Quantization | None = None
-    """Weights are quantised when they are loaded, and again at every update, by vLLM on GPUs. The engine's numbers then
-    differ from the learner's, which `weights.max_probe_diff` must allow and `algorithm.correction` corrects."""
+    """Quantize the weights when they are loaded and at every update; by vLLM, on GPUs. The engine's numbers then differ
+    from the learner's: `weights.max_probe_diff` must allow the difference, and `algorithm.correction` corrects it."""
     enforce_eager: bool = True
-    """Run without compiled graphs: starts in seconds, decodes more slowly on GPUs."""
+    """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """KV cache of running requests at a weight update. `keep`: they continue on it. `recompute`: a prefill of all
-    running requests, after which every token is what its version alone would have sampled."""
+    """KV cache of running requests at a weight update. `keep`: requests continue with it. `recompute`: a prefill of all
+    running requests, after which every token is exactly what its version would have sampled."""
     enable_prefix_caching: bool | None = None
-    """Compute equal beginnings of prompts once; cached prefixes of one version are never used for another. null = where
-    an agent may have several turns, each of which begins with those before."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
-    """Longest start of the engine, seconds."""
-    stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Longest time without a step while requests are open, seconds; then the generator exits and is started again."""
+    """Compute shared prompt prefixes once; prefixes cached for one version are never used for another. null = on if an
+    agent can have several turns, since each turn starts with the previous ones."""
+    start_timeout_s: Positive = 300.0
+    """Longest startup of the engine, seconds."""
+    stall_timeout_s: Positive = 120.0
+    """Longest time without an engine step while requests are open, seconds; then the generator exits and is restarted.
+    """
     extra: dict[str, Any] = {}
-    """Further arguments of vLLM's `AsyncEngineArgs` by name, such as `{block_size: 32, async_scheduling: false}`: those
-    for memory, scheduling, caching, parallelism, kernels, loading and logging in `SAFE_ARGUMENTS` (configs/engines.py).
-    Arguments that could change the sampled tokens or their log-probabilities are refused."""
+    """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`. Only those
+    in `SAFE_ARGUMENTS` (configs/engines.py) are allowed: memory, scheduling, caching, parallelism, kernels, loading,
+    and logging. Arguments that could change sampled tokens or their log-probabilities are rejected."""
 
     def __post_init__(self) -> None:
         for name in self.extra:
             key, own = "generators.engine.extra", _SET_BY_OTHERS.get(name)
-            require(own is None, key, "leave out what has a setting of its own", got=name, why=f"set {own} instead")
+            must = "not contain arguments that have their own setting"
+            require(own is None, key, must, got=name, why=f"set {own} instead")
             close = get_close_matches(name, SAFE_ARGUMENTS, n=1, cutoff=0.8)
-            must = "hold only arguments of vLLM that keep sampled tokens and their log-probabilities exact"
+            must = "contain only vLLM arguments that keep sampled tokens and their log-probabilities exact"
             allowed = "leave it out; SAFE_ARGUMENTS in configs/engines.py are allowed"
             why = f"did you mean {close[0]}?" if close else allowed
             require(name in SAFE_ARGUMENTS, key, must, got=name, why=why)
 
     @property
     def num_workers(self) -> int:
-        """Processes, and on GPUs devices, of one engine."""
+        """Processes of one engine; on GPUs also its number of devices."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class HfEngineConfig(Config, tag="hf", tag_field="kind"):
-    """transformers in this process: one batch at a time, deterministic; the engine of the serial mode, and the faster
-    one for models of a few million parameters."""
+    """transformers in this process: one batch at a time, deterministic. The engine of serial mode, and the faster one
+    for models with a few million parameters."""
 
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Largest number of sequences decoded together. With `generators.max_concurrency` twice as large, the next batch
-    waits while one is decoded, and batches are full."""
+    """Maximum number of sequences decoded together. If `generators.max_concurrency` is twice this value, the next batch
+    queues up during decoding and batches stay full."""
 
 
 class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
@@ -144,6 +147,6 @@ class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
     tokens_per_response: Annotated[int, Meta(ge=1)] = 6
     """Length of every response, or their median, tokens."""
     length_sigma: Annotated[float, Meta(ge=0)] = 0.0
-    """Standard deviation of the logarithm of the lengths, which are lognormal; 0 = all are equal."""
+    """Standard deviation of the logarithm of the lognormal lengths; 0 = all equal."""
     seconds_per_token: Annotated[float, Meta(ge=0)] = 0.0
     """Simulated decoding time per token, seconds."""

@@ -1,73 +1,69 @@
-"""The learner role: engine, optimizer, batch, checkpoints, evaluation."""
+"""Settings of the learner role: engine, optimizer, batch, checkpoints, evaluation."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, Positive, require
 
 SHARD_SIZE = r"^[0-9]+(\.[0-9]+)?[KMGT]B\Z"
-"""Sizes of files, as the hub's library reads them."""
+"""File sizes as the hub library parses them."""
 
 
 class MetricBound(Config):
-    """Condition on a metric of an evaluation.
+    """Condition on an evaluation metric.
 
     Example: MetricBound(metric="eval/accuracy_greedy", at_least=0.98)
     """
 
     metric: str
-    """Key in the rows of metrics, such as `eval/accuracy_greedy`, `eval/reward_greedy`, `eval/pass@8_aime`."""
+    """Metric key, such as `eval/accuracy_greedy`, `eval/reward_greedy`, `eval/pass@8_aime`."""
     at_least: float | None = None
     """Smallest value that meets the condition; null = none."""
     at_most: float | None = None
     """Largest value that meets the condition; null = none."""
 
     def __post_init__(self) -> None:
-        require(
-            self.at_least is not None or self.at_most is not None,
-            f"a condition on {self.metric}",
-            "have at_least or at_most",
-            got="neither",
-            why="every value would meet it",
-        )
+        key, is_bound = f"a condition on {self.metric}", self.at_least is not None or self.at_most is not None
+        require(is_bound, key, "have at_least or at_most", got="neither", why="every value would meet it")
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of metrics has the metric, within its bounds."""
+        """Whether a metric row contains the metric within its bounds."""
         if (value := row.get(self.metric)) is None:
             return False
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 class EvaluationConfig(Config):
-    """Evaluation on held-out prompts, which generators answer beside their training work."""
+    """Evaluation on held-out prompts, answered by the generators alongside training."""
 
     every_steps: Annotated[int, Meta(ge=0)] = 10
     """Steps between two monitored evaluations; 0 = only before and after training. The next version is published when
-    the answers are in: each is sampled by the version that the evaluation names, and no other."""
+    all answers have arrived, so every answer comes from the evaluated version."""
     before_training: bool = True
-    """Whether the final rows are evaluated before training, too."""
+    """Whether to evaluate the final rows before training as well."""
     only: bool = False
-    """Evaluate the initial policy, and end without a step of training."""
+    """Evaluate the initial policy and exit without training."""
     lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Largest share of the answers of a lease for evaluations while there are prompts to train on."""
+    """Maximum fraction of the answers of a lease used for evaluations while training prompts are available."""
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
-    """First rows of the held-out file, evaluated during training and for early stopping. A file with fewer rows than
-    `monitor_prompts` + `final_prompts` is shared between the two in that proportion."""
+    """Number of rows from the start of the held-out file that are evaluated during training and for early stopping. A
+    file with fewer rows than `monitor_prompts` + `final_prompts` is split in that proportion."""
     final_prompts: Annotated[int, Meta(ge=1)] = 512
-    """Rows after those, evaluated once before and once after training."""
+    """Number of subsequent rows, evaluated once before and once after training."""
     goals: list[MetricBound] = []
-    """Conditions on the evaluation after training that the final verdict requires, all of them, such as `[{metric:
-    eval/accuracy_greedy, at_least: 0.95}]`; empty = the verdict only reports."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest wait for the evaluations before and after training while answers arrive, seconds; without any hope of
-    answers it ends earlier, see `learner.dead_end`."""
+    """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
+    at_least: 0.95}]`; empty = the verdict only reports."""
+    timeout_s: Positive = 600.0
+    """Longest wait for the evaluations before and after training while answers arrive, seconds. If no answer can
+    arrive, the wait ends earlier: `learner.dead_end`."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
-        """Rows monitored during training and rows evaluated before and after it, of a file with `num_rows`.
+        """Split a file with `num_rows` rows into those monitored during training and those evaluated before and after
+        it.
 
-        No row is in both, unless the file has only one: early stopping must not choose by the numbers reported.
+        No row is in both, unless the file has only one row: early stopping must not select on the reported numbers.
         """
         wanted = self.monitor_prompts + self.final_prompts
         if num_rows >= wanted:
@@ -84,19 +80,19 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """AdamW and its learning rate schedule."""
 
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-4
+    learning_rate: Positive = 1e-4
     """Peak of the learning rate schedule."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decay of the first and the second moment."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
-    """Term added to the denominator."""
+    """Decay of the first and second moment."""
+    epsilon: Positive = 1e-8
+    """Added to the denominator."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight decay, decoupled from the gradient; parameters of one dimension, norms and biases, do not decay."""
+    """Decoupled weight decay; one-dimensional parameters (norms, biases) are excluded."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Length of the linear warm-up, steps, each of `algorithm.updates_per_step` optimizer updates."""
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Length of the linear warm-up, in steps of `algorithm.updates_per_step` optimizer updates."""
+    max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
 
 
@@ -104,28 +100,27 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
     """DeepSpeed, on GPUs or CPUs."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Sharded over ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3: also parameters."""
+    """State sharded over ranks. 0: none. 1: optimizer state. 2: also gradients. 3: also parameters."""
     offload_optimizer: bool = False
-    """Keep optimizer state in host memory, from ZeRO stage 1 on."""
+    """Keep the optimizer state in host memory; needs ZeRO stage 1 or higher."""
     offload_parameters: bool = False
-    """Keep this rank's shards of the parameters in host memory, with ZeRO stage 3."""
+    """Keep this rank's parameter shards in host memory; needs ZeRO stage 3."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     offload_activations: bool = False
-    """Keep the inputs of layers in host memory until the backward pass, with `gradient_checkpointing`."""
+    """Keep layer inputs in host memory until the backward pass; needs `gradient_checkpointing`."""
 
     def __post_init__(self) -> None:
-        require(
+        is_fit, key = (
             self.gradient_checkpointing or not self.offload_activations,
             "learner.engine.gradient_checkpointing",
-            "be true with offload_activations",
-            got="false",
-            why="only what is recomputed from them leaves nothing else to keep",
         )
+        why = "otherwise other activations would stay on the device"
+        require(is_fit, key, "be true with offload_activations", got="false", why=why)
         key, stage = "learner.engine.zero_stage", self.zero_stage
         why = "only ZeRO-3 shards parameters"
         require(stage == 3 or not self.offload_parameters, key, "be 3 with offload_parameters", got=stage, why=why)
-        why = "without ZeRO DeepSpeed leaves the optimizer where the model is"
+        why = "without ZeRO, DeepSpeed keeps the optimizer on the device of the model"
         require(stage > 0 or not self.offload_optimizer, key, "be >= 1 with offload_optimizer", got=stage, why=why)
 
 
@@ -140,23 +135,23 @@ class BestConfig(Config):
     """Checkpoint of the best monitored evaluation."""
 
     metric: str
-    """Key in the rows of metrics, such as `eval/accuracy_greedy`."""
+    """Metric key, such as `eval/accuracy_greedy`."""
     mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is best."""
+    """Whether larger or smaller is better."""
 
 
 class CheckpointConfig(Config):
-    """Checkpoints from which a run resumes."""
+    """Checkpoints for resuming a run."""
 
     every_steps: Annotated[int, Meta(ge=1)] = 50
-    """Steps between checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     max_shard_size: Annotated[str, Meta(pattern=SHARD_SIZE)] = "50GB"
     """Largest safetensors file of a saved model, such as `5GB`."""
     best: BestConfig | None = None
-    """Metric by which one more checkpoint is kept, whatever its age, and exported as `best_model` at the end; every
-    monitored evaluation makes a checkpoint then. null = none."""
+    """Metric for keeping one more checkpoint regardless of its age, exported as `best_model` at the end. Every
+    monitored evaluation then writes a checkpoint. null = none."""
 
 
 class DeadEndConfig(Config):
@@ -164,23 +159,23 @@ class DeadEndConfig(Config):
 
     policy: Literal["fail", "wait"] = "fail"
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: continue once the cause is
-    removed; status, live view and log show it meanwhile."""
-    after_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Time without any useful arrival, seconds; must exceed the time of the longest trajectory."""
-    start_after_s: Annotated[float, Meta(gt=0)] = 600.0
-    """The same while a living generator starts or fetches its weights, for a start of vLLM at least
-    `generators.engine.start_timeout_s` + `after_s`; also the time in which no generator applies newer weights while
-    training goes on. Seconds."""
+    removed; status, live view, and log show it until then."""
+    after_s: Positive = 120.0
+    """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory."""
+    start_after_s: Positive = 600.0
+    """The same limit while a live generator starts or fetches weights, seconds; for a vLLM startup at least
+    `generators.engine.start_timeout_s` + `after_s`. Also the limit for training without any generator applying newer
+    weights."""
 
 
 PAUSE_REQUEST = "pause"
-"""Subject of a standing request to the learner: while it is there, no step begins."""
+"""Subject of a persistent request to the learner; no step starts while it exists."""
 PROFILE_REQUEST = "profile"
-"""Subject of a request to the learner, and its gauge. The value is the first and the last step."""
+"""Subject of a request to the learner, and name of its gauge. The value is the first and last step."""
 
 
 class ProfileConfig(Config):
-    """Recording of a few steps with all roles on one time line."""
+    """Recording of a few steps with all roles on one timeline."""
 
     steps: list[int] | None = None
     """First and last step, such as `[20, 22]`; written to `profile/trace.json.gz`. null = none."""
@@ -190,39 +185,39 @@ class LearnerConfig(Config):
     """The learner role: batch, engine, optimizer, deadlines."""
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
-    """Processes of the learner."""
-    rank_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Silence of a rank, or of its machine, after which the others end, seconds. A thread of each tells that it lives,
-    however long its step takes."""
+    """Number of learner processes."""
+    rank_timeout_s: Positive = 60.0
+    """Silence of a rank or its machine after which the other ranks exit, seconds. A thread in each rank sends signs of
+    life regardless of the step duration."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
-    """Processes that share each sequence, a slice each; the others share the batch. Divides `num_ranks` and the model's
-    attention heads. 1 = none."""
+    """Number of processes that share each sequence, one slice each. The resulting groups divide the batch. Must divide
+    `num_ranks` and the model's attention heads. 1 = off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the tensors; `auto` = `cuda` where there is one."""
+    """Device of the tensors; `auto` = `cuda` if available."""
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
-    """Training engine: holds parameters and optimizer."""
+    """Training engine, which holds parameters and optimizer."""
     compile: bool = False
-    """Compile the layers of the model that is trained (torch.compile): faster steps on GPUs, after a minute or more in
-    which the first ones compile. Not with ZeRO stage 3 or `sequence_parallel`, nor for mixtures of experts."""
+    """Compile the layers of the trained model (torch.compile): faster steps on GPUs after a minute or more of
+    compilation. Not available with ZeRO stage 3, `sequence_parallel`, or mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
     groups_per_step: Annotated[int, Meta(ge=1)] = 32
-    """Groups claimed for one step."""
+    """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
-    """Steps of the whole run."""
+    """Total number of steps of the run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
-    """Most input tokens of a microbatch, padding included; more need more memory and take fewer passes."""
+    """Maximum input tokens of a microbatch, including padding. Larger values need more memory and fewer passes."""
     packing: bool = True
-    """Put several sequences into a row where the model computes each as alone; false = one per row."""
+    """Pack several sequences into a row if the model computes each as if it were alone; false = one per row."""
     stop: list[MetricBound] | None = None
-    """Conditions on a monitored evaluation, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`; training ends
-    before `max_steps` once one evaluation meets all of them. null = always `max_steps`."""
+    """Conditions for early stopping, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`: training ends before
+    `max_steps` once a monitored evaluation meets all of them. null = always run `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
-    """Room for the learner's log-probability ratio and entropy of each token that a step trains on, which the pages of
-    trajectories show, GiB; about 4 bytes per token, and the oldest steps go first. 0 = they are not recorded."""
-    wait_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
-    """Longest wait for a batch while trajectories arrive, seconds; without any hope of a batch it ends earlier, see
-    `dead_end`."""
+    """Disk space for the learner's log-probability ratio and entropy of each trained token, shown in the trajectory
+    views, GiB; about 4 bytes per token, oldest steps deleted first. 0 = not recorded."""
+    wait_timeout_s: Positive = 1800.0
+    """Longest wait for a batch while trajectories arrive, seconds. If no batch can become complete, the wait ends
+    earlier: `dead_end`."""
     dead_end: DeadEndConfig = DeadEndConfig()
 
     def __post_init__(self) -> None:
@@ -233,5 +228,5 @@ class LearnerConfig(Config):
         ):
             require(not (self.compile and is_set), "learner.compile", f"be false with {setting}", got=True, why=why)
         must = f"be a multiple of learner.sequence_parallel ({size})"
-        why = "every rank shares its sequences with as many others"
+        why = "ranks share sequences in groups of this size"
         require(self.num_ranks % size == 0, "learner.num_ranks", must, got=self.num_ranks, why=why)

@@ -1,4 +1,4 @@
-"""From presets and a command line to one RunConfig, and back to text."""
+"""Compose presets and command line overrides into a RunConfig, and convert it back to text."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ from slipstream.configs.schema import (
 )
 
 PRIMARY = "config"
-"""Preset whose defaults list names all groups."""
+"""Preset with the defaults list of all groups."""
 C = TypeVar("C", bound=Config)
 _TYPE_NAMES = {
     "int": "an integer",
@@ -53,7 +53,7 @@ def load(overrides: list[str]) -> RunConfig:
     Raises ConfigError.
     """
     arguments = hydra_arguments(overrides)
-    groups()  # registers the options that the records define, before Hydra looks for them
+    groups()  # registers the generated options before Hydra looks them up
     try:
         with initialize_config_dir(str(PRESETS), version_base=None):
             data = OmegaConf.to_container(compose(PRIMARY, overrides=arguments), resolve=True)
@@ -63,7 +63,7 @@ def load(overrides: list[str]) -> RunConfig:
 
 
 def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
-    """Return the models named beside overrides, and the settings with the first of them. Raises ConfigError."""
+    """Return the models named among the overrides, and the settings with the first of them. Raises ConfigError."""
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
     if not models:
         raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
@@ -73,22 +73,22 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every value of the run as YAML, defaults included."""
+    """Render all values of the run as YAML, including defaults."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Every value of the run as dicts, lists, strings and numbers, defaults included."""
+    """Convert all values of the run to dicts, lists, strings, and numbers, including defaults."""
     return msgspec.json.decode(msgspec.json.encode(config))
 
 
 def config_hash(config: RunConfig) -> str:
-    """Hash of the settings that determine the results, 16 hex digits; equal for a run and its resumption."""
+    """Hash of the settings that determine the results, 16 hex digits; unchanged when a run is resumed."""
     return hashlib.sha256(msgspec.json.encode(identity(config), order="sorted")).hexdigest()[:16]
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Every value of the run as dicts, lists, strings and numbers, but for those that say where it lives."""
+    """All values of the run as plain data, except the settings that describe where it runs."""
     plain = to_plain(config)
     for key in PLACE:
         first, _, second = key.partition(".")
@@ -97,7 +97,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def derived_sizes(run: RunConfig) -> dict[str, str]:
-    """Numbers that follow from the settings: name -> value and its derivation."""
+    """Numbers derived from the settings: name -> value and derivation."""
     learner, generators = run.learner, run.generators
     trajectories = learner.groups_per_step * generators.group_size
     response = generators.sampling.max_tokens
@@ -124,10 +124,8 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 
 
 def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
-    """Dotted key -> preset file, `command line a.b=c` or `default`, for every leaf of `run`, resolved from `overrides`.
-
-    Raises ConfigError.
-    """
+    """Map each leaf of `run` (dotted key) to its origin: preset file, `command line a.b=c`, or `default`. Raises
+    ConfigError."""
     origins: dict[str, str] = {}
     for origin, values in [*_preset_layers(overrides), *_command_line_layers(overrides)]:
         origins.update(dict.fromkeys((key for key, _ in leaves(values)), origin))
@@ -135,7 +133,7 @@ def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not itself a non-empty dict; a list is one leaf."""
+    """Yield (dotted key, value) of everything except non-empty dicts; a list is one leaf."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -144,7 +142,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(origin, values) of the chosen options in the order in which Hydra merges them."""
+    """Yield (origin, values) of the chosen options in Hydra's merge order."""
     with initialize_config_dir(str(PRESETS), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list(PRIMARY, hydra_arguments(overrides), RunMode.RUN)
@@ -168,7 +166,7 @@ def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _file(path: str) -> Path:
-    """File of a preset, or of the user's own (`preset_of_file`)."""
+    """File of a preset or of a user's own YAML file (`preset_of_file`)."""
     group, _, option = path.rpartition("/")
     return Path(option.replace("|", "/")) if option.endswith(".yaml") else PRESETS / group / f"{option}.yaml"
 
@@ -190,18 +188,18 @@ def _nest(package: str, value: Any) -> dict[str, Any]:
     return value
 
 
-# --- overrides of the command line, checked and turned into Hydra's arguments ----------------------------------------
+# --- command line overrides, checked and converted to Hydra arguments ------------------------------------------------
 def hydra_arguments(overrides: list[str]) -> list[str]:
-    """`overrides` in the form that Hydra accepts. Raises ConfigError.
+    """Convert `overrides` to the form that Hydra accepts. Raises ConfigError.
 
-    Keys are always forced in: the records, not the YAML files, know which keys exist, so a key that no preset mentions
-    needs no `+`, and a misspelt one gets its hint from the conversion.
+    Keys are always forced in: the records know which keys exist, the YAML files don't. So a key that no preset mentions
+    needs no `+`, and the conversion gives hints for a misspelled one.
     """
     return [_hydra_argument(text, override) for text, override in zip(overrides, parse(overrides), strict=True)]
 
 
 def parse(overrides: list[str]) -> list[Override]:
-    """Overrides as Hydra parses them. Raises ConfigError."""
+    """Parse overrides with Hydra. Raises ConfigError."""
     parser = OverridesParser.create()
     parsed = []
     for index, text in enumerate(overrides):
@@ -215,7 +213,7 @@ def parse(overrides: list[str]) -> list[Override]:
 
 
 def _parse_one(parser: OverridesParser, text: str) -> Override | None:
-    """None for what does not read `key=value`, options with dashes included."""
+    """Return None for text that is not `key=value`, including options with dashes."""
     try:
         override: Override = parser.parse_override(text)
     except HydraException:
@@ -224,14 +222,14 @@ def _parse_one(parser: OverridesParser, text: str) -> Override | None:
 
 
 def _advice(texts: list[str], index: int) -> str:
-    """Sentence for the argument at `index`, which is no override, with the one it may have been meant as."""
+    """Error message for the argument at `index`, which is not an override, with the likely intended one."""
     text, previous = texts[index], texts[index - 1] if index else ""
     if "=" in text and not text.startswith("-"):
         return (
-            f"a setting must read key=value, got `{text}`: put quotes round special characters, as in 'key=\"value\"'."
+            f"a setting must read key=value, got `{text}`: put quotes around special characters, as in 'key=\"value\"'."
         )
     if previous.endswith("="):
-        return f"a setting must read key=value, got `{previous} {text}`: leave no space beside the =."
+        return f"a setting must read key=value, got `{previous} {text}`: leave no space around the =."
     name, _, value = text.lstrip("-").rstrip(":").partition("=")
     if not value:
         # Written as two or three words: `max_steps 5`, `max_steps = 5`, `--max-steps 5`.
@@ -267,7 +265,7 @@ def _hydra_argument(text: str, override: Override) -> str:
 
 
 def _refuse_whole_record(text: str, key: str, value: object) -> None:
-    """A variant is chosen as an option: setting its `kind` alone would leave the fields of the old one behind."""
+    """Reject setting only the `kind` of a variant, which would leave the fields of the old one in place."""
     node = key.removesuffix(".kind").replace(".", "/")
     if node in groups():
         options = groups()[node]
@@ -283,9 +281,9 @@ def _refuse_whole_record(text: str, key: str, value: object) -> None:
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------
 def convert(data: object, record: type[C]) -> C:
-    """Build `record` from `data`. Types are strict, but an integer may stand for a float.
+    """Build `record` from `data`. Types are strict, except that an integer can stand for a float.
 
-    Raises ConfigError with one sentence for each unknown key, missing key and unknown choice, else for the first wrong
+    Raises ConfigError with one sentence for each unknown key, missing key, and unknown choice, or for the first wrong
     value.
     """
     if errors := [*_errors(type_info(record), data, ""), *_infinite(data, "")]:
@@ -297,7 +295,7 @@ def convert(data: object, record: type[C]) -> C:
 
 
 def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
-    """Errors for which msgspec would name no alternatives."""
+    """Errors for which msgspec would not name the alternatives."""
     if isinstance(expected, UnionType) and isinstance(value, dict):
         yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
@@ -318,7 +316,7 @@ def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
 
 
 def _infinite(value: object, path: str) -> Iterator[str]:
-    """Errors of numbers that would be null in JSON, in which generators and the learner get the settings."""
+    """Errors of numbers that JSON would turn into null on the way to the roles."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{path} must be a finite number, got {value}."
     elif isinstance(value, dict | list):
@@ -358,7 +356,8 @@ def _first_leaf(path: str, value: object) -> str:
 
 
 def _sentence(error: msgspec.ValidationError, data: object) -> str:
-    """msgspec's message (`Expected `int` >= 1, got `str` - at `$.a.b``) as `a.b must be an integer >= 1, got 'x'.`."""
+    """Turn a message of msgspec (`Expected `int` >= 1, got `str` - at `$.a.b``) into `a.b must be an integer >= 1, got
+    'x'.`."""
     if isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)
     message, _, place = str(error).partition(" - at `$")
@@ -396,10 +395,10 @@ _OWN_SETTINGS = (
     "generators.agent.",
     "generators.agents",
 )
-"""Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
+"""Settings that concern the local machine. They include the code to execute, which never comes from the broker."""
 _OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
 
 
 def own_settings(overrides: list[str]) -> list[str]:
-    """Those of a run's overrides that its generators need on whatever machine, above all those that name code."""
+    """Select the overrides that the run's generators need on any machine, above all those that name code."""
     return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]

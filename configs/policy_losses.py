@@ -1,34 +1,33 @@
-"""Ratio and advantage -> loss of a token: one record per policy loss and per token mask."""
+"""Policy losses and token masks: one settings record per function."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Formula, union_of
+from slipstream.configs.base import Formula, Positive, Share, union_of
 
-Positive = Annotated[float, Meta(gt=0)]
 Below1 = Annotated[float, Meta(gt=0, lt=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class PolicyLossConfig(Formula):
-    """Function of `LossInputs`: one loss per token."""
+    """Function of `LossInputs` that returns one loss per token."""
 
     module: ClassVar[str] = "policy_losses"
 
     has_ratio: ClassVar[bool] = True
-    """Whether the loss depends on the policy that the ratio is taken around."""
+    """Whether the loss depends on the proximal policy."""
     selector: ClassVar[str] = ""
-    """Function of `MaskInputs` that fills `LossInputs.is_selected` from all tokens of an update; empty = none."""
+    """Function of `MaskInputs` that computes `LossInputs.is_selected` from all tokens of an update; empty = none."""
 
     @property
     def needs_equal_advantages(self) -> bool:
-        """Whether advantages must be equal within a sequence, whose ratio has one gradient for all of its tokens."""
+        """Whether advantages must be equal within a sequence, because all of its tokens share one ratio."""
         return False
 
     @property
     def counts_length(self) -> bool:
-        """Whether each token carries its sequence's whole loss: a mean over tokens would count lengths twice."""
+        """Whether each token carries the loss of its whole sequence, so that a mean over tokens would count lengths
+        twice."""
         return False
 
 
@@ -40,21 +39,21 @@ class PpoClipConfig(PolicyLossConfig, tag="ppo_clip"):
     clip_high: Positive = 0.2
     """Upper clip distance; larger than `clip_low` is DAPO's clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Largest ratio that a negative advantage is multiplied by; 3 is usual. null = no bound."""
+    """Largest ratio applied to negative advantages, typically 3; null = unbounded."""
 
 
 class ReinforceConfig(PolicyLossConfig, tag="reinforce"):
-    """Score-function gradient without a ratio; also GPG's loss."""
+    """Score-function gradient without a ratio; also the loss of GPG."""
 
     has_ratio: ClassVar[bool] = False
 
 
 class UnclippedConfig(PolicyLossConfig, tag="unclipped"):
-    """Ratio times advantage; needs another trust region, such as the m2po mask."""
+    """Ratio times advantage; needs another trust region, such as the `m2po` mask."""
 
 
 class CispoConfig(PolicyLossConfig, tag="cispo"):
-    """Score function with a clipped ratio as weight."""
+    """Score function weighted by a clipped ratio."""
 
     clip_low: Share | None = None
     """Lower clip distance; null = none, as in MiniMax-M1."""
@@ -63,19 +62,19 @@ class CispoConfig(PolicyLossConfig, tag="cispo"):
 
 
 class SapoConfig(PolicyLossConfig, tag="sapo"):
-    """Soft gate instead of the clip."""
+    """Soft gate instead of a clip."""
 
     tau_positive: Positive = 1.0
-    """Sharpness where the advantage is positive."""
+    """Sharpness of the gate for positive advantages."""
     tau_negative: Positive = 1.05
-    """Sharpness where it is negative."""
+    """Sharpness of the gate for negative advantages."""
 
 
 class DroConfig(PolicyLossConfig, tag="dro"):
-    """Score function with a quadratic pull back to the proximal policy."""
+    """Score function with a quadratic pull toward the proximal policy."""
 
     beta: Positive = 0.1
-    """Strength of the quadratic pull to the proximal policy."""
+    """Strength of the quadratic pull."""
 
 
 class AspoConfig(PolicyLossConfig, tag="aspo"):
@@ -86,39 +85,39 @@ class AspoConfig(PolicyLossConfig, tag="aspo"):
     clip_high: Positive = 0.2
     """Distance of the upper clip bound above ratio 1."""
     cap: Annotated[float, Meta(gt=1)] = 3.0
-    """Largest ratio that weighs a token."""
+    """Largest ratio used as a token weight."""
 
 
 class DppoConfig(PolicyLossConfig, tag="dppo"):
-    """Stops where a token's probability, not its ratio, has moved too far."""
+    """Trust region on the change of a token's probability instead of its ratio."""
 
     divergence: Literal["tv", "kl"] = "tv"
-    """Binary divergence between the two policies: `tv` total variation, `kl` KL."""
+    """Binary divergence between the two policies: `tv` = total variation, `kl` = KL."""
     low: Positive = 0.2
-    """Bound on the divergence where the advantage is negative."""
+    """Bound of the divergence for negative advantages."""
     high: Positive = 0.2
-    """Bound on the divergence where the advantage is positive."""
+    """Bound of the divergence for positive advantages."""
     ratio_cap: Positive = 20.0
-    """Largest ratio that weighs a token."""
+    """Largest ratio used as a token weight."""
 
 
 class ToprConfig(PolicyLossConfig, tag="topr"):
-    """Positive advantages count fully, negative ones fade as the answer becomes unlikely."""
+    """Positive advantages count fully; negative ones fade as the answer becomes unlikely."""
 
     level: Literal["sequence", "token"] = "sequence"
-    """Ratio that a negative advantage fades with; the paper's is the sequence's."""
+    """Ratio by which negative advantages fade; the paper uses the sequence ratio."""
 
 
 class GspoConfig(PolicyLossConfig, tag="gspo"):
-    """PPO-clip on the geometric mean of a sequence's ratios."""
+    """PPO-clip on the geometric mean of the ratios of a sequence."""
 
     clip_low: Below1 = 3e-4
-    """Lower clip distance; the default is for one version's drift, lag needs more."""
+    """Lower clip distance. The default fits the drift of one version; larger lag needs more."""
     clip_high: Positive = 4e-4
     """Distance of the upper clip bound above ratio 1."""
     form: Literal["sequence", "token", "length_scaled"] = "sequence"
-    """`sequence`: the paper's. `token`: each token's gradient through itself (GSPO-token). `length_scaled`: times the
-    length (LUSPO)."""
+    """`sequence`: as in the paper. `token`: each token has its own gradient (GSPO-token). `length_scaled`: multiplied
+    by the length (LUSPO)."""
 
     @property
     def needs_equal_advantages(self) -> bool:
@@ -130,7 +129,7 @@ class GspoConfig(PolicyLossConfig, tag="gspo"):
 
 
 class GmpoConfig(PolicyLossConfig, tag="gmpo"):
-    """Geometric mean of ratios that are clipped one by one."""
+    """Geometric mean of individually clipped ratios."""
 
     clip_low: Positive = 0.4
     """Lower clip distance of a token's log-ratio, nats."""
@@ -143,20 +142,20 @@ class GmpoConfig(PolicyLossConfig, tag="gmpo"):
 
 
 class VespoConfig(PolicyLossConfig, tag="vespo"):
-    """Score function with a soft weight of the sequence's whole ratio."""
+    """Score function softly weighted by the ratio of the whole sequence."""
 
     power_positive: Positive = 2.0
-    """Exponent of the ratio where the advantage is positive."""
+    """Exponent of the ratio for positive advantages."""
     decay_positive: Positive = 3.0
-    """Decay of large ratios there."""
+    """Decay of large ratios for positive advantages."""
     power_negative: Positive = 3.0
-    """Exponent where it is negative."""
+    """Exponent of the ratio for negative advantages."""
     decay_negative: Positive = 2.0
-    """Decay of large ratios where the advantage is negative."""
+    """Decay of large ratios for negative advantages."""
 
 
 class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
-    """PPO-clip without a few random tokens of high covariance."""
+    """PPO-clip that drops a few random tokens of high covariance."""
 
     selector: ClassVar[str] = "token_masks.clip_cov_mask"
 
@@ -165,11 +164,11 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     clip_high: Positive = 0.2
     """Distance of the upper clip bound above ratio 1."""
     share: Share = 2e-4
-    """Share of all tokens that is dropped, at least one token; 0 = none."""
+    """Fraction of all tokens to drop, at least one token; 0 = none."""
     covariance_low: float = 1.0
-    """Smallest covariance of a token that may be dropped."""
+    """Smallest covariance of a token that can be dropped."""
     covariance_high: float = 5.0
-    """Largest covariance of a token that may be dropped."""
+    """Largest covariance of a token that can be dropped."""
 
 
 class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
@@ -178,16 +177,16 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
     selector: ClassVar[str] = "token_masks.kl_cov_mask"
 
     share: Share = 2e-4
-    """Share of all tokens that is penalised, at least one token; 0 = none."""
+    """Fraction of all tokens to penalize, at least one token; 0 = none."""
     coefficient: Positive = 1.0
     """Weight of the KL penalty on the selected tokens."""
 
 
 class SppoConfig(PolicyLossConfig, tag="sppo"):
-    """Squared distance of a sequence's log-ratio from its win rate; for `advantage=win_rate`."""
+    """Squared distance between the log-ratio of a sequence and its win rate; for `advantage=win_rate`."""
 
     eta: Positive = 1000.0
-    """Factor from win rate to log-ratio."""
+    """Scale from win rate to log-ratio."""
 
     @property
     def needs_equal_advantages(self) -> bool:
@@ -199,7 +198,7 @@ class SppoConfig(PolicyLossConfig, tag="sppo"):
 
 
 class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
-    """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
+    """User-defined function with the same signature as the built-in ones: docs/algorithms.md."""
 
     module: ClassVar[str] = ""
 
@@ -210,31 +209,31 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
 
 
 class MaskConfig(Formula):
-    """Function of `MaskInputs`: the tokens of an update that stay in the policy loss."""
+    """Function of `MaskInputs` that selects the tokens of an update that stay in the policy loss."""
 
     module: ClassVar[str] = "token_masks"
 
     is_local: ClassVar[bool] = False
-    """Whether a token's entry depends on its own sequence alone, so that the loss can mask each microbatch by itself;
-    any other mask takes a forward pass over the whole update first."""
+    """Whether the mask of a token depends only on its own sequence, so that it can be applied per microbatch. Other
+    masks need a forward pass over the whole update first."""
 
 
 class OpsmConfig(MaskConfig, tag="opsm"):
-    """Drops sequences of negative advantage that the learner has become unlikely to write."""
+    """Drops sequences with negative advantage that have become unlikely under the learner."""
 
     is_local: ClassVar[bool] = True
 
     delta: Positive = 0.5
-    """Mean log(generator/learner) above which they leave, nats."""
+    """Mean log(generator/learner) above which a sequence is dropped, nats."""
 
 
 class M2poConfig(MaskConfig, tag="m2po"):
     """Drops tokens until the mean squared log(learner/generator) is small."""
 
     threshold: Positive = 0.04
-    """Largest mean of the squared log-ratios of the tokens kept."""
+    """Largest mean of the squared log-ratios of the remaining tokens."""
 
 
-# msgspec decodes unions, not base classes: from here on the names stand for any of the records above.
+# msgspec decodes unions, not base classes. Below this line, the names mean any of the records above.
 PolicyLossConfig = union_of(PolicyLossConfig)
 MaskConfig = union_of(MaskConfig)

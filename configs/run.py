@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, ConfigError, require, require_storage
+from slipstream.configs.base import Config, ConfigError, Positive, require, require_storage
 from slipstream.configs.broker import BrokerConfig, ExporterConfig, LoggingConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroSignalConfig
 from slipstream.configs.cluster import ClusterConfig
@@ -19,34 +19,36 @@ from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig, ProfileConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
-"""Name of a run. Never `.` or `..`, nor anything with a separator: the name is the last part of a path."""
+"""Name of a run. Excludes `.`, `..`, and separators because the name is the last part of a path."""
 
 
 class RunConfig(Config):
     """All settings of a run, one field per role."""
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN)]
-    """Name of the run folder and prefix of the run's keys in the store: up to 80 of `A-Z a-z 0-9 . _ -`, of which a dot
-    is not the first."""
+    """Name of the run folder and prefix of its keys in the store: up to 80 of `A-Z a-z 0-9 . _ -`, not starting with a
+    dot."""
     model: ModelConfig
     data: DataConfig
     mode: Literal["async", "serial", "replay", "sft"] = "async"
-    """`async`: one process per role. `serial`: all roles in one process, one call after the other. `replay`: like
-    `serial`, trained from an archive. `sft`: the learner alone, supervised."""
+    """`async`: one process per role. `serial`: all roles in one process, one call at a time. `replay`: like `serial`,
+    training on an archive. `sft`: supervised, only the learner."""
     replay: ReplayConfig = ReplayConfig()
     sft: SftConfig = SftConfig()
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Seed of every random choice of the run."""
+    """Seed of all random choices of the run."""
     runs_dir: str = "runs"
     """Parent of the run folder."""
     resume: bool | Literal["auto"] = False
-    """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused, or
-    that of a run that ended before it published weights; `auto`: continue it if it exists, else begin it."""
+    """`true`: continue the run with this name from its newest checkpoint, which must exist. `false`: the name must be
+    unused, or belong to a run that ended before publishing weights. `auto`: continue the run if it exists, otherwise
+    start it."""
     storage_uri: str | None = None
-    """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints, archive
-    and models, with credentials from the environment; the run folder is scratch then. null = the run folder alone."""
-    storage_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
-    """Failures of the object store after which the learner ends, seconds."""
+    """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints,
+    archive, and models, with credentials from the environment; the run folder is then scratch space. null = only the
+    run folder."""
+    storage_timeout_s: Positive = 1800.0
+    """Duration of object store failures after which the learner exits, seconds."""
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in this order."""
     generators: GeneratorsConfig = GeneratorsConfig()
@@ -59,7 +61,7 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     profile: ProfileConfig = ProfileConfig()
     loggers: list[str] = []
-    """Destinations of the metrics: `trackio`, `wandb`, `tensorboard`, or a class of your own as `module:Class`."""
+    """Metric destinations: `trackio`, `wandb`, `tensorboard`, or your own class as `module:Class`."""
     logging: LoggingConfig = LoggingConfig()
     exporter: ExporterConfig = ExporterConfig()
 
@@ -75,7 +77,7 @@ class RunConfig(Config):
 
     @property
     def profile_lead_steps(self) -> int:
-        """Steps before the first recorded one in which its trajectories may be leased."""
+        """Number of steps before the first recorded one in which its trajectories may be leased."""
         return (self.buffer.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
@@ -85,13 +87,13 @@ class RunConfig(Config):
 
     @property
     def mixed_groups_per_step(self) -> int:
-        """Groups of a step that come from the archive of another run."""
+        """Groups of a step taken from the archive of another run."""
         mix = self.buffer.mix
         return round(mix.fraction * self.learner.groups_per_step) if mix.archive else 0
 
     @property
     def claimed_groups_per_step(self) -> int:
-        """Groups of a step that come from the store."""
+        """Groups of a step taken from the store."""
         return self.learner.groups_per_step - self.mixed_groups_per_step
 
     @property
@@ -104,16 +106,16 @@ _NO_ROOM = "a full prompt with a full response would not fit"
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read the resolved configuration of a run folder. Raises ConfigError when there is none."""
+    """Read the resolved configuration of a run folder. Raises ConfigError if it is missing or unreadable."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: name one, such as runs/digits_cpu.")
+        raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: pass one such as runs/digits_cpu.")
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
     except ValueError as error:
         problem = " ".join(str(error).split())
-        must = f"{path} must be a run's configuration of this version of Slipstream"
-        raise ConfigError(f"{must}, got {problem}: restore it, or use the version that began the run.") from None
+        must = f"{path} must be a run configuration of this version of Slipstream"
+        raise ConfigError(f"{must}, got {problem}: restore it, or use the version that started the run.") from None
 
 
 def _check_bounds(run: RunConfig) -> None:
@@ -128,7 +130,7 @@ def _check_bounds(run: RunConfig) -> None:
     why = "the optimizer updates of a step would see unequal batches"
     require(groups % updates == 0, "learner.groups_per_step", must, got=groups, why=why)
     every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
-    # A run resumed within a version would count its steps twice: towards that version and towards the next.
+    # A run resumed within a version would count its steps twice: for that version and for the next.
     must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"
     require(every % publish == 0, "learner.checkpoint.every_steps", must, got=every, why=why)
 
@@ -158,24 +160,22 @@ def _check_sft_best(run: RunConfig) -> None:
     if best is None or run.mode != "sft":
         return
     measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
-    must, why = f"name {' or '.join(measured)} here", "it is what held-out rows have"
+    must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
     require(best.metric in measured, key, must, got=best.metric, why=why)
-    why = "without held-out rows there is nothing to compare"
+    why = "checkpoints are compared on held-out rows"
     require(bool(run.sft.heldout_path), "sft.heldout_path", f"be set with {key}", got=run.sft.heldout_path, why=why)
 
 
 def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
-        must = f"be set with mode={mode} and in no other mode"
-        require(
-            (run.mode == mode) == bool(path), key, must, got=f"{path!r} with mode={run.mode}", why="it is its input"
-        )
+        must, got = f"be set with mode={mode} and only then", f"{path!r} with mode={run.mode}"
+        require((run.mode == mode) == bool(path), key, must, got=got, why="it is the input of that mode")
     steps, most, key = run.profile.steps, run.learner.max_steps, "profile.steps"
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
     require(fits, key, must, got=steps, why="no other steps are trained")
     fits = steps is None or run.mode != "sft"
-    require(fits, key, "be null with mode=sft", got=steps, why="the learner is alone")
+    require(fits, key, "be null with mode=sft", got=steps, why="the learner is the only role")
 
 
 def _check_learner(run: RunConfig) -> None:
@@ -187,7 +187,7 @@ def _check_learner(run: RunConfig) -> None:
     why = "that engine is one process; choose learner/engine=deepspeed"
     require(is_fit, "learner.num_ranks", "be 1 with learner/engine=torch", got=ranks, why=why)
     every, key = run.algorithm.kl.refresh_every_steps, "algorithm.kl.refresh_every_steps"
-    why = "the reference is the model without its adapter, and that never changes"
+    why = "the reference is the model without its adapter, which never changes"
     require(run.model.lora is None or not every, key, "be null with model.lora", got=every, why=why)
 
 
@@ -200,7 +200,7 @@ def _check_router_replay(run: RunConfig) -> None:
         unfit = "pipeline_parallel_size > 1" if engine.pipeline_parallel_size > 1 else ""
         unfit = "enable_prefix_caching=false" if engine.enable_prefix_caching is False else unfit
         must = "be false with this generators.engine"
-        require(not unfit, key, must, got=f"true with {unfit}", why="vLLM cannot record experts so")
+        require(not unfit, key, must, got=f"true with {unfit}", why="vLLM cannot record experts with it")
 
 
 def _check_one_process(run: RunConfig) -> None:
@@ -235,65 +235,57 @@ def _check_generators(run: RunConfig) -> None:
         require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
     advantage, generators = run.algorithm.advantage, run.generators
     size, must = generators.group_size, f"be >= 2 for algorithm/advantage={advantage.kind}"
-    why = "a group of one has no baseline and every advantage would be zero; moving_baseline is made for it"
+    why = "a group of one has no baseline and every advantage would be zero; moving_baseline supports it"
     require(size > 1 or advantage.has_own_baseline, "generators.group_size", must, got=size, why=why)
     is_fit = generators.has_baseline or not isinstance(advantage, RemaxConfig)
     must, why = "be greedy for algorithm/advantage=remax", "its baseline is the reward of a greedy answer"
     require(is_fit, "generators.baseline", must, got=generators.baseline, why=why)
     least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
-    why = "pings renew leases, and those of a healthy generator would lapse in between"
+    why = "pings renew leases, and a healthy generator's leases would lapse in between"
     require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
 
 
 def _check_filter(run: RunConfig) -> None:
-    """Some group must be able to pass, or the learner would wait for ever."""
+    """At least one kind of group must pass, or the learner would wait forever."""
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroSignalConfig):
         is_fit, must = run.generators.members_per_group > 1, "be >= 2 for buffer/filter=zero_signal"
-        why = "a single reward differs from no other, and every group would be rejected"
+        why = "a single reward has nothing to differ from, and every group would be rejected"
         require(is_fit, "generators.group_size", must, got=size, why=why)
         signal = run.algorithm.signal_beside_rewards
         why = "it rejects groups of equal rewards, which carry a signal here"
         require(not signal, "buffer/filter", f"be none or accuracy with {signal}", got="zero_signal", why=why)
     if isinstance(chosen, AccuracyConfig):
-        require(
-            any(chosen.above < right / size < chosen.below for right in range(size + 1)),
-            "buffer.filter",
-            f"accept at least one share of right answers in generators.group_size={size}",
-            got=f"above={chosen.above:g} and below={chosen.below:g}",
-            why="every group would be rejected",
-        )
+        is_fit = any(chosen.above < right / size < chosen.below for right in range(size + 1))
+        must = f"accept at least one share of right answers in generators.group_size={size}"
+        got = f"above={chosen.above:g} and below={chosen.below:g}"
+        require(is_fit, "buffer.filter", must, got=got, why="every group would be rejected")
 
 
 def _check_buffer(run: RunConfig) -> None:
     mix, per_step, mixed = run.buffer.mix, run.learner.groups_per_step, run.mixed_groups_per_step
-    must = f"leave at least one of {per_step} groups of a step to each side"
+    must = f"leave at least one of {per_step} groups per step for each source"
     why = f"{mixed} would come from the archive"
     require(not mix.archive or 0 < mixed < per_step, "buffer.mix.fraction", must, got=mix.fraction, why=why)
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
-        # Pacing admits one prompt for each fresh group that is trained on, so this ratio is what a run converges to.
-        require(
-            reuse.samples_per_insert >= per_step / fresh,
-            "buffer.reuse.samples_per_insert",
-            f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {per_step / fresh:.3g})",
-            got=reuse.samples_per_insert,
-            why="uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction",
-        )
-    # The groups of a step and those that no checkpoint covers yet must fit together.
+        # Pacing admits one prompt per trained fresh group, so a run converges to this ratio.
+        key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
+        must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
+        why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
+        require(got >= least, key, must, got=got, why=why)
+    # The groups of a step must fit together with those not yet covered by a checkpoint.
     limit = run.buffer.capacity.max_groups
     uncovered = run.learner.checkpoint.every_steps * per_step
     kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0
-    least = uncovered + kept + per_step
-    require(
-        limit is None or limit >= least,
-        "buffer.capacity.max_groups",
-        f"be >= {least} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
-        f"{kept} kept for reuse + {per_step} for the next step",
-        got=limit,
-        why="the store would be full and the learner would wait for ever",
+    room = uncovered + kept + per_step
+    must = (
+        f"be >= {room} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
     )
+    must += f"{kept} kept for reuse + {per_step} for the next step"
+    why = "the store would be full and the learner would wait forever"
+    require(limit is None or limit >= room, "buffer.capacity.max_groups", must, got=limit, why=why)
 
 
 _LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)

@@ -1,8 +1,8 @@
-"""The tree of settings: keys, groups with their options, and the nearest name to a wrong one.
+"""The tree of settings: keys, groups with their options, and suggestions for misspelled names.
 
-A field that holds one of several tagged records is a group, and each tag an option of it: `BufferConfig.store` becomes
-`buffer/store=embedded | redis | memory`. Such an option holds the tag alone, defaults stay in the records. YAML presets
-are further options of these groups (`buffer/store=embedded_large`) or form groups of their own (`recipe=dapo`).
+A field that holds one of several tagged records is a group, and each tag is an option: `BufferConfig.store` becomes
+`buffer/store=embedded | redis`. A generated option holds only the tag; defaults stay in the records. YAML presets are
+further options of these groups (`buffer/store=embedded_large`) or form their own groups (`recipe=dapo`).
 """
 
 import ast
@@ -23,60 +23,60 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
 PRESETS = Path(__file__).resolve().parent / "presets"
-"""Folder of the YAML presets; a sub-folder is a group."""
+"""Folder of the YAML presets; each subfolder is a group."""
 _SIMILAR_KEY = 0.8
-"""Smallest similarity of the last parts of two keys at which one may be a misspelling of the other."""
+"""Minimum similarity of the last parts of two keys for one to be a misspelling of the other."""
 _IN_LIST = 0.5
-"""Loss of similarity of a key within an entry of a list."""
+"""Penalty for keys within list entries."""
 _SIMILAR_SIBLING = 0.7
-"""The same within one record or one group, where fewer names compete."""
+"""Minimum similarity within one record or group, where fewer names compete."""
 
 
 class Setting(NamedTuple):
-    """One key of the tree; a record and a group of variants are keys too.
+    """One key of the tree. Records and groups of variants are keys too.
 
     Example: Setting(key="learner.engine.zero_stage", field=..., record=DeepSpeedEngineConfig,
     variant="learner/engine=deepspeed")
     """
 
     key: str
-    """Dotted; an entry of a list is written `prepare[]`."""
+    """Dotted; a list entry is written `prepare[]`."""
     field: Field
     record: type
     """Record that declares the field."""
     variant: str
-    """`group=option` whose record it is; empty outside groups."""
+    """`group=option` that selects the record; empty outside groups."""
 
     @property
     def group(self) -> str:
-        """Group of the command line at this key, where there is one."""
+        """Command line group at this key, if any."""
         return self.key.replace(".", "/")
 
     @property
     def name(self) -> str:
-        """Left side of an override: the group of variants, else the key."""
+        """Left side of an override: the group of variants, otherwise the key."""
         return self.group if self.tags else self.key
 
     @property
     def meaning(self) -> str:
-        """Docstring of the field as one paragraph; empty where it has none."""
+        """Docstring of the field as one paragraph; empty if missing."""
         return field_docstrings(self.record).get(self.field.name, "")
 
     @property
     def records(self) -> list[StructType]:
-        """Records the field may hold, those in a list included; empty for a plain value."""
+        """Records that the field can hold, including list entries; empty for a plain value."""
         return [found for found in _alternatives(self.field.type) if isinstance(found, StructType)]
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Options of the group that the field is; empty for any other field."""
+        """Options, if the field is a group; otherwise empty."""
         in_list = isinstance(self.field.type, ListType)
         return () if in_list else tuple(str(found.tag) for found in self.records if found.tag is not None)
 
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Every key of every variant, in the order of the records; a key that several variants have comes once for each."""
+    """Every key of every variant, in the order of the records. A key of several variants appears once for each."""
     root = type_info(RunConfig)
     assert isinstance(root, StructType)
     return tuple(_walk(root, prefix="", variant=""))
@@ -94,7 +94,7 @@ def _walk(record: StructType, *, prefix: str, variant: str) -> Iterator[Setting]
 
 
 def _alternatives(expected: Type) -> tuple[Type, ...]:
-    """Members of a union, of a list's entries too; any other type alone."""
+    """Members of a union, including a union of list entries; otherwise the type."""
     if isinstance(expected, ListType):
         return _alternatives(expected.item_type)
     if isinstance(expected, UnionType):
@@ -110,7 +110,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 @cache
 def field_docstrings(record: type) -> dict[str, str]:
-    """Field -> the string literal below it in the source, inherited ones included."""
+    """Field -> the string literal below it in the source, including inherited fields."""
     found: dict[str, str] = {}
     for base in reversed([base for base in record.__mro__ if base.__module__.startswith("slipstream.")]):
         (declared,) = ast.parse(inspect.getsource(base)).body
@@ -124,7 +124,7 @@ def field_docstrings(record: type) -> dict[str, str]:
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Group -> its options, sorted. The first call registers the generated ones in Hydra's ConfigStore."""
+    """Group -> its options, sorted. The first call registers the generated options in Hydra's ConfigStore."""
     options: dict[str, set[str]] = {}
     for group, tags in variants().items():
         options[group] = set(tags)
@@ -136,16 +136,16 @@ def groups() -> dict[str, list[str]]:
 
 
 def preset_of_file(group: str, file: Path) -> str:
-    """Register a YAML file of the user's own as an option of the group, and return the option's name.
+    """Register a user's YAML file as an option of the group; returns the option name.
 
-    It is written as the presets are: settings, and `defaults` if any. Raises ConfigError.
+    The file has the format of the presets: settings, and optional `defaults`. Raises ConfigError.
     """
     try:
         node = OmegaConf.load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{group}={file} must be a readable YAML file: {' '.join(str(error).split())}.") from None
     if not isinstance(node, DictConfig):
-        raise ConfigError(f"{group}={file} must hold settings, as key: value, got a list.")
+        raise ConfigError(f"{group}={file} must contain settings as key: value, got a list.")
     is_record = any(setting.group == group for setting in settings())
     name = file.as_posix().replace("/", "|")
     ConfigStore.instance().store(
@@ -155,7 +155,7 @@ def preset_of_file(group: str, file: Path) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Sentence that refuses `key` and names the key meant, the variants that have it, or the keys beside it."""
+    """Error message for `key`, with the intended key, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
@@ -165,9 +165,9 @@ def unknown_key(key: str) -> str:
 
 
 def unknown_option(group: str, option: object) -> str:
-    """Sentence that refuses `group=option` and names the option meant, also of another group, or all there are."""
+    """Error message for `group=option`, with the intended option (also of another group), or all options."""
     options = groups()[group]
-    # The beginning of an option here is nearer than the same name in another group: experiment=gsm8k is not data=gsm8k.
+    # A prefix of an option in this group wins over the same name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:
@@ -176,14 +176,14 @@ def unknown_option(group: str, option: object) -> str:
         scores = {f"{group}={name}": SequenceMatcher(None, str(option), name).ratio() for name in options}
         best = max(scores.values())
         meant = [choice for choice, score in scores.items() if score == best >= _SIMILAR_SIBLING]
-    advice = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(options)}."
+    advice = f"did you mean {' or '.join(meant)}?" if meant else f"choose one of {', '.join(options)}."
     return f"unknown option {group}={option}; {advice}"
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Key or group of the whole tree that `wrong` most likely means, however deep it lies; None when nothing is near.
+    """Key or group anywhere in the tree that `wrong` most likely means; None if nothing is similar.
 
-    Candidates need a similar end (`max_step`, `lr` for `learning_rate`, `kl_coef`); the whole path ranks them.
+    Candidates need a similar last part (`max_step`, `lr` for `learning_rate`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
     names = {name.replace("/", "."): name for name in groups()}
@@ -194,15 +194,15 @@ def nearest_key(wrong: str) -> str | None:
 
 
 def _similarity(wrong: str, key: str) -> float:
-    """0 to 2; 0 where the ends differ too much."""
+    """0 to 2; 0 if the last parts differ too much."""
     wrong_parent, _, end = wrong.rpartition(".")
     parent, _, last = key.rpartition(".")
     if wrong_parent == parent and end.startswith(f"{last}_"):
-        # A key of an older version, or a unit that its name does not have: nearer than the same name elsewhere.
+        # A key of an older version, or with a unit added: nearer than the same name elsewhere.
         return 2.0
     similarity = max(_end_similarity(end, last), _end_similarity(end, f"{parent.rpartition('.')[2]}_{last}"))
     needed = _SIMILAR_SIBLING if wrong_parent == parent else _SIMILAR_KEY
-    # Entries of lists are seldom set one field at a time.
+    # List entries are rarely set one field at a time.
     penalty = _IN_LIST if "[]" in key else 0.0
     return similarity + SequenceMatcher(None, wrong, key).ratio() - penalty if similarity >= needed else 0.0
 

@@ -13,7 +13,7 @@ _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 8
 
 
 class Panel(NamedTuple):
-    """One picture. Example: Panel("Lag, versions", ("slipstream_lag_mean",), unit="short")."""
+    """One panel of the dashboard. Example: Panel("Lag, versions", ("slipstream_lag_mean",), unit="short")."""
 
     title: str
     queries: tuple[str, ...]
@@ -22,12 +22,12 @@ class Panel(NamedTuple):
 
 
 def name_of(key: str) -> str:
-    """Return the name in a query: of a family, or of a key of a row without its labels."""
+    """Return the metric name used in queries, for a family or for a key of a metric row, without labels."""
     return FAMILIES[key].full_name if key in FAMILIES else family_of(key)[0].full_name
 
 
 def _rows() -> dict[str, list[Panel]]:
-    """Return the panels by the title of their row."""
+    """Return the panels, grouped by row title."""
     return {
         "Learning": [
             Panel("Reward", (name_of("learner/reward_mean"),)),
@@ -56,11 +56,11 @@ def _rows() -> dict[str, list[Panel]]:
         "Store": [
             Panel("Memory", (name_of("store_memory_bytes"), name_of("store_memory_limit_bytes")), unit="bytes"),
             Panel("Refused frames", (f"rate({name_of('refused_frames')}[5m])",)),
-            Panel("Groups that are over", (f"rate({name_of('group_ends')}[5m])",)),
+            Panel("Finished groups", (f"rate({name_of('group_ends')}[5m])",)),
         ],
         "Weights": [
-            Panel("Synchronisation and pause", (name_of("weights/sync_s"), name_of("weights/pause_s")), unit="s"),
-            Panel("Difference of the engines", (name_of("weights/probe_diff_mean"),)),
+            Panel("Synchronization and pause", (name_of("weights/sync_s"), name_of("weights/pause_s")), unit="s"),
+            Panel("Difference between engine and learner", (name_of("weights/probe_diff_mean"),)),
             Panel("Versions", (name_of("version"), name_of("announced_version"))),
         ],
         "Health": [Panel(key, (_query(key),), healthy=healthy) for key, healthy in RANGES.items()],
@@ -68,14 +68,14 @@ def _rows() -> dict[str, list[Panel]]:
 
 
 def _query(key: str) -> str:
-    """Return the query of a key: its name and its labels, but for the run."""
+    """Return the query of a key: its name and its labels, except the run."""
     family, labels = family_of(key)
     chosen = ",".join(f'{label}="{value}"' for label, value in labels.items())
     return family.full_name + (f"{{{chosen}}}" if chosen else "")
 
 
 def dashboard() -> str:
-    """Return the dashboard, as Grafana imports it: a panel a line."""
+    """Return the dashboard in the format that Grafana imports, one panel per line."""
     run = {
         "name": "run", "label": "run", "type": "query", "multi": True, "includeAll": True, "refresh": 2,
         "datasource": _source(), "query": f"label_values({name_of('up')}, run)",
@@ -130,7 +130,7 @@ def _thresholds(healthy: Range) -> list[dict[str, Any]]:
 
 
 def _of_run(query: str) -> str:
-    """Restrict a query to the runs that the dashboard shows."""
+    """Restrict a query to the runs selected in the dashboard."""
     function, bracket, inner = query.rpartition("(")
     name, has_labels, labels = inner.partition("{")
     if has_labels:
@@ -141,7 +141,7 @@ def _of_run(query: str) -> str:
 
 # --- alerts ----------------------------------------------------------------------------------------------------------
 class Alert(NamedTuple):
-    """One rule. Example: Alert("SlipstreamDown", "slipstream_up == 0", "2m", "page", "the store does not answer")."""
+    """Alert rule. Example: Alert("SlipstreamDown", "slipstream_up == 0", "2m", "page", "the store does not answer")."""
 
     name: str
     expression: str
@@ -151,7 +151,7 @@ class Alert(NamedTuple):
 
 
 def _promises() -> Sequence[Alert]:
-    """Return the alerts on what a run promises."""
+    """Return the alerts for the guarantees of a run."""
     phase, training = name_of("phase"), 'phase="training"'
     waiting = f'{name_of("role_waiting")}{{role="learner",waits_for=~"groups|evaluation"}}'
     arrival, end = name_of("arrival_age_seconds"), name_of("dead_end_after_seconds")
@@ -160,7 +160,7 @@ def _promises() -> Sequence[Alert]:
         Alert("SlipstreamDown", f"{name_of('up')} == 0", "2m", "page", "its store does not answer"),
         Alert(
             "SlipstreamFailed", f'{phase}{{phase="failed"}} == 1', "0m", "page",
-            "it has failed: `slipstream status` has the cause, resume=true goes on from the checkpoint",
+            "it has failed: `slipstream status` has the cause, resume=true continues from the checkpoint",
         ),
         Alert(
             "SlipstreamDeadEndNear", f"{arrival} > 0.5 * {end} and on (run) {waiting} == 1", "0m", "page",
@@ -168,7 +168,7 @@ def _promises() -> Sequence[Alert]:
         ),
         Alert(
             "SlipstreamDeadEnd", f"{name_of('dead_end')} == 1", "0m", "page",
-            "the learner's wait will not end by itself: `slipstream status` has cause and remedy",
+            "the learner's wait cannot end without intervention: `slipstream status` has cause and remedy",
         ),
         Alert(
             "SlipstreamLagAtBound", f"{name_of('lag/p95')} >= {name_of('max_lag')} > 0", "10m", "warn",
@@ -209,7 +209,7 @@ def _health() -> Iterator[Alert]:
 
 
 def alerts() -> str:
-    """Return the alert rules, as Prometheus reads them."""
+    """Return the alert rules in the format that Prometheus reads."""
     groups = {"slipstream-promises": _promises(), "slipstream-health": [*_health()]}
     made = {"groups": [{"name": name, "rules": [_rule(each) for each in rules]} for name, rules in groups.items()]}
     return yaml.safe_dump(made, sort_keys=False, width=120)

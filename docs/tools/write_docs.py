@@ -1,13 +1,11 @@
-"""Writes the generated blocks and files of the documentation: `python -m docs.tools.write_docs [--check]`."""
+"""Write the generated blocks and files of the documentation: `python -m docs.tools.write_docs [--check]`."""
 
 import argparse
-import ast
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -37,7 +35,7 @@ from slipstream.runtime.healthy_ranges import RANGES
 
 
 def list_settings() -> str:
-    """One section per record and per group of variants: options, then keys with default, allowed values and meaning."""
+    """Render a section per record and group of variants: options, then keys with default, range, and meaning."""
     top_level = [setting for setting in settings() if "." not in setting.key]
     sections = [["## The run", "", *_key_table(top_level)]]
     sections += [[f"## `{group}`", "", *_option_table(group)] for group in ("experiment", "recipe")]
@@ -47,7 +45,7 @@ def list_settings() -> str:
 
 
 def _section(setting: Setting) -> Iterator[str]:
-    """Heading, meaning, options and keys of a field that holds a record, one of several, or a list of them."""
+    """Render heading, meaning, options, and keys of a field that holds one record, a choice of records, or a list."""
     is_choice = len(setting.records) > 1
     yield from (f"{'###' if '.' in setting.key else '##'} `{setting.name}`", "")
     yield from (setting.meaning if is_choice else _docstring(setting.records[0].cls), "")
@@ -62,7 +60,7 @@ def _section(setting: Setting) -> Iterator[str]:
 
 
 def _option_table(group: str) -> Iterator[str]:
-    """The meaning of a generated option is the docstring of its record, that of a preset its comment."""
+    """Take the meaning of an option from the docstring of its record, or from the comment of its preset."""
     yield from ("| option | meaning |", "|---|---|")
     records = {record.tag: record.cls for found in settings() if found.group == group for record in found.records}
     for option in groups()[group]:
@@ -83,7 +81,7 @@ def _comment(preset: str) -> str:
 
 
 def _key_table(members: list[Setting]) -> Iterator[str]:
-    """A row for each value, group, list and optional record; a record that is always there has a section instead."""
+    """Render one row per value, group, list, and optional record. A required record has its own section instead."""
     yield from ("| key | default | allowed | meaning |", "|---|---|---|---|")
     for setting in members:
         if not isinstance(setting.field.type, StructType):
@@ -151,16 +149,15 @@ def _cell(text: str) -> str:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("slipstream", "configs", "buffer", "broker", "generators", "learner", "scripts", "benchmarks")
 
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 _SOURCE = re.compile(r"^Source: (.*?)(?=\n\n|\nDiffers:|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A part of a page that is generated, between `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
+    """Generated part of a page, between `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
 
-    Example: Block("docs/modules.md", "modules", list_modules).
+    Example: Block("docs/settings.md", "settings", list_settings).
     """
 
     page: str
@@ -171,34 +168,8 @@ class Block(NamedTuple):
     """Returns the Markdown between the markers."""
 
 
-def list_modules() -> str:
-    """Tables of all modules with the first lines of their docstrings, one table per folder."""
-    files = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    folders = groupby(sorted(files, key=lambda file: _order(file.parent)), key=lambda file: file.parent)
-    return "\n\n".join("\n".join(_folder_lines(folder, list(modules))) for folder, modules in folders)
-
-
-def _order(folder: Path) -> tuple[int, str]:
-    return FOLDERS.index(folder.parts[0]), folder.as_posix()
-
-
-def _folder_lines(folder: Path, files: list[Path]) -> Iterator[str]:
-    yield from (f"## {folder}/", "")
-    yield from ([_first_line(folder / "__init__.py"), ""] if folder / "__init__.py" in files else [])
-    modules = [file for file in files if file.name != "__init__.py"]
-    if modules:
-        yield from ("| module | content |", "|---|---|")
-    yield from (f"| [{file.name}](../{file}) | {_first_line(file).replace('|', chr(92) + '|')} |" for file in modules)
-
-
-def _first_line(file: Path) -> str:
-    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n")[0]
-
-
 def list_warnings() -> str:
-    """Table of the watched metrics: healthy range, meaning of a value outside, remedy. Those that mean the same share a
-    row."""
+    """Table of watched metrics: healthy range, meaning of a value outside it, remedy. Equal meanings share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for key, healthy in RANGES.items():
         rows.setdefault(healthy.plain(), []).append(f"`{key}` {healthy}")
@@ -207,7 +178,7 @@ def list_warnings() -> str:
 
 
 def _formula_table(records: Sequence[type[Formula]]) -> str:
-    """Table of functions to choose from; + marks advantages whose baseline lies outside the group."""
+    """Table of the available functions; + marks advantages with a baseline outside the group."""
     rows = [_row(record) for record in records if record.formula()]
     return "\n".join(["| option | meaning | function | source |", "|---|---|---|---|", *rows])
 
@@ -221,14 +192,13 @@ def _row(record: type[Formula]) -> str:
 
 
 def _source(name: str) -> str:
-    """The `Source:` of a function's docstring, arXiv numbers as links."""
+    """Return the `Source:` of a function's docstring, with arXiv numbers as links."""
     found = _SOURCE.search(inspect.getdoc(find(name)) or "")
     text = " ".join(found[1].split()).rstrip(".") if found else ""
     return _ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", text).replace("|", r"\|")
 
 
 BLOCKS = [
-    Block("docs/modules.md", "modules", list_modules),
     Block("docs/settings.md", "settings", list_settings),
     Block("docs/algorithms.md", "advantages", lambda: _formula_table(get_args(AdvantageConfig))),
     Block("docs/algorithms.md", "policy losses", lambda: _formula_table(get_args(PolicyLossConfig))),
@@ -236,19 +206,21 @@ BLOCKS = [
     Block("docs/explain.md", "warnings", list_warnings),
 ]
 FILES: dict[str, Callable[[], str]] = {"docs/monitoring/grafana.json": dashboard, "docs/monitoring/alerts.yaml": alerts}
-"""Files that are generated as a whole."""
+"""Files that are generated entirely."""
 
 
 def filled(text: str, block: Block) -> str:
-    """`text`, the content of the block's page, with the block written anew. Raises ValueError without its markers."""
+    """Replace the block in `text`, the content of its page. Raises ValueError without exactly one pair of markers."""
     markers = re.compile(rf"(<!-- begin {block.name}\b[^\n]*-->\n).*?(<!-- end {block.name} -->)", re.DOTALL)
     if len(markers.findall(text)) != 1:
-        raise ValueError(f"{block.page} must hold `<!-- begin {block.name} -->` ... `<!-- end {block.name} -->` once")
+        raise ValueError(
+            f"{block.page} must contain `<!-- begin {block.name} -->` ... `<!-- end {block.name} -->` exactly once"
+        )
     return markers.sub(lambda found: f"{found[1]}{block.render()}\n{found[2]}", text)
 
 
 def stale_pages(*, write: bool = False) -> list[str]:
-    """Pages and files that are not up to date; `write` brings them up to date."""
+    """List the pages and files that are out of date; with `write`, also update them."""
     pages = sorted({block.page for block in BLOCKS})
     stale = []
     for page in pages:
@@ -276,12 +248,12 @@ def _stale_files(*, write: bool) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, write or check; returns the exit code."""
+    """Write or check the pages; returns the exit code."""
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m docs.tools.write_docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     is_check = parser.parse_args(arguments).check
     stale = stale_pages(write=not is_check)
-    print("\n".join(f"{page}: {'not up to date' if is_check else 'written'}" for page in stale) or "up to date")
+    print("\n".join(f"{page}: {'out of date' if is_check else 'written'}" for page in stale) or "up to date")
     return int(is_check and bool(stale))
 
 

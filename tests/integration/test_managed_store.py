@@ -202,8 +202,8 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(url: str, shown: 
     with pytest.raises(ConfigError) as caught:
         load(["buffer/store=redis", f"buffer.store.url='{url}'"])
     assert str(caught.value) == (
-        f"buffer.store.url must hold no password, got one for {shown}: settings are logged and written down; set "
-        f"{STORE_PASSWORD_VARIABLE} to it."
+        f"buffer.store.url must not contain a password, got one for {shown}: settings are logged and saved; set "
+        f"{STORE_PASSWORD_VARIABLE} instead."
     )
 
 

@@ -19,7 +19,7 @@ from slipstream.configs.load import config_hash, identity, load
         ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
         ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
         ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
-        ("cluster.address=ray://head:10001", "auto or HOST:PORT of Ray's head, got ray://head:10001: a driver of Ray"),
+        ("cluster.address=ray://head:10001", "auto or HOST:PORT of the Ray head, got ray://head:10001: a Ray Client"),
         ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
     ],
 )
@@ -50,7 +50,7 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
         ),
         (
             [*RAY, "learner.num_ranks=3", "cluster.core.machines=2", "cluster.trusted_network=true"],
-            "cluster.core.machines must divide learner.num_ranks (3), got 2: each machine has as many ranks",
+            "cluster.core.machines must divide learner.num_ranks (3), got 2: each machine has the same number of ranks",
         ),
         (
             [*RAY, "learner.num_ranks=2", "cluster.core.machines=2"],

@@ -23,8 +23,8 @@ from slipstream.configs.run import RunConfig
         ),
         (
             "learner.engine.offload_optimizer=true",
-            "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO DeepSpeed leaves the "
-            "optimizer where the model is.",
+            "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO, DeepSpeed keeps the "
+            "optimizer on the device of the model.",
         ),
         ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
         ("learner.optimizer=3", "learner.optimizer must be a record, got 3."),

@@ -96,7 +96,7 @@ def test_an_experiment_may_be_a_file_of_the_users_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("no_such_key: x", "unknown key no_such_key"), ("a: [", "readable YAML"), ("- a", "settings, as key: value")],
+    [("no_such_key: x", "unknown key no_such_key"), ("a: [", "readable YAML"), ("- a", "settings as key: value")],
 )
 def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "mine.yaml"

@@ -65,7 +65,7 @@ def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
 
 def test_an_unknown_option_that_is_like_no_other_lists_all() -> None:
     message = refusal("buffer/store=sqlite")
-    assert message == "unknown option buffer/store=sqlite; there are embedded, embedded_large, redis."
+    assert message == "unknown option buffer/store=sqlite; choose one of embedded, embedded_large, redis."
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_an_unknown_option_that_is_like_no_other_lists_all() -> None:
         ("max_steps 5", "write learner.max_steps=5."),
         ("learner.max_steps 5", "write learner.max_steps=5."),
         ("learner.max_steps = 5", "write learner.max_steps=5."),
-        ("learner.max_steps= 5", "leave no space beside the =."),
+        ("learner.max_steps= 5", "leave no space around the =."),
         ("learner.max_steps: 5", "write learner.max_steps=5."),
         ("dapo learner.max_steps=5", "write recipe=dapo."),
-        ("'generators.reward.function=[a'", "put quotes round special characters"),
-        ("=3", "put quotes round special characters"),
+        ("'generators.reward.function=[a'", "put quotes around special characters"),
+        ("=3", "put quotes around special characters"),
         ("stat", "got `stat`."),
         ("seed=1,2", "write a list as key=[a,b]."),
     ],

@@ -91,3 +91,12 @@ class Thing(Base):
     assert "def make(*, size: int=2) -> 'Thing'" in page
     assert "async def use(self) -> None" in page
     assert "_hidden" not in page
+
+
+def test_the_list_of_modules_has_a_table_for_each_folder(tree: Path) -> None:
+    write(tree / "learner/__init__.py", '"""The learner."""')
+    write(tree / "learner/trainer.py", '"""Train | evaluate.\n\nMore."""')
+    assert site.list_modules() == (
+        "# Modules\n\n## learner/\n\nThe learner.\n\n| module | content |\n|---|---|\n"
+        "| [trainer.py](learner/trainer.py) | Train \\| evaluate. |"
+    )

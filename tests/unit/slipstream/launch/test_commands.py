@@ -46,8 +46,8 @@ def test_a_broken_configuration_is_one_sentence(content: bytes, tmp_path: Path, 
     code, error = failure(capsys, f"runs_dir={tmp_path}", "mine")
     assert code == 2
     (line,) = error.splitlines()
-    assert line.startswith(f"error: {tmp_path}/mine/config.yaml must be a run's configuration of this version")
-    assert line.endswith("restore it, or use the version that began the run.")
+    assert line.startswith(f"error: {tmp_path}/mine/config.yaml must be a run configuration of this version")
+    assert line.endswith("restore it, or use the version that started the run.")
 
 
 def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
