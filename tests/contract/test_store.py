@@ -448,7 +448,7 @@ def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
     commit(store, taken)
     assert store.counts() == counts, "a repeated commit changes nothing"
     commit(store, ahead)
-    with pytest.raises(StaleFenceError, match="got step 2 with step 2 the last one committed"):
+    with pytest.raises(StaleFenceError, match="got step 2, but step 2 is the last one committed"):
         claim(store, 2, 1)
 
 
@@ -475,7 +475,7 @@ def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(s
         entries.append(entry_of(taken))
     claim(store, 4, 1)
     store.commit_version(3)
-    with pytest.raises(StaleFenceError, match=r"got step 4 .* with step 3 the last one committed"):
+    with pytest.raises(StaleFenceError, match=r"got step 4 .* but step 3 is the last one committed"):
         checkpoint(store, 4)
     checkpoint(store, 1)
     assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
