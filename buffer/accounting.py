@@ -199,6 +199,9 @@ def audit(snapshot: Snapshot) -> Audit:
     doubled = {group: found for group, found in states.items() if len(found) > 1}
     overused = _overused(snapshot)
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
+    recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
+    # With reuse, a used group may be claimed for another step.
+    after_use = {"used", "over", "claimed"} if snapshot.max_uses > 1 else {"used", "over"}
     return Audit(
         accepted=snapshot.accepted,
         buffered=held["leased"] + held["returned"] + held["ready"],
@@ -212,8 +215,13 @@ def audit(snapshot: Snapshot) -> Audit:
             *_problem("in no state", map(str, skipped)),
             *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
             *_problem("trained on more often than allowed", overused),
-            *_problem("used, but not in the ledger", _unrecorded(snapshot)),
-            *_problem("in the ledger, but neither used nor over", _unused(snapshot, states)),
+            *_problem(
+                "used, but not in the ledger", (group for group in snapshot.groups["used"] if group not in recorded)
+            ),
+            *_problem(
+                "in the ledger, but neither used nor over",
+                (group for group in recorded if not after_use & set(states.get(group, []))),
+            ),
         ],
     )
 
@@ -238,18 +246,6 @@ def _overused(snapshot: Snapshot) -> list[str]:
         total += in_step
         repeated += [name for name, count in in_step.items() if count > 1]
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
-
-
-def _unrecorded(snapshot: Snapshot) -> list[str]:
-    recorded = {group for entry in snapshot.ledger for group in entry.group_ids}
-    return [group for group in snapshot.groups["used"] if group not in recorded]
-
-
-def _unused(snapshot: Snapshot, states: dict[str, list[str]]) -> list[str]:
-    recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
-    # With reuse, a used group may be claimed for another step.
-    allowed = {"used", "over"} | ({"claimed"} if snapshot.max_uses > 1 else set())
-    return [group for group in recorded if not allowed & set(states.get(group, []))]
 
 
 def _problem(what: str, groups: Iterable[str]) -> list[str]:

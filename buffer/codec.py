@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -239,16 +239,11 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     )
     if described != header:
         raise RecordRefusedError("header_mismatch", f"the header of {header.id} does not describe its payload")
-    _check_names(header)
-    return trajectory
-
-
-def _check_names(header: TrajectoryHeader) -> None:
-    """Check that the ids are built from group, attempt, and index."""
     lease_id = make_lease_id(header.group_id, header.attempt)
     trajectory_id = make_trajectory_id(lease_id, header.index)
     if header.attempt < 0 or header.lease_id != lease_id or header.id != trajectory_id:
         raise RecordRefusedError("id", f"{header.id} must be `{trajectory_id}` of lease `{lease_id}`")
+    return trajectory
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
@@ -268,15 +263,11 @@ def _check_arrays(trajectory: Trajectory) -> None:
     logprobs = trajectory.generator_logprobs
     # The extremes of an array with a NaN are NaN, and every comparison with NaN is false.
     smallest_logprob, largest_logprob = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
-    if not (smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB):
-        _refuse_logprobs(logprobs)
-
-
-def _refuse_logprobs(logprobs: np.ndarray) -> NoReturn:
-    num_bad = np.count_nonzero(~np.isfinite(logprobs))
-    if num_bad:
+    if smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB:
+        return
+    if num_bad := np.count_nonzero(~np.isfinite(logprobs)):
         raise RecordRefusedError("nonfinite_logprob", f"log-probabilities must be finite, got {num_bad} that are not")
-    raise RecordRefusedError("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
+    raise RecordRefusedError("positive_logprob", f"log-probabilities must be <= 0, got {largest_logprob:.4g}")
 
 
 def _check_spans(trajectory: Trajectory) -> None:

@@ -13,6 +13,7 @@ Invariant: a folder is complete iff it has a manifest, which is written after ev
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class StorageWait:
         while True:
             try:
                 result = call()
+                self.reason = ""
+                return result
             except (OSError, pa.ArrowException) as error:
                 now = time.monotonic()
                 failing_since = failing_since or now
@@ -74,9 +77,6 @@ class StorageWait:
                 log.warning("storage_failed", path=what, again_in_s=delay_s, error=str(error))
                 time.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-            else:
-                self.reason = ""
-                return result
 
 
 class ObjectFolder:
@@ -168,10 +168,8 @@ class ObjectFolder:
         self.remove(CHECKSUMS)
 
         def call() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._files.delete_dir(self._path)
-            except FileNotFoundError:
-                return
 
         self.wait.repeat(self.uri, call)
 
@@ -241,10 +239,8 @@ class ObjectFolder:
         """Delete an object if present."""
 
         def call() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._files.delete_file(self._at(name))
-            except FileNotFoundError:
-                return
 
         self.wait.repeat(f"{self.uri}/{name}", call)
 

@@ -102,23 +102,25 @@ def _role_status(
     progressed_at = number_of(gauges, "progressed_at")
     version = _version(gauges)
     is_generator = gauges.get("role") == "generator"
-    has_not_left = gauges.get("state") != "gone"
+    has_left = gauges.get("state") == "gone"
+    # The generator reports its limit once its engine has started. Until then, use the one from the settings.
+    capacity = _count(gauges, "max_concurrency") or run.generators.max_concurrency
     return RoleStatus(
         name=name,
         role=str(gauges.get("role", "")),
-        liveness=_liveness(gauges, age_s=age_s, timeout_s=run.broker.peer_timeout_s),
+        liveness="gone" if has_left else "alive" if age_s <= run.broker.peer_timeout_s else "silent",
         state=str(gauges.get("state", "")),
         report_age_s=age_s,
         progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
         reason=str(gauges.get("reason", "")),
-        waits_for=str(gauges.get("waits_for", "")) if has_not_left else "",
+        waits_for="" if has_left else str(gauges.get("waits_for", "")),
         host=gauges.get("host"),
         pid=gauges.get("pid"),
         version=version,
         version_lag=announced_version - version if is_generator and version is not None else None,
         tokens_per_s=number_of(gauges, "tokens_per_s"),
         running=_count(gauges, "running"),
-        capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
+        capacity=capacity if is_generator and not has_left else None,
         rewards_failed=_count(gauges, "rewards_failed"),
         restarts=restarts,
         kv_usage=number_of(gauges, "kv_usage"),
@@ -131,17 +133,6 @@ def _role_status(
 def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
     """Return the role of this kind with the latest report; None if none has reported."""
     return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
-
-
-def _liveness(gauges: dict[str, Any], *, age_s: float, timeout_s: float) -> Liveness:
-    if gauges.get("state") == "gone":
-        return "gone"
-    return "alive" if age_s <= timeout_s else "silent"
-
-
-def _capacity(gauges: dict[str, Any], run: RunConfig) -> int:
-    # The generator reports it once its engine has started. Until then, use the limit from the settings.
-    return _count(gauges, "max_concurrency") or run.generators.max_concurrency
 
 
 def number_of(gauges: dict[str, Any], name: str) -> float | None:

@@ -63,33 +63,26 @@ class Store(Protocol):
         complete groups to reject instead of making them ready. `curriculum`: measure the success rate of each row. The
         run stores both.
         """
-        ...
 
     def run_state(self) -> RunState: ...
 
     def run_config_json(self) -> str:
         """Return the config passed to `open_run`."""
-        ...
 
     def set_phase(self, phase: str, *, detail: str = "") -> None:
         """Set the phase of the run and its reason."""
-        ...
 
     def announce_version(self, version: int) -> None:
         """Start accepting tokens of `version`. Has no effect if a higher version was announced."""
-        ...
 
     def commit_version(self, version: int) -> None:
         """Record that all members applied and verified `version`. Has no effect if a higher version was committed."""
-        ...
 
     def record_version(self, entry: VersionEntry) -> None:
         """Record a set of weights before it is announced. Repeating the last entry has no effect."""
-        ...
 
     def versions(self) -> list[VersionEntry]:
         """Return every recorded set of weights, in order."""
-        ...
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -116,7 +109,6 @@ class Store(Protocol):
         one is decoded greedily. `upcoming` prompts with a row outside the curriculum's band are skipped: they finish at
         once and are not admitted.
         """
-        ...
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
         """Report roles as `report_role` does, extend the named leases that their owners still hold, and return their
@@ -125,18 +117,15 @@ class Store(Protocol):
         Each owner names the leases it is working on, so a lease whose answer was lost in transit lapses. A few dozen
         roles share one call.
         """
-        ...
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
         """Return prompts to be leased again with attempt + 1, keeping stored members. Return their number.
 
         Lapsed leases are skipped; so are those of other owners if `owner` is given.
         """
-        ...
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
         """Return all prompts leased to `owner`, and their number."""
-        ...
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
         """Correct deadlines after the store's clock jumped by `jump_s`, forward or back. Call it before `reap`.
@@ -144,7 +133,6 @@ class Store(Protocol):
         Leases, claims, and incomplete groups keep their remaining time, capped at `lease_s` or `claim_lease_s`, which a
         clock set back would exceed. Restricted to the chief, like `reap`.
         """
-        ...
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         """Take back lapsed leases and claims, quarantine groups that were tried too often, and return one log line per
@@ -154,23 +142,19 @@ class Store(Protocol):
         them), or expire, as `group_deadline` says. Raises StaleFenceError unless `fence` is the chief's (see
         `store_rules.Brokers`).
         """
-        ...
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
         """Report a broker as alive for `lease_s`, make it the chief if there is none, and return the live brokers.
 
         `facts`: plain values for the other brokers. All brokers of a run pass the same `lease_s`.
         """
-        ...
 
     # --- images of prompts -------------------------------------------------------------------------------------------
     def put_images(self, images: Mapping[str, bytes]) -> None:
         """Store images by name for the rest of the run. Existing names are kept unchanged."""
-        ...
 
     def images(self, names: list[str]) -> dict[str, bytes]:
         """Return name -> bytes of the named images that are stored."""
-        ...
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
@@ -181,7 +165,6 @@ class Store(Protocol):
         or rejected by the run's filter, in the same atomic operation. `guest`: the guest that wrote them. Trajectories
         of a quarantined guest are refused (`guest_quarantined`).
         """
-        ...
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
         """Ban a guest permanently, quarantine its groups that were never trained on, and return their number.
@@ -189,15 +172,12 @@ class Store(Protocol):
         A group with any member from the guest counts as its group. A claimed group follows when its claim lapses or is
         rolled back. A used group is not sampled again, and follows if a rollback undoes its use.
         """
-        ...
 
     def quarantined_guests(self) -> dict[str, str]:
         """Return quarantined guest -> reason."""
-        ...
 
     def quarantine(self, reason: str, frame: bytes) -> None:
         """Keep the first bytes of a rejected frame, in a bounded list, and count it in `refused[reason]`."""
-        ...
 
     # --- batches -----------------------------------------------------------------------------------------------------
     def claim(
@@ -208,19 +188,15 @@ class Store(Protocol):
         Stale groups leave the queue first, as the rules say. A step has one claim: an earlier claim is taken back
         first, so retrying after a lost answer is safe. Raises StaleFenceError for a committed step.
         """
-        ...
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
         """Block until `num_groups` groups are ready, for at most `timeout_s`. Return whether they are."""
-        ...
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         """Return each group's encoded trajectories, by index. Raises StaleFenceError for a group without any."""
-        ...
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
         """Extend the claim's lease. Raises StaleFenceError."""
-        ...
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
         """Remove groups that the learner will not train on from a claim; return their number. Raises StaleFenceError.
@@ -228,14 +204,12 @@ class Store(Protocol):
         Groups outside the claim are skipped. A group that was trained on before is only released and not used again.
         Claim the step again to refill it.
         """
-        ...
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
         """Mark the claim's groups as used and set RunState.step to claim.step. Raises StaleFenceError.
 
         Adds `entry` to the step ledger in the same atomic operation. Committing the same claim again has no effect.
         """
-        ...
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
         """Record a durable checkpoint of every step <= pointer.step, retire their groups, and return their number.
@@ -244,7 +218,6 @@ class Store(Protocol):
         ledger up to it is final. Raises StaleFenceError if it covers steps that are not committed here, or if `fence`
         is not RunState.fence.
         """
-        ...
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, become ready again.
@@ -255,108 +228,85 @@ class Store(Protocol):
         versions may still arrive. A live claim counts as an attempt, so a group that crashes every learner ends in
         quarantine.
         """
-        ...
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """Return the entries of committed steps from `first_step` on, in order."""
-        ...
 
     # --- finished groups ---------------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         """Return the oldest `limit` finished groups that are stored, without removing them."""
-        ...
 
     def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
         """Delete archived groups and return their number. Unfinished groups are skipped. Restricted to the chief."""
-        ...
 
     def audit(self) -> Audit:
         """Recompute the accounting from the stored data. Reads all groups: seconds for a hundred thousand."""
-        ...
 
     # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
         """Have generators answer held-out rows with `version` only. Idempotent on id."""
-        ...
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """Return the totals so far; None if it was never opened."""
-        ...
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         """Return the answers so far, unordered. They expire a day after the last one."""
-        ...
 
     # --- monitoring --------------------------------------------------------------------------------------------------
     def counts(self) -> StoreCounts: ...
 
     def now(self) -> float:
         """Return the store's clock, seconds, comparable with the times in records."""
-        ...
 
     def ready_versions(self) -> dict[int, int]:
         """Return oldest token version -> number of ready groups. Reads every ready group."""
-        ...
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         """Publish a role's gauges (plain values), stamped with the store's time.
 
         Above `ROLES_KEPT` roles, a new one replaces the one with the oldest report.
         """
-        ...
 
     def roles(self) -> dict[str, dict[str, Any]]:
         """Return the latest gauges of every stored role, including `reported_at`, seconds of the store's clock.
 
         A role that ever made progress (`progress_mark`) also has `progressed_at`, the time of its last progress.
         """
-        ...
 
     def record_event(self, role_id: str, text: str) -> None:
         """Append an event; the newest `EVENTS_KEPT` are kept."""
-        ...
 
     def events(self, *, limit: int) -> list[Event]:
         """Return the newest `limit` events, oldest first."""
-        ...
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
         """Leave a request for a role of the run, replacing any on the same subject."""
-        ...
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
         """Return subject -> value of pending requests."""
-        ...
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
         """Remove pending requests, all or those on `subjects`, and return subject -> value; each is returned once."""
-        ...
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append the row of a step; the newest `METRICS_KEPT` are kept."""
-        ...
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
         """Return the stored rows after the first `after` ever appended, and the number ever appended."""
-        ...
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of the store's server; 0 for a store without its own process."""
-        ...
 
     def memory(self) -> StoreMemory:
         """Return memory use and limit of the store's server."""
-        ...
 
     def full_disk(self) -> str:
         """Describe the full disk that makes the store refuse writes; empty while it accepts them."""
-        ...
 
     def close(self) -> None:
         """Close all connections to the server."""
-        ...
 
 
 _REPORT_INTERVAL_S = 5.0

@@ -208,17 +208,8 @@ def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, i
 
 
 def _candidates(packed: bytes) -> list[Candidate]:
-    return [_candidate(*fields.split()) for fields in text(packed).split(";") if fields]
-
-
-def _candidate(
-    group_id: str, sequence: str, oldest: str, answered: str, reward_sum: str, reward_squares: str
-) -> Candidate:
-    return Candidate(
-        id=group_id,
-        sequence=int(sequence),
-        oldest_version=int(oldest),
-        answered=int(answered),
-        reward_sum=float(reward_sum),
-        reward_squares=float(reward_squares),
-    )
+    rows = (fields.split() for fields in text(packed).split(";") if fields)
+    return [
+        Candidate(group_id, int(sequence), int(oldest), int(answered), float(reward_sum), float(reward_squares))
+        for group_id, sequence, oldest, answered, reward_sum, reward_squares in rows
+    ]

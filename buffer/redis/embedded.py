@@ -350,11 +350,16 @@ class EmbeddedRedis:
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
         with self._lock_path.open("w") as lock:
-            while not _try_lock(lock.fileno()):
-                if time.monotonic() > deadline:
-                    raise StoreUnavailableError(
-                        f"the store in {self.directory} must start in time, but another process holds its redis.lock."
-                    )
+            while True:
+                try:
+                    fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreUnavailableError(
+                            f"the store in {self.directory} must start in time, but another process holds its "
+                            "redis.lock."
+                        ) from None
                 time.sleep(_TICK_S)
             yield
 
@@ -404,16 +409,10 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
     try:
         process.wait(timeout=within_s)
     except psutil.TimeoutExpired:
-        return not process.is_running() or _is_zombie(process)
+        # A zombie is dead, but its parent process has not read its exit code.
+        with suppress(psutil.NoSuchProcess):
+            return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    """Whether it is dead, but its parent process has not read its exit code."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _exit_code(process: psutil.Process) -> int | None:
@@ -423,11 +422,3 @@ def _exit_code(process: psutil.Process) -> int | None:
         return process.wait(timeout=_REAP_TIMEOUT_S)
     except psutil.TimeoutExpired:
         return None
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -65,12 +65,7 @@ class RedisPrompts(RedisConnection):
         leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
         return [
             make_lease(
-                text(group),
-                attempt=int(attempt),
-                purpose=text(purpose),
-                indices=missing,
-                num_rows=num_rows,
-                seed=seed,
+                text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, num_rows=num_rows, seed=seed
             )
             for group, attempt, purpose, missing in leased
         ]
@@ -204,16 +199,8 @@ class RedisPrompts(RedisConnection):
             stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
         if not stored:
             return None
-        fields = {name.decode(): value.decode() for name, value in stored.items()}
-        return EvaluationResult(
-            id=evaluation_id,
-            purpose=fields["purpose"],
-            version=int(fields["version"]),
-            num_asked=int(fields["num_asked"]),
-            num_answered=int(fields["num_answered"]),
-            num_correct=int(fields["num_correct"]),
-            num_failed=int(fields["num_failed"]),
-        )
+        fields = {text(name): text(value) for name, value in stored.items()}
+        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         with self._mapped_errors():
