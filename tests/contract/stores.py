@@ -1,4 +1,4 @@
-"""Both stores, and the checks that hold for any store at any time."""
+"""Both stores, and the invariants that hold for any store at any time."""
 
 import atexit
 import itertools
