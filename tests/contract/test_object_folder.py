@@ -90,7 +90,7 @@ def files_in(calls: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_an_upload_cut_short_anywhere_does_not_count_and_is_taken_up_where_it_ended(tmp_path, uri, is_done):
+def test_an_interrupted_upload_is_not_complete_and_resumes_where_it_stopped(tmp_path, uri, is_done):
     folder = make_folder(tmp_path / "step-1")
     for count in range(100):
         name, first, second = f"run-{count}", Interrupted(count, is_done=is_done), Interrupted(1000, is_done=False)
@@ -159,7 +159,7 @@ def test_a_file_that_changed_on_the_disk_is_not_sent(tmp_path, uri):
     assert root.names() == []
 
 
-def test_what_is_not_kept_and_what_was_cut_short_is_deleted(tmp_path, uri):
+def test_prune_deletes_unkept_folders_and_interrupted_uploads(tmp_path, uri):
     folder, root = make_folder(tmp_path / "step", {"weights": b"1"}), ObjectFolder(uri, StorageWait(0))
     for step in range(1, 5):
         send(folder, root.child(f"step-{step}"))

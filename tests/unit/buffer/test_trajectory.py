@@ -18,7 +18,7 @@ from tests.builders import make_trajectory
 
 
 @pytest.mark.parametrize("group_id", ["17", "step-10-3-sampled:7"])
-def test_an_id_tells_its_lease_and_its_group(group_id):
+def test_ids_contain_their_lease_and_group(group_id):
     lease_id = make_lease_id(group_id, 2)
     trajectory_id = make_trajectory_id(lease_id, 3)
     assert trajectory_id == f"{group_id}-2-3"

@@ -35,9 +35,7 @@ def test_an_archive_without_a_ledger_has_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [20, 0])
-def test_what_a_crash_between_ledger_and_manifest_leaves_is_read_and_recorded_at_the_next_start(
-    tmp_path: Path, cut: int
-) -> None:
+def test_ledger_lines_beyond_the_manifest_are_read_and_recorded_at_the_next_start(tmp_path: Path, cut: int) -> None:
     write(tmp_path, make_step(1, "0"))
     manifest, ledger = tmp_path / MANIFEST, tmp_path / LEDGER
     recorded = manifest.read_bytes()

@@ -120,7 +120,7 @@ def test_pages_are_pieces_of_the_result(folder: Path) -> None:
         assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
 
 
-def test_a_row_tells_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
+def test_a_row_shows_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
     assert set(CatalogRow.__struct_fields__) == set(ROWS.names)
@@ -244,7 +244,7 @@ def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path: Path, 
         assert found(catalog, text="fé", min_reward=0.9, sort_by="id", is_descending=True) == ["2-0-0", "0-0-1"]
 
 
-def test_text_is_searched_with_tokenizers_whose_pieces_depend_on_their_neighbours(tmp_path: Path, folder: Path) -> None:
+def test_text_search_works_with_context_dependent_tokenizers(tmp_path: Path, folder: Path) -> None:
     vocabulary = {letter: number for number, letter in enumerate(["[UNK]", *"bcdef", "##g", *"hijkl"])}
     path = write_tokenizer(tmp_path / "model", WordPiece(vocabulary, unk_token="[UNK]"), decoders.WordPiece())
     assert not TokenDecoder(path).joins_pieces(np.arange(12))
@@ -307,7 +307,9 @@ def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> No
         assert before.num_rows == 6
 
 
-def test_a_text_is_searched_in_what_is_new_alone(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_text_search_reads_only_new_rows(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     searched = []
     monkeypatch.setattr(

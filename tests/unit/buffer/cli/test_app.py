@@ -212,7 +212,7 @@ def test_verify_of_a_sound_archive(archive, capsys):
     ]
 
 
-def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
+def test_a_run_with_an_unreadable_store_is_read_from_its_archive(archive, capsys):
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
     assert err.startswith("warning: only the archive is read: run 'test' must have a store, but")

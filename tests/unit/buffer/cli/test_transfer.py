@@ -71,7 +71,7 @@ def write_lines(*lines: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("file", ["out.jsonl", "out.parquet"])
-def test_what_was_exported_comes_back_as_it_was(archive, capsys, file):
+def test_exported_trajectories_are_imported_unchanged(archive, capsys, file):
     assert run("export", archive, file) == 0
     assert run("import", file, "--into", "again") == 0
     assert "3 groups, 6 trajectories in again" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_missing_unknown_and_empty_files_are_refused(archive, capsys):
 
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
-def test_an_archive_is_copied_out_of_an_object_store_and_later_what_the_copy_lacks(archive, capsys):
+def test_fetch_copies_an_archive_and_later_only_its_new_files(archive, capsys):
     uri = f"file://{archive}"
     assert run("fetch", uri, "--into", "copy") == 0
     assert capsys.readouterr().out.endswith("3 groups, 6 trajectories in copy\n")
@@ -236,7 +236,7 @@ def test_an_archive_is_copied_out_of_an_object_store_and_later_what_the_copy_lac
     assert Archive(Path("copy")).check().problems == []
 
 
-def test_what_is_no_archive_and_folders_that_are_written_are_refused_by_fetch(archive, capsys):
+def test_fetch_refuses_other_folders_and_archives_being_written(archive, capsys):
     uri = f"file://{archive}"
     assert "has no manifest.jsonl" in complaint(capsys, "fetch", f"file://{archive}/nothing", "--into", "copy")
     assert "s3://BUCKET/PREFIX" in complaint(capsys, "fetch", "archive", "--into", "copy")
