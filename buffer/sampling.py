@@ -49,7 +49,7 @@ class FileShare(Record):
 
 
 RowCount = int | list[FileShare]
-"""Rows of one file, or of each of several files, whose rows are numbered consecutively across files."""
+"""Rows of one file, or of each of several files. Row numbers continue from file to file."""
 
 
 def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
@@ -106,7 +106,7 @@ class SamplingRules(Record):
     """
 
     sampler: SamplerConfig = FifoConfig()
-    """Order in which ready groups are claimed."""
+    """Claim order of ready groups."""
     reuse: ReuseConfig = ReuseConfig()
     """Reuse of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
@@ -131,7 +131,7 @@ class Candidate(Record):
 
     id: str
     sequence: int
-    """Position in the order in which groups became ready."""
+    """Rank by the time when groups became ready."""
     oldest_version: int
     """Oldest version of a model-written token."""
     answered: int
@@ -146,9 +146,9 @@ class Queue(Record):
     """The groups that a step may claim, read atomically."""
 
     ready: list[Candidate]
-    """Complete and never trained on, in the order in which they became ready."""
+    """Complete and never trained on, oldest first."""
     reusable: list[Candidate]
-    """Trained on and available again, in the same order."""
+    """Trained on and available again, oldest first."""
     num_arrived: int
     """Groups that ever became ready."""
     num_uses: int

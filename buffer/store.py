@@ -160,10 +160,10 @@ class Store(Protocol):
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
         """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
 
-        Evaluation answers are counted and finish at once. A refused trajectory leaves no trace: the caller either has
-        it resent (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is ready,
-        or rejected by the run's filter, in the same atomic operation. `guest`: the guest that wrote them. Trajectories
-        of a quarantined guest are refused (`guest_quarantined`).
+        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller either
+        has it resent (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is
+        ready, or rejected by the run's filter, in the same atomic operation. `guest`: the guest that wrote them.
+        Trajectories of a quarantined guest are refused (`guest_quarantined`).
         """
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:

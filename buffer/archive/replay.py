@@ -93,9 +93,7 @@ class ReplayPlan(Record):
     """
 
     groups: list[FinishedGroup]
-    """In the order in which steps first trained on them. Groups without a known step come last, in the order
-    archived.
-    """
+    """Ordered by the first step that trained on them, then (without a known step) by archive order."""
     samples: dict[int, Sample]
     """Step -> its claim according to the ledger; empty if groups are claimed in the order of `groups`."""
 

@@ -44,8 +44,8 @@ class RetryPolicy(Retry):
 
     Time with a full disk does not count: commands are retried until space is freed.
 
-    With 0, a timed-out command makes all commands of the next second fail at once, so that a suspended server delays a
-    loop that must not block only now and then, not with every command.
+    With 0, a timed-out command makes all commands of the next second fail immediately, so that a suspended server
+    delays a non-blocking loop once per second instead of on every command.
 
     Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, target="the store at unix:///run/redis.sock"))
     """

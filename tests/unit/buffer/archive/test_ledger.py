@@ -90,4 +90,4 @@ def test_a_check_compares_the_shards_with_the_ledger(tmp_path: Path) -> None:
     write(folder, make_step(2, "1", "5"))
     check = Archive(folder).check()
     assert (check.steps, check.missing, check.is_sound) == (2, 2, False)
-    assert check.problems[0].startswith("step 2 must have all of its trajectories in shards, got 2 trajectories")
+    assert check.problems[0].startswith("step 2 must have all of its trajectories in shards, got 2 that are in none")
