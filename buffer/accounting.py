@@ -184,7 +184,7 @@ class Snapshot(Record):
     done: list[int]
     """Ordinals of finished groups."""
     outcome_members: dict[str, int]
-    """Trajectories of finished groups, by outcome."""
+    """By outcome."""
     ledger: list[StepEntry]
     """Committed steps."""
 

@@ -23,7 +23,6 @@ class RecordRefusedError(ReplayBufferError, ValueError):
     """A record that must not enter the store."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """"""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         """One word for counters, such as `nonfinite_logprob`."""
@@ -65,7 +64,6 @@ class ShardError(ArchiveError):
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"{name} {detail}")
         self.name = name
-        """File name of the shard."""
 
 
 class StorageError(ReplayBufferError, RuntimeError):

@@ -47,7 +47,6 @@ class Lease(Record):
     group_id: str
     """Training: the ordinal. Evaluation: `<evaluation id>:<row>`."""
     purpose: Purpose
-    """Training, or one of the evaluations."""
     row: int
     """Row of the training file (evaluations: of the held-out file)."""
     ordinal: int
@@ -256,7 +255,7 @@ class RunState(Record):
     next_ordinal: int = 0
     """Ordinal of the next new training prompt."""
     admitted: int = 0
-    """`StoreCounts.admitted`."""
+    """See `StoreCounts.admitted`."""
 
 
 class VersionEntry(Record):
@@ -314,7 +313,6 @@ class EvaluationAnswer(Record):
     is_correct: bool
     """Whether it is fully correct; false unless the status is ok."""
     status: str
-    """Reward status."""
     data_source: str
     stop_reason: str
     num_tokens: int

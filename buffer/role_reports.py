@@ -45,7 +45,6 @@ class RoleStatus(Record):
     liveness: Liveness
     state: str
     report_age_s: float
-    """Seconds since the last report."""
     progress_age_s: float | None
     """Seconds since the last progress; None for a role without progress gauges."""
     reason: str
@@ -53,7 +52,6 @@ class RoleStatus(Record):
     waits_for: str = ""
     """WaitsFor; empty if the role is working or does not report it."""
     host: str | None = None
-    """Host name; None if not reported."""
     pid: int | None = None
     """Process id on that host."""
     version: int | None = None

@@ -110,7 +110,6 @@ class SamplingRules(Record):
     reuse: ReuseConfig = ReuseConfig()
     """Reuse of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
-    """Bound on token age."""
 
     @property
     def only_oldest(self) -> bool:
@@ -176,7 +175,6 @@ class Sample(Record):
     weights: list[float]
     """Factor on each group's loss."""
     reused: list[bool]
-    """Whether each group was trained on before."""
 
 
 class NotReady(Record):

@@ -85,7 +85,7 @@ class Media(Record):
     """
 
     kind: ShortName
-    """`image`, `video`, `audio`."""
+    """`image`, `video`, or `audio`."""
     uri: str
     """Row name and 0-based image number within the row."""
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
@@ -210,7 +210,6 @@ class Trajectory(Record):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in prompt and response."""
         return len(self.token_ids)
 
     @property
@@ -250,7 +249,6 @@ class AnswerCheck(Record):
     """
 
     id: Name
-    """Trajectory id."""
     num_tokens: Count = 0
     """Tokens scored; 0 if the checking generator has sampled nothing with that version to compare against."""
     logprob_diff: float = 0.0

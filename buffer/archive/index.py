@@ -36,7 +36,6 @@ class ShardEntry(Record):
     """
 
     file: str
-    """File name in the archive's folder."""
     rows: int
     """Number of trajectories."""
     groups: int

@@ -47,7 +47,6 @@ class Rollouts:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups per epoch."""
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:

@@ -142,7 +142,6 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """All shards ever written, in order."""
         return self.manifest.shards
 
     def has(self, group_id: str) -> bool:

@@ -31,7 +31,6 @@ class StepTokens(NamedTuple):
     """
 
     ids: list[str]
-    """Trajectory ids."""
     lengths: list[int]
     """Tokens per trajectory, trained on or not."""
     positions: list[np.ndarray]

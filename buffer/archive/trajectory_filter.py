@@ -55,7 +55,6 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def response_tokens(self) -> int:
-        """Number of model-written tokens."""
         return int(np.count_nonzero(self.trajectory.model_mask))
 
 
@@ -74,7 +73,6 @@ class TrajectoryFilter(Record):
     """
 
     id: str | None = None
-    """Trajectory id."""
     min_reward: float | None = None
     """Minimum total reward, inclusive."""
     max_reward: float | None = None
@@ -96,11 +94,9 @@ class TrajectoryFilter(Record):
     max_step: int | None = None
     """This step or an earlier one trained on it."""
     group_id: str | None = None
-    """Group id."""
     prompt_uid: str | None = None
     """Full name of the prompt's row."""
     generator_id: str | None = None
-    """Generator that made it."""
     data_source: str | None = None
     """Full name of the task type."""
     outcome: str | None = None
