@@ -85,14 +85,14 @@ def _time_queries(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, query in queries.items():
-            _forget(catalog)
+            _drop_cache(catalog)
             started = time.perf_counter()
             query()
             found.setdefault(name, []).append(time.perf_counter() - started)
     return found
 
 
-def _forget(catalog: Catalog) -> None:
+def _drop_cache(catalog: Catalog) -> None:
     """Drop the results that the catalog caches for the following pages."""
     catalog._select.cache_clear()
     catalog._found = "", {}
@@ -107,7 +107,7 @@ async def _time_keys(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]
         await _settle(pilot)
 
         async def timed(name: str, press: Callable[[], Awaitable[None]]) -> None:
-            _forget(catalog)
+            _drop_cache(catalog)
             started = time.perf_counter()
             await press()
             await _settle(pilot)

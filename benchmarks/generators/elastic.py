@@ -118,12 +118,12 @@ def by_phase(rows: list[dict[str, Any]], phases: list[tuple[int, int]]) -> list[
     """Summarize the steps of each phase."""
     ends = [step for _, step in phases[1:]] + [rows[-1]["step"]]
     return [
-        summarise(number, [row for row in rows if start < row["step"] <= end])
+        summarize(number, [row for row in rows if start < row["step"] <= end])
         for (number, start), end in zip(phases, ends, strict=True)
     ]
 
 
-def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the metrics of one phase."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)

@@ -29,7 +29,7 @@ from slipstream.buffer.redis.embedded import Durability
 
 _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")
-_VOLATILE_BESIDE: Durability = "standard"
+_VOLATILE_LEVEL: Durability = "standard"
 """Contestants without durability are measured in the rounds of this level."""
 _KIND = {"tokens": "{tokens:,}", "durability": "{durability}"}
 _RATES = {
@@ -101,7 +101,7 @@ def _compare_sockets(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ingest-") as folder, ExitStack() as stack:
         runs = {
-            name: ServedRun(Path(folder) / name.replace(" ", "-"), durability=_VOLATILE_BESIDE, sockets=name)
+            name: ServedRun(Path(folder) / name.replace(" ", "-"), durability=_VOLATILE_LEVEL, sockets=name)
             for name in SOCKETS
         }
         for served in runs.values():
@@ -161,7 +161,7 @@ def _builders(served: ServedRun, level: str, num_tokens: int) -> dict[str, Calla
         _OURS: lambda: SlipstreamPath(served, num_tokens=num_tokens),
         _RAW: lambda: RawRedis(served, num_tokens=num_tokens),
     }
-    if level == _VOLATILE_BESIDE:
+    if level == _VOLATILE_LEVEL:
         builders["Ray queue"] = lambda: RayQueue(num_tokens=num_tokens)
         builders["TransferQueue"] = lambda: TransferQueuePath(num_tokens=num_tokens)
     return builders

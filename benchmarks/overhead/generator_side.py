@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.overhead.open_broker import open_broker
-from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from benchmarks.router import join_run
 from slipstream.broker.dataset import read_train
 from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
@@ -121,7 +121,7 @@ async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: 
         }
         for warm_up in contestants.values():
             await warm_up()
-        return summarise(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
+        return summarize(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
     finally:
         generator.drain("the benchmark is over")
         await serving

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from slipstream.broker.dataset import read_train
 from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.codec import pack, unpack
@@ -270,7 +270,7 @@ async def _compare(
     contestants = {name: lambda step=step: rate(step) for name, step in steps.items()}
     await measure_in_turn(contestants, rounds=1)
     whole.times.clear()
-    rates = summarise(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
+    rates = summarize(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
     parts_ms = {part: 1000 * statistics.median(times) for part, times in whole.times.items()}
     return {"rates": rates, "parts_ms": parts_ms, "tokens_per_step": num_tokens}
 

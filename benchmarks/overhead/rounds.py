@@ -32,7 +32,7 @@ async def measure_in_turn(contestants: Mapping[str, Contestant], *, rounds: int)
     return rates
 
 
-def summarise(rates: Mapping[str, list[float]], *, base: str) -> dict[str, dict[str, Any]]:
+def summarize(rates: Mapping[str, list[float]], *, base: str) -> dict[str, dict[str, Any]]:
     """Return for each contestant its median tokens/s, and median and quartiles over rounds of its ratio to `base`."""
     return {
         name: {

@@ -54,7 +54,7 @@ def run_plan(plan: Plan, *, model: str) -> dict[str, Any]:
     points = list(run.points())
     return (
         plan._asdict()
-        | summarise(points)
+        | summarize(points)
         | {
             "diverged": run.diverged,
             "generate_s": run.spent["generate"],
@@ -65,7 +65,7 @@ def run_plan(plan: Plan, *, model: str) -> dict[str, Any]:
     )
 
 
-def summarise(points: list[Point]) -> dict[str, Any]:
+def summarize(points: list[Point]) -> dict[str, Any]:
     """Return the mean accuracy of the last evaluations, and when the goal was first reached."""
     last = [point.accuracy for point in points[-_FINAL_EVALUATIONS:]]
     reached = next((point for point in points if point.accuracy >= GOAL), None)

@@ -142,15 +142,15 @@ def _lowest(row: dict[str, Any]) -> float:
 
 
 def _draw_curves(axes: Axes, rows: Rows) -> None:
-    for method, colour in _CURVES.items():
+    for method, color in _CURVES.items():
         for number, row in enumerate(select(rows, method=method, lag=_CURVES_LAG)):
-            _draw_points(axes, row, colour=colour, label="" if number else METHODS[method].title)
+            _draw_points(axes, row, color=color, label="" if number else METHODS[method].title)
     axes.set(title=f"Accuracy at lag {_CURVES_LAG}, a line for each seed", xlabel="step", ylim=(0, 1.02))
     axes.legend(loc="lower left", bbox_to_anchor=(0.12, 0.0))
 
 
-def _draw_points(axes: Axes, row: dict[str, object], *, colour: str, label: str) -> None:
+def _draw_points(axes: Axes, row: dict[str, object], *, color: str, label: str) -> None:
     points = row["points"]
     assert isinstance(points, list), "as `lagging_run.run_plan` returns it"
     steps, accuracies = ([point[name] for point in points] for name in ("step", "accuracy"))
-    axes.plot(steps, accuracies, color=colour, label=label or None, linewidth=1.2, alpha=0.9)
+    axes.plot(steps, accuracies, color=color, label=label or None, linewidth=1.2, alpha=0.9)

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from slipstream.buffer.archive.index import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.buffer.cli.run import complaint, run
 
 LETTERS = "abcdefghijkl"
 """The tokenizer: token `n` is the `n`-th letter."""
@@ -52,21 +52,11 @@ def failed() -> Reward:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """The lines of a command that ends well, blanks between words made one."""
+    """Return the lines of a successful command, with whitespace collapsed."""
     assert run(*arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return [" ".join(line.split()) for line in out.splitlines() if line.strip()]
-
-
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The sentence of a command that is refused."""
-    assert run(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    return err
 
 
 def test_ls_has_a_line_per_group(archive, capsys):

@@ -15,7 +15,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.buffer.cli.run import complaint, run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)
 MINIMAL = {
@@ -43,17 +43,6 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [make_finished("3", steps=[1, 2], **fields), make_finished("1", steps=[2], attempt=1)],
         [make_finished("2", outcome="rejected", reason="late", steps=[], reward=Reward(0.0, status="timeout"))],
     )
-
-
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The sentence of a command that is refused; nothing is left of what it began."""
-    before = sorted(Path().iterdir())
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert len(error.splitlines()) == 1
-    assert sorted(Path().iterdir()) == before
-    return error
 
 
 def facts(archive: Path) -> list[tuple[bytes, str, str, list[int]]]:
