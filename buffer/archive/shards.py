@@ -2,7 +2,7 @@
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
 line leaves a file that the manifest does not list: the next start deletes it, and the store, which still has its
-groups, offers them again. After a crash after the line, the store offers groups that are already archived; `has`
+groups, offers them again. If it comes after the line, the store offers groups that are already archived; `has`
 detects them.
 """
 
