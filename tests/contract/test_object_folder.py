@@ -1,4 +1,4 @@
-"""Folders in an object store, over a mounted folder and over S3: whole or not counted, wherever an upload ends."""
+"""Folders in an object store, on a mounted folder and on S3: complete or ignored, wherever an upload stops."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 class Interrupted(StorageWait):
-    """Ends the process, as it were, instead of the `count`-th operation, or after it."""
+    """Simulates the end of the process in place of the `count`-th operation, or after it."""
 
     def __init__(self, count: int, *, is_done: bool) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""Every store, one list of tests: the run, leases, trajectories, claims, steps, evaluations, groups that are over."""
+"""Every store: the run, leases, trajectories, claims, steps, evaluations, finished groups."""
 
 import threading
 
@@ -184,7 +184,7 @@ def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(sto
     clock.now += jump_s
     store.follow_clock(jump_s=max(jump_s, 0.0), lease_s=30, claim_lease_s=120)
     clock.now += 29
-    # Without a jump it changes nothing.
+    # No-op without a jump.
     store.follow_clock(jump_s=0.0, lease_s=30, claim_lease_s=120)
     assert store.reap(group_deadline=late) == []
     clock.now += 2
@@ -593,7 +593,7 @@ def test_evaluations_leave_training_its_share_and_take_the_rest(store):
     def purposes(**limits: int) -> list[str]:
         return [each.purpose for each in store.lease(**ask, **limits)]
 
-    # Two rows have the room of a group of two.
+    # Two rows fit into the slot of a group of two.
     assert purposes(max_groups=3, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
     assert purposes(max_groups=3, max_evaluations=1, admission_limit=3) == ["greedy", "train", "greedy", "greedy"]
     assert purposes(max_groups=4, max_evaluations=2, admission_limit=0) == ["greedy"] * 3

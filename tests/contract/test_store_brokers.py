@@ -1,4 +1,4 @@
-"""Every store: the living brokers, their one chief, and the fence of its operations."""
+"""Every store: live brokers, their chief, and the fence of its operations."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Every store: the success rates of rows, and the prompts that are skipped because of them."""
+"""Every store: success rates of rows, and the prompts skipped because of them."""
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_the_look_ahead_bounds_the_skipped_prompts(store: AnyStore):
     leases = lease(store, 2, skips=5)
     assert [each.ordinal for each in leases] == [NUM_ROWS + 5, NUM_ROWS + 6]
     assert counted(store)["skipped_too_easy"] == 5
-    # What is looked at may lie behind, or ahead by then: other prompts are leased as they come.
+    # The look-ahead may be behind or ahead of the next ordinal: other prompts are leased as they come.
     assert lease(store, upcoming=Upcoming(0, [False] * NUM_ROWS))[0].ordinal == NUM_ROWS + 7
     assert lease(store, upcoming=Upcoming(100, [False]))[0].ordinal == NUM_ROWS + 8
     assert lease(store, upcoming=NOTHING_SKIPPED)[0].ordinal == NUM_ROWS + 9

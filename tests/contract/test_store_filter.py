@@ -1,4 +1,4 @@
-"""Every store: groups without a signal are rejected when they become complete, and the greedy member of a group."""
+"""Every store: groups without a signal are rejected when complete, and the greedy member of a group."""
 
 import pytest
 

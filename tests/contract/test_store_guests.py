@@ -1,4 +1,4 @@
-"""Every store, one list of tests: what guests wrote, and what becomes of it when one of them is quarantined."""
+"""Every store: trajectories written by guests, and the quarantine of a guest."""
 
 import pytest
 

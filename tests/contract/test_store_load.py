@@ -1,4 +1,4 @@
-"""Groups of an earlier run in a store of Redis: what a replay claims, and what is read of its ledger."""
+"""Groups of an earlier run in a Redis store: claims of a replay, and reads of its ledger."""
 
 from collections.abc import Iterator
 

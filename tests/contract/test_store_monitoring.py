@@ -1,4 +1,4 @@
-"""Every store: reports of roles, events, metrics, requests, the queue by age."""
+"""Every store: role reports, events, metrics, requests, the queue by age."""
 
 from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows
 from slipstream.buffer.trajectory import VersionSpan

@@ -1,4 +1,4 @@
-"""Every store: samplers, reuse, staleness, groups short of members, and the counters of what is trained on."""
+"""Every store: samplers, reuse, staleness, incomplete groups, and counters of training."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def take_step(store: AnyStore, step: int, count: int, rules: SamplingRules = TWI
 
 @pytest.fixture
 def reusing(fresh_store):
-    """A store whose groups may be used three times."""
+    """A store in which groups may be used three times."""
     yield open_run(fresh_store, max_uses=3, keeps_finished=True)
     audit(fresh_store.counts())
     assert fresh_store.audit().is_sound

@@ -1,4 +1,4 @@
-"""Sampling: the order of prompts, the samplers, what a step claims and why it must wait."""
+"""Sampling: prompt order, samplers, and what a step claims or waits for."""
 
 from collections import Counter
 

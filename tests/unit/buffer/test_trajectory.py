@@ -74,7 +74,7 @@ def test_the_histogram_counts_model_written_tokens_per_lag():
 
 
 def test_the_lags_of_a_histogram_are_those_of_the_tokens():
-    # A span without a token of the model's, and one that starts within an observation.
+    # A span without a model-written token, and one that starts within an observation.
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=np.bool_)
     spans = [VersionSpan(2, 1), VersionSpan(4, 3), VersionSpan(5, 4), VersionSpan(8, 6)]
     trajectory = msgspec.structs.replace(

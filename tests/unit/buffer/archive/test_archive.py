@@ -1,4 +1,4 @@
-"""Reading an archive, whole or damaged."""
+"""Reading an archive, complete or damaged."""
 
 from contextlib import closing
 from pathlib import Path

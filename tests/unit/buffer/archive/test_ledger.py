@@ -1,4 +1,4 @@
-"""The step ledger of an archive: exact, append-only, and refused by name when it cannot be read."""
+"""The step ledger of an archive: exact, append-only, and refused if it cannot be read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Numbers of the tokens of a step: what comes back of a file, what is deleted, and what is no error."""
+"""Per-token numbers of a step: round trip, deletion, and tolerated damage."""
 
 from pathlib import Path
 

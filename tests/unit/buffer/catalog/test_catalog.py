@@ -1,4 +1,4 @@
-"""Catalog: what it finds in an archive and in files, in which order, and what it tells of one trajectory."""
+"""Catalog: search and order of an archive's and a file's rows, and the details of one trajectory."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
 def group(
     group_id: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any
 ) -> FinishedGroup:
-    """A group with a member for each reward; `fields` are those of every member."""
+    """Build a group with a member per reward; `fields` apply to every member."""
     members = [
         make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
     ]
@@ -65,7 +65,7 @@ def write_tokenizer(folder: Path, model: Any, decoder: Any) -> Path:
 
 
 def byte_tokenizer(folder: Path, *pieces: str) -> Path:
-    """A byte-level tokenizer whose token `n` is the `n`-th piece, given in the characters that stand for bytes."""
+    """Write a byte-level tokenizer: token `n` is the `n`-th piece, written in the characters that stand for bytes."""
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     return write_tokenizer(folder, BPE(vocabulary, []), decoders.ByteLevel())
 
@@ -86,7 +86,7 @@ def test_every_source_gives_the_same_rows(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # A run whose store is gone shows its archive.
+    # A run without its store shows its archive.
     where = {"archive": str(folder), "run": "test"}.get(kind, kind)
     if "." in kind:
         assert run("export", folder, kind) == 0

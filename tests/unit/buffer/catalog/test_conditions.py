@@ -1,4 +1,4 @@
-"""Conditions as a line of text: what is read, what is refused, and that a filter comes back as it was."""
+"""Conditions as text: parsing, refusals, and the round trip of a filter."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The commands on an archive: what they print, and how they end."""
+"""`slipstream data` on an archive: output and exit codes."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Every command that reads an archive refuses or names damage, whatever the damage is, and never reads it as data."""
+"""Every command that reads an archive refuses or names damage and never reads it as data."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`slipstream data import` and `fetch`: files come back unchanged; what is no trajectory or no archive is refused."""
+"""`slipstream data import` and `fetch`: files come back unchanged, and invalid trajectories or archives are refused."""
 
 import json
 from collections.abc import Callable

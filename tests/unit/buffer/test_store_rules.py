@@ -1,4 +1,4 @@
-"""Rules that both stores share: leases, and what makes a stored run the same run."""
+"""Rules shared by both stores: leases, and the settings that make a stored run the same run."""
 
 import json
 
