@@ -147,6 +147,7 @@ class LineFile:
         return msgspec.json.encode(line) + b"\n"
 
 
+# --- sealed folders ---------------------------------------------------------------------------------------------------
 CHECKSUMS = "checksums.json"
 _BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8

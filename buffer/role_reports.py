@@ -20,6 +20,8 @@ Roles = dict[str, dict[str, Any]]
 
 LAUNCHER = "launcher"
 """Role name of the launcher."""
+LEARNER = "learner"
+"""Role name of the learner."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
@@ -98,7 +100,8 @@ def _role_status(
     # A negative age means that the store's clock was set back and the role has not reported since.
     age_s = abs(now - gauges["reported_at"])
     progressed_at = number_of(gauges, "progressed_at")
-    version = _version(gauges)
+    # Peers without a version report -1.
+    version = held if (held := gauges.get("version", -1)) >= 0 else None
     is_generator = gauges.get("role") == "generator"
     has_left = gauges.get("state") == "gone"
     # The generator reports its limit once its engine has started. Until then, use the one from the settings.
@@ -144,16 +147,7 @@ def _count(gauges: dict[str, Any], name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _version(gauges: dict[str, Any]) -> int | None:
-    # Peers without a version report -1.
-    version = gauges.get("version", -1)
-    return version if version >= 0 else None
-
-
-LEARNER = "learner"
-"""Role name of the learner."""
-
-
+# --- step times -------------------------------------------------------------------------------------------------------
 PHASES = {
     "learner": {
         "waiting": "waiting for trajectories",

@@ -309,6 +309,7 @@ def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:
     return np.random.PCG64(list(seeds)).random_raw(count)
 
 
+# --- curriculum -------------------------------------------------------------------------------------------------------
 _SKIPS_PER_PROMPT = 16
 """Maximum number of prompts skipped per leased prompt."""
 
@@ -334,11 +335,7 @@ NOTHING_SKIPPED = Upcoming()
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
     """Return enough prompts for `num_new` leases. Without `may_skip`, all of them are explored."""
     num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
+    # A hash of the ordinal, so a repeated lease or another broker makes the same decision.
+    draws = [xxhash.xxh3_64_intdigest(f"explore:{seed}:{first + place}".encode()) for place in range(num_skips)]
     # The last ones are always explored, so a lease ends and hands out all that pacing admits, whatever the rows.
-    drawn = [_is_explored(ordinal, curriculum.explore, seed=seed) for ordinal in range(first, first + num_skips)]
-    return Upcoming(first, drawn + [True] * num_new)
-
-
-def _is_explored(ordinal: int, share: float, *, seed: int) -> bool:
-    # A function of the ordinal, so a repeated lease or another broker makes the same decision.
-    return xxhash.xxh3_64_intdigest(f"explore:{seed}:{ordinal}".encode()) < share * 2**64
+    return Upcoming(first, [draw < curriculum.explore * 2**64 for draw in draws] + [True] * num_new)

@@ -198,6 +198,7 @@ def not_stored(group_id: str) -> StaleFenceError:
     return StaleFenceError(f"group {group_id} must be stored to be fetched, but it is retired or has no members.")
 
 
+# --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
 """Fence of a broker that is not the chief. The store accepts it while a run has never had a chief: in a single
 process.

@@ -28,6 +28,8 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 from slipstream.runtime.run_folder import is_held
 
+log = structlog.get_logger(__name__)
+
 # --- images of prompts -----------------------------------------------------------------------------------------------
 IMAGES = "images"
 """Subfolder of the archive with one file per image name."""
@@ -189,10 +191,9 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
     )
 
 
+# --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
 """Append-only files, always sent as a whole, in this order. All other files never change."""
-
-log = structlog.get_logger(__name__)
 
 
 class ArchiveMirror:

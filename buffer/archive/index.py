@@ -157,6 +157,7 @@ def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
     return entry if entry.file == LEDGER or shard_number(entry.file) is not None else None
 
 
+# --- the step ledger --------------------------------------------------------------------------------------------------
 LEDGER_SCHEMA = 1
 """Increment for every change of StepEntry that an older reader would misread."""
 

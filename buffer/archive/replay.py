@@ -85,6 +85,7 @@ class Rollouts:
         return self._loaded[1]
 
 
+# --- the plan of a replay ---------------------------------------------------------------------------------------------
 class ReplayPlan(Record):
     """Training data of a replay.
 

@@ -30,6 +30,8 @@ from slipstream.buffer.durable_files import checksum, sync_path, write_durably
 from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
 from slipstream.buffer.records import FinishedGroup
 
+log = structlog.get_logger(__name__)
+
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
 """Groups that may be trained on: not quarantined, not rejected, and not evaluation answers."""
 _BATCH_ROWS = 256
@@ -87,8 +89,6 @@ def _checksum(path: Path, _size: int, _modified_ns: int) -> str:
     """Checksum of a file, cached as long as size and modification time stay the same."""
     return checksum(path)
 
-
-log = structlog.get_logger(__name__)
 
 LOCK = "writer.lock"
 """Lock file held by the writer of an archive."""

@@ -174,6 +174,7 @@ def _bounds(column: str, low: float | None, high: float | None) -> list[pc.Expre
     return ([field >= low] if low is not None else []) + ([field <= high] if high is not None else [])
 
 
+# --- conditions as text -----------------------------------------------------------------------------------------------
 _RANGES = ("reward", "tokens", "version", "step")
 _EQUALS = {
     "id": "id",

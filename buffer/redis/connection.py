@@ -146,6 +146,7 @@ def refuses_writes(error: BaseException) -> bool:
     return isinstance(error, redis.ResponseError) and any(word in str(error) for word in _WRITES_REFUSED)
 
 
+# --- connecting -------------------------------------------------------------------------------------------------------
 OLDEST_REDIS = (6, 2)
 """First version with every command that the scripts use."""
 ANSWER_TIMEOUT_S = 30.0
@@ -157,7 +158,6 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """Errors of a TLS client when the server answers in plain text."""
 
 
-# --- connecting ------------------------------------------------------------------------------------------------------
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
     """Return a client that returns bytes and connects with its first command.
 

@@ -80,6 +80,7 @@ class Fsyncer:
             os.close(self._open.pop(inode))
 
 
+# --- restarts ---------------------------------------------------------------------------------------------------------
 _POLL_EVERY_S = 0.1
 _MAX_DEATHS = 5
 _WITHIN_S = 60.0
