@@ -100,14 +100,14 @@ class Store(Protocol):
     ) -> list[Lease]:
         """Lease prompts in this order: open evaluations, returned prompts, new prompts, more of the evaluations.
 
-        `max_groups` limits the leased groups. In place of one group, as many evaluation rows are leased as the group
-        would have members. `version`: lease evaluations of this version only. `max_evaluations`: maximum number of
-        evaluation rows leased ahead of other prompts.
+        `max_groups` limits the number of groups; the slot of one group holds as many evaluation rows as a group has
+        members. `version`: lease evaluations of this version only. `max_evaluations`: maximum number of evaluation rows
+        leased ahead of other prompts.
 
         New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or training.
         No training prompt is leased in later phases. A group needs `group_size` members; with `has_baseline` the last
-        one is decoded greedily. `upcoming` prompts with a row outside the curriculum's band are skipped: they finish at
-        once and are not admitted.
+        one is decoded greedily. `upcoming` prompts with a row outside the curriculum's band are skipped: they finish
+        immediately and are not admitted.
         """
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:

@@ -2,8 +2,7 @@
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
 line leaves a file that the manifest does not list: the next start deletes it, and the store, which still has its
-groups, offers them again. If it comes after the line, the store offers groups that are already archived; `has`
-detects them.
+groups, offers them again. If the crash comes after the line, the store offers archived groups, which `has` detects.
 """
 
 import fcntl

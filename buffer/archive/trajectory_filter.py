@@ -84,15 +84,15 @@ class TrajectoryFilter(Record):
     version: int | None = None
     """Policy version that sampled at least one token."""
     min_version: int | None = None
-    """Some token was sampled by this policy version or a later one."""
+    """First version of a range, inclusive; a version in the range must have sampled a token."""
     max_version: int | None = None
-    """Some token was sampled by this policy version or an earlier one."""
+    """Last version of this range, inclusive."""
     step: int | None = None
     """Step that trained on it."""
     min_step: int | None = None
-    """This step or a later one trained on it."""
+    """First step of a range, inclusive; a step in the range must have trained on it."""
     max_step: int | None = None
-    """This step or an earlier one trained on it."""
+    """Last step of this range, inclusive."""
     group_id: str | None = None
     prompt_uid: str | None = None
     """Full name of the prompt's row."""
