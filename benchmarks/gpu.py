@@ -1,5 +1,4 @@
-"""The learner on one GPU compared with bare kernels: a step, publishing, log-prob head, attention, an engine's
-bfloat16.
+"""The learner on one GPU compared with bare kernels: a step, publishing, log-prob head, attention, bfloat16.
 
 step        a model shaped like Qwen2.5-1.5B with random weights: tokens/s and MFU of forward, backward, and AdamW
             over packed rows, compared with the matrix products of its layers and head alone; peak memory

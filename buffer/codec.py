@@ -29,9 +29,7 @@ Packed = tuple[TrajectoryHeader, bytes]
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield consecutive chunks: large enough to amortize the cost of a message or call, small enough not to stall
-    others.
-    """
+    """Yield consecutive chunks: large enough to amortize a message or call, small enough not to stall others."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:

@@ -163,9 +163,7 @@ def seal(folder: Path) -> None:
 
 
 def merge(parts: Sequence[Path], *, into: Path) -> None:
-    """Move the files of sealed folders into another sealed folder and update its checksums. Can be retried after an
-    OSError.
-    """
+    """Move the files of sealed folders into another sealed folder. Can be retried after an OSError."""
     checksums = dict[str, str]()
     for folder in (into, *parts):
         checksums |= read_checksums(folder)

@@ -260,9 +260,7 @@ class ObjectFolder:
 
 
 def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
-    """Return the run's folder in `storage_uri`; None without one. `timeout_s` overrides the run's. Raises
-    StorageError.
-    """
+    """Return the run's folder in `storage_uri`, if set; `timeout_s` overrides the run's. Raises StorageError."""
     if not run.storage_uri:
         return None
     wait = StorageWait(run.storage_timeout_s if timeout_s is None else timeout_s)

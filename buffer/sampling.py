@@ -277,8 +277,7 @@ def priority(candidate: Candidate) -> float:
 
 
 def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
-    """Return the probability that each candidate is selected, given the smallest key not selected: float64, shape of
-    `rates`.
+    """Return each candidate's selection probability, given the smallest losing key: float64, shape of `rates`.
 
     Sums over the selected candidates, divided by these probabilities, are unbiased estimates of sums over all
     candidates. Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).

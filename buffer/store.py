@@ -111,11 +111,10 @@ class Store(Protocol):
         """
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
-        """Report roles as `report_role` does, extend the named leases that their owners still hold, and return their
-        number.
+        """Report roles as `report_role` does, and extend the named leases that their owners still hold.
 
-        Each owner names the leases it is working on, so a lease whose answer was lost in transit lapses. A few dozen
-        roles share one call.
+        Returns the number of extended leases. Each owner names the leases it is working on, so a lease whose answer was
+        lost in transit lapses. A few dozen roles share one call.
         """
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
@@ -135,12 +134,11 @@ class Store(Protocol):
         """
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
-        """Take back lapsed leases and claims, quarantine groups that were tried too often, and return one log line per
-        event.
+        """Take back lapsed leases and claims, and quarantine groups that were tried too often.
 
         Groups that wait too long for their last members become ready without them (unless the run's filter rejects
-        them), or expire, as `group_deadline` says. Raises StaleFenceError unless `fence` is the chief's (see
-        `store_rules.Brokers`).
+        them), or expire, as `group_deadline` says. Returns one log line per event. Raises StaleFenceError unless
+        `fence` is the chief's (see `store_rules.Brokers`).
         """
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:

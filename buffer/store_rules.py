@@ -68,18 +68,14 @@ def _flatten(value: Any, path: str) -> dict[str, Any]:
 
 # --- leases ----------------------------------------------------------------------------------------------------------
 def asked_answers(rows: list[int], *, samples: int) -> list[str]:
-    """Return the answers of an evaluation, one group each: `<row>`, or `<row>.<sample>` with several samples per
-    row.
-    """
+    """Return the answers of an evaluation, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
     # Samples of a row are consecutive, so the engine may still have its prompt in the prefix cache.
     numbers = [""] if samples == 1 else [f".{sample}" for sample in range(samples)]
     return [f"{row}{number}" for row in dict.fromkeys(rows) for number in numbers]
 
 
 def evaluation_group_id(evaluation_id: str, answer: str) -> str:
-    """Return `<evaluation id>:<answer>`. The colon distinguishes it from a training group's id, which is its
-    ordinal.
-    """
+    """Return `<evaluation id>:<answer>`. Ids of training groups have no colon."""
     return f"{evaluation_id}:{answer}"
 
 

@@ -1,5 +1,4 @@
-"""One training run with 1, then 4, then 2, then 3 generators: throughput of each phase, start-up time of new
-generators.
+"""One training run with 1, 4, 2, then 3 generators: throughput of each phase, start-up time of new generators.
 
 digits_rotary_cpu with real vLLM, DeepSpeed, and Redis under the launcher, scaled by `run_async.py scale`. A phase
 NUMBER:STEP requests that number of generators from that step on. The time of a new generator's first trajectory comes

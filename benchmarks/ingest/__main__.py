@@ -1,5 +1,4 @@
-"""Throughput of trajectories of 1k and 32k tokens from generator to learner, compared with bare alternatives in one
-run.
+"""Throughput of trajectories (1k and 32k tokens) from generator to learner, compared with bare alternatives.
 
 With --sockets: Unix sockets and ports, encrypted (as in every run) and plain, in turn.
 """

@@ -25,9 +25,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @contextmanager
 def open_broker(run: RunConfig) -> Iterator[Event]:
-    """Serve `run` in another process. While the yielded event is set, prompts are leased without limit, otherwise
-    none.
-    """
+    """Serve `run` in another process. Prompts are leased, without limit, only while the yielded event is set."""
     context = multiprocessing.get_context("spawn")
     admits, stops = context.Event(), context.Event()
     process = context.Process(target=_serve, args=(msgspec.json.encode(run), admits, stops), daemon=True)

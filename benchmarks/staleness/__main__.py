@@ -1,5 +1,4 @@
-"""Accuracy of each off-policy correction by staleness: the digits task, with a generator that lags a number of
-versions.
+"""Accuracy of each off-policy correction by staleness: the digits task with a lagging generator.
 
 Every finished run is a line of `runs.jsonl` in --out and is not repeated. With --replay, runs have no lag and train
 again on stored batches. Seconds are CPU time of generation and training.

@@ -98,9 +98,7 @@ class LaggingGenerator:
         return [members[first : first + size] for first in range(0, len(members), size)]
 
     def accuracy(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Return the fraction of held-out prompts answered correctly at temperature 1, always with the same random
-        numbers.
-        """
+        """Return the accuracy on held-out prompts at temperature 1, always with the same random numbers."""
         self._model.load_state_dict(dict(weights))
         random = torch.Generator().manual_seed(self._run.seed)
         answers = list(self._answer(self._heldout, group_size=1, version=0, random=random))

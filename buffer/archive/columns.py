@@ -111,9 +111,7 @@ def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
 
 
 def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
-    """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError for a number beyond 64
-    bits.
-    """
+    """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError (beyond 64 bits)."""
     columns = _list_columns(stored) | _reward_columns(stored) | _outcome_columns(stored)
     trajectories = [each.trajectory for each in stored]
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}

@@ -28,8 +28,7 @@ _SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
 
 
 class ShardEntry(Record):
-    """A complete and durable shard, or the ledger up to a size. Only the newest ledger entry counts; the file may be
-    longer.
+    """A complete, durable shard, or the ledger up to a size (the newest entry counts; the file may be longer).
 
     Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
         bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
@@ -123,9 +122,7 @@ class ManifestWriter:
     """The manifest, opened by its single writer."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the manifest of a new archive, or read the existing one. Raises ArchiveError as `read_manifest`
-        does.
-        """
+        """Create or read the manifest. Raises ArchiveError as `read_manifest` does."""
         if not is_archive(folder):
             (folder / MANIFEST).touch()
         found = read_manifest(folder)

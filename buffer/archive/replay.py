@@ -50,9 +50,7 @@ class Rollouts:
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
-        """Return ids and encoded trajectories (by index) of `count` groups, starting with number `first` of the
-        sequence.
-        """
+        """Return ids and encoded trajectories (by index) of `count` groups of the sequence from `first` on."""
         found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
 

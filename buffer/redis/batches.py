@@ -186,9 +186,7 @@ class RedisBatches(RedisConnection):
 
 
 def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
-    """Return the fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them. It has no lag in
-    this run.
-    """
+    """Return the fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]
     rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]

@@ -114,8 +114,7 @@ class EmbeddedRedis:
         max_memory_mib: int = 1024,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`directory` is created if missing. It holds the data, the log, the pid file, and (if the path is short) the
-        socket.
+        """`directory` is created if missing. It holds data, log, pid file, and (if the path is short) the socket.
 
         A server started here saves its data and exits after `idle_timeout_s` without connections.
         """
