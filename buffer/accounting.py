@@ -7,7 +7,7 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
-"""Why a filter rejects a complete group: no sampled member has a reward, all rewards are equal, too few correct
+"""Reasons to reject a complete group: no sampled member has a reward, all rewards are equal, too few correct
 answers, too many correct answers.
 """
 _MAX_NAMED = 5

@@ -28,7 +28,7 @@ FRAME_BYTES_KEPT = 4096
 Addressee = Literal["launcher", "broker", "learner"]
 """Roles that accept requests through the store."""
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
-"""Why a group ended: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried
+"""End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried
 too often | an answer to an evaluation, never trained on.
 """
 GroupState = Literal["open", "ready", "claimed", "used"] | Outcome

@@ -104,7 +104,7 @@ class TrajectoryFilter(Record):
     reward_status: str | None = None
     """Reward status: `ok`, `error` or `timeout`."""
     stop_reason: str | None = None
-    """Why the response ended, such as `stop` or `length`."""
+    """Reason for the end of the response, such as `stop` or `length`."""
     text: str | None = None
     """Substring of the decoded prompt and response."""
 

@@ -366,7 +366,7 @@ class RedisConnection:
 
     @property
     def waiting_for(self) -> str:
-        """Why an operation is being retried, for a role's status; empty otherwise."""
+        """Reason for retrying the current operation, for a role's status; empty otherwise."""
         return self._retry.reason if self._retry else ""
 
     def close(self) -> None:

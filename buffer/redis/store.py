@@ -45,7 +45,7 @@ _READ_AT_ONCE = 32
 
 
 class GroupPlace(NamedTuple):
-    """Where a group is. Every change of a group changes it, except new members. Example: ("used", 12)."""
+    """Location of a group. Every change of a group changes it, except new members. Example: ("used", 12)."""
 
     state: GroupState | None
     """None: the group is finished, and its record has the outcome."""
