@@ -138,7 +138,7 @@ def test_a_returned_prompt_is_leased_again_before_new_ones(store):
     assert [(each.id, each.ordinal, each.attempt) for each in again] == [("0-1", 0, 1), ("1-1", 1, 1), ("2-0", 2, 0)]
     assert again[1].indices == [1], "it keeps the members it has"
     assert store.counts().admitted == 3
-    assert store.return_leases(lease_ids=[first.id], reason="drain") == 0, "the lease of before"
+    assert store.return_leases(lease_ids=[first.id], reason="drain") == 0, "an earlier lease"
     assert store.counts().leased == 3
     assert store.insert([answer(again[1], 1)]) == [READY]
 
@@ -205,7 +205,7 @@ def test_a_prompt_that_lapses_too_often_is_quarantined_with_its_members(store, c
     counts = store.counts()
     assert (counts.outcomes, counts.outcome_members) == ({"quarantined": 1}, {"quarantined": 1})
     assert (counts.open, counts.returned) == (0, 0)
-    assert counts.admitted == 0, "its admission is given back"
+    assert counts.admitted == 0, "its admission is returned"
     assert store.insert([answer(each, 1)]) == [SUPERSEDED]
     assert lease(store)[0].ordinal == 1
 
@@ -529,7 +529,7 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     assert (result.purpose, result.version, result.num_asked, result.num_answered) == ("sampled", 4, 2, 2)
     assert (result.num_correct, result.num_failed) == (1, 1)
     counts = store.counts()
-    assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
+    assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations do not count as buffered"
 
 
 def test_each_sample_of_an_evaluation_row_is_a_separate_answer(store, clock):
@@ -597,7 +597,7 @@ def test_evaluations_leave_training_its_share_and_take_the_rest(store):
     assert purposes(max_groups=3, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
     assert purposes(max_groups=3, max_evaluations=1, admission_limit=3) == ["greedy", "train", "greedy", "greedy"]
     assert purposes(max_groups=4, max_evaluations=2, admission_limit=0) == ["greedy"] * 3
-    assert store.counts().admitted == 3, "evaluations take nothing of the budget of training"
+    assert store.counts().admitted == 3, "evaluations do not use the training budget"
 
 
 def test_evaluation_answers_are_kept_like_finished_groups(fresh_store):
@@ -628,7 +628,7 @@ def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):
     assert store.counts().outcomes == {}
 
 
-# --- groups that are over --------------------------------------------------------------------------------------------
+# --- finished groups -------------------------------------------------------------------------------------------------
 def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     used, unfit = lease(store, 2)
