@@ -90,7 +90,7 @@ def files_in(calls: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_an_interrupted_upload_is_not_complete_and_resumes_where_it_stopped(tmp_path, uri, is_done):
+def test_an_upload_cut_short_anywhere_does_not_count_and_is_taken_up_where_it_ended(tmp_path, uri, is_done):
     folder = make_folder(tmp_path / "step-1")
     for count in range(100):
         name, first, second = f"run-{count}", Interrupted(count, is_done=is_done), Interrupted(1000, is_done=False)

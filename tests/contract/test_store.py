@@ -490,7 +490,7 @@ def test_a_rollback_returns_the_groups_after_the_checkpoint(store):
     assert claim(store, 2, 4).group_ids == ["1", "2", "3", "4"], "in the order of the first time"
 
 
-def test_after_a_rollback_the_old_learner_can_neither_commit_nor_checkpoint(store):
+def test_after_a_roll_back_the_learner_of_before_neither_commits_nor_checkpoints(store):
     make_ready(store, 3)
     taken = claim(store, 1, 1)
     commit(store, taken)

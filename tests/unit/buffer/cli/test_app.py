@@ -1,4 +1,4 @@
-"""`slipstream data` on an archive: output and exit codes."""
+"""The commands on an archive: what they print, and how they end."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from slipstream.buffer.archive.index import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
-from tests.unit.buffer.cli.run import complaint, run
+from tests.unit.buffer.cli.run import run
 
 LETTERS = "abcdefghijkl"
 """The tokenizer: token `n` is the `n`-th letter."""
@@ -52,11 +52,21 @@ def failed() -> Reward:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """Return the lines of a successful command, with whitespace collapsed."""
+    """The lines of a command that ends well, blanks between words made one."""
     assert run(*arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return [" ".join(line.split()) for line in out.splitlines() if line.strip()]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The sentence of a command that is refused."""
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    return err
 
 
 def test_ls_has_a_line_per_group(archive, capsys):
@@ -202,7 +212,7 @@ def test_verify_of_a_sound_archive(archive, capsys):
     ]
 
 
-def test_a_run_with_an_unreadable_store_is_read_from_its_archive(archive, capsys):
+def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
     assert err.startswith("warning: only the archive is read: run 'test' must have a store, but")

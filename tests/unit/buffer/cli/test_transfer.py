@@ -1,4 +1,4 @@
-"""`slipstream data import` and `fetch`: files come back unchanged, and invalid trajectories or archives are refused."""
+"""`slipstream data import` and `fetch`: files come back unchanged; what is no trajectory or no archive is refused."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, write_archive
-from tests.unit.buffer.cli.run import complaint, run
+from tests.unit.buffer.cli.run import run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)
 MINIMAL = {
@@ -45,6 +45,17 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
 
 
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The sentence of a command that is refused; nothing is left of what it began."""
+    before = sorted(Path().iterdir())
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sorted(Path().iterdir()) == before
+    return error
+
+
 def facts(archive: Path) -> list[tuple[bytes, str, str, list[int]]]:
     """All but the time of archiving."""
     return [tell(stored) for stored in Archive(archive).read()]
@@ -60,7 +71,7 @@ def write_lines(*lines: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("file", ["out.jsonl", "out.parquet"])
-def test_exported_trajectories_are_imported_unchanged(archive, capsys, file):
+def test_what_was_exported_comes_back_as_it_was(archive, capsys, file):
     assert run("export", archive, file) == 0
     assert run("import", file, "--into", "again") == 0
     assert "3 groups, 6 trajectories in again" in capsys.readouterr().out
@@ -213,7 +224,7 @@ def test_missing_unknown_and_empty_files_are_refused(archive, capsys):
 
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
-def test_fetch_copies_an_archive_and_later_only_its_new_files(archive, capsys):
+def test_an_archive_is_copied_out_of_an_object_store_and_later_what_the_copy_lacks(archive, capsys):
     uri = f"file://{archive}"
     assert run("fetch", uri, "--into", "copy") == 0
     assert capsys.readouterr().out.endswith("3 groups, 6 trajectories in copy\n")
@@ -225,7 +236,7 @@ def test_fetch_copies_an_archive_and_later_only_its_new_files(archive, capsys):
     assert Archive(Path("copy")).check().problems == []
 
 
-def test_fetch_refuses_other_folders_and_archives_being_written(archive, capsys):
+def test_what_is_no_archive_and_folders_that_are_written_are_refused_by_fetch(archive, capsys):
     uri = f"file://{archive}"
     assert "has no manifest.jsonl" in complaint(capsys, "fetch", f"file://{archive}/nothing", "--into", "copy")
     assert "s3://BUCKET/PREFIX" in complaint(capsys, "fetch", "archive", "--into", "copy")
