@@ -92,7 +92,7 @@ def parse_lines(
 ) -> tuple[list[T], bytes]:
     """Return (entries, complete lines) of a LineFile, ignoring a last line that a crash cut short.
 
-    `parse` returns None for a damaged line. `rule` says what a line must do, such as `name a shard`. Raises
+    `parse` returns None for a damaged line. `rule` completes "a line must", such as `name a shard`. Raises
     ArchiveError for a damaged line before the last.
     """
     lines = content.splitlines(keepends=True)

@@ -11,7 +11,7 @@ ReplayBufferError
 ├── ArchiveError               the folder is not an archive, has another writer, or has a damaged manifest
 │   └── ShardError             one shard cannot be read; the others can
 └── StorageError               the run's object store has been failing for too long
-    └── DamagedObjectError     an object is missing or differs from what was written
+    └── DamagedObjectError     an object is missing or does not match its checksum
 """
 
 

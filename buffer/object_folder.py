@@ -120,7 +120,7 @@ class ObjectFolder:
         intent, data = _INTENT.format(sender), msgspec.json.encode(dict(sorted(checksums.items())))
         found = self.objects()
         if self.read(intent) != data:
-            # Delete objects of other content before the intent says what they must be.
+            # Delete objects of other content before writing the intent.
             for name in (CHECKSUMS, intent, *checksums):
                 if name in found:
                     self.remove(name)

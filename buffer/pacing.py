@@ -1,4 +1,4 @@
-"""Admission: how many training prompts may be in flight, given what was consumed and what is stored."""
+"""Admission: how many training prompts may be in flight, by the groups consumed and stored."""
 
 import sys
 
@@ -19,9 +19,8 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
     starve.
 
     Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` if every group is
-        trained on once.
-    Differs: Reused groups add no budget. The limit never exceeds what the run will consume, so the last steps leave
-        nothing unused. A replay admits none, because its groups are already in the store.
+        trained on once. Differs: Reused groups add no budget. The limit never exceeds the total consumption of the run,
+        so the last steps leave nothing unused. A replay admits none, because its groups are already in the store.
     """
     if run.mode == "replay":
         return 0
