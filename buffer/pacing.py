@@ -19,8 +19,9 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
     starve.
 
     Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` if every group is
-        trained on once. Differs: Reused groups add no budget. The limit never exceeds the total consumption of the run,
-        so the last steps leave nothing unused. A replay admits none, because its groups are already in the store.
+        trained on once.
+    Differs: Reused groups add no budget. The limit never exceeds the total consumption of the run, so the last steps
+        leave nothing unused. A replay admits none, because its groups are already in the store.
     """
     if run.mode == "replay":
         return 0
