@@ -280,7 +280,8 @@ def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarra
     """Return each candidate's selection probability, given the smallest losing key: float64, shape of `rates`.
 
     Sums over the selected candidates, divided by these probabilities, are unbiased estimates of sums over all
-    candidates. Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
+    candidates.
+    Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
     """
     return -np.expm1(-rates * threshold)
 
