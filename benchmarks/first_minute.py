@@ -1,8 +1,8 @@
-"""The first minute of a newcomer, by seed: time to the first step, to a rising curve and to the end; accuracies.
+"""The first minute of a new user, by seed: time to the first step, to a rising curve, and to the end; accuracies.
 
-Each seed runs the default experiment in an empty folder, which includes making data and model; with --clone in a new
-clone of this checkout by `make run`, which includes the installation. With --here it runs in this folder, on the data
-and the models that are in it.
+Each seed runs the default experiment in an empty folder, including creation of data and model. With --clone it runs
+`make run` in a new clone of this checkout, including the installation. With --here it runs in this folder, with the
+existing data and models.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.harness import make_parser, write_result
 _NAME = "first"
 _FIRST_STEP = re.compile(r"step +1/")
 _MEAN_OF = 5
-"""Steps over which rewards are averaged, because those of single steps vary."""
+"""Steps over which rewards are averaged, because rewards of single steps vary."""
 _RISEN_BY = 0.05
 _COLUMNS = {
     "wall_s": "whole, s",
@@ -39,13 +39,13 @@ _COLUMNS = {
     "accuracy_sampled": "after, sampled",
     "accuracy_greedy": "greedy",
 }
-"""Figure of a row -> its column."""
+"""Key of a figure -> column heading."""
 
 console = Console(width=160, highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run every seed, one after the other; then print the table."""
+    """Run the seeds one after the other, then print the table."""
     rows: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory(prefix="first-minute-") as folder:
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def measure(folder: Path, arguments: argparse.Namespace, *, seed: int) -> dict[str, Any]:
-    """Run one seed; returns its figures, or its exit code and the end of its output if it failed."""
+    """Run one seed; return its figures, or its exit code and the end of its output if it failed."""
     overrides = [f"seed={seed}", f"name={_NAME}", f"runs_dir={folder}/runs", *arguments.overrides]
     command, place = [sys.executable, "-m", "slipstream", "run", *overrides], folder / "work"
     if arguments.clone:
@@ -85,7 +85,7 @@ def measure(folder: Path, arguments: argparse.Namespace, *, seed: int) -> dict[s
 
 
 def seconds_to_rise(rows: list[dict[str, Any]]) -> float | None:
-    """Seconds after the first step at which the mean reward had visibly risen; None if it never had."""
+    """Return the seconds from the first step until the mean reward has visibly risen; None if it never does."""
     rewards = [row["learner/reward_mean"] for row in rows]
     start = statistics.fmean(rewards[:_MEAN_OF])
     for end in range(2 * _MEAN_OF, len(rows) + 1):
@@ -95,7 +95,7 @@ def seconds_to_rise(rows: list[dict[str, Any]]) -> float | None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print a line per seed, then the median and the range of all."""
+    """Print a line per seed, then the median and the range."""
     table = Table("seed", *_COLUMNS.values(), title="the default experiment")
     for row in rows:
         if "exit_code" in row:
@@ -116,7 +116,7 @@ def _cell(value: float | None) -> str:
 
 
 def _processor_s() -> float:
-    """Processor time of all processes that have ended, seconds."""
+    """Return the CPU seconds of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,11 +1,11 @@
-"""The learner on one GPU beside bare kernels: a step, publishing, log-prob head, attention, bfloat16 of an engine.
+"""The learner on one GPU compared with bare kernels: a step, publishing, log-prob head, attention, bfloat16.
 
-step        a model of the shape of Qwen2.5-1.5B with random weights: tokens/s and MFU of forward, backward and AdamW
-            over packed rows, beside the matrix products of its layers and head alone; peak memory
-publish     its weights from the device to buckets in host memory, with checksums, and for how long the learner waits
-head        hidden states to log-probabilities and back: all logits at once, and those of a chunk at a time
-attention   packed rows by the learner's kernel, and SDPA with the mask that says the same, forward and backward
-probe       mean difference of log-probabilities between bfloat16 weights, as an engine's, and bfloat16 products
+step        a model shaped like Qwen2.5-1.5B with random weights: tokens/s and MFU of forward, backward, and AdamW
+            over packed rows, compared with the matrix products of its layers and head alone; peak memory
+publish     its weights from the device to buckets in host memory, with checksums, and how long the learner waits
+head        hidden states to log-probabilities and back: all logits at once, and a chunk at a time
+attention   packed rows with the learner's kernel, and SDPA with an equivalent mask, forward and backward
+probe       mean difference of log-probabilities between bfloat16 weights, as in an engine, and bfloat16 products
 
 Every part stops at its share of --seconds. `--device cpu --tiny` runs all of them at sizes that need no GPU.
 """
@@ -43,14 +43,14 @@ from slipstream.learner.training.sequence_parallel import ALONE
 
 GIB = 2**30
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bfloat16 products a second, by a part of the device's name."""
+"""Dense bfloat16 FLOP/s, by a part of the device's name."""
 Figures = dict[str, float]
 
 console = Console(highlight=False)
 
 
 class Bench:
-    """Device, sizes and clock of all parts."""
+    """Device, sizes, and time limit shared by all parts."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device = torch.device(arguments.device)
@@ -64,7 +64,7 @@ class Bench:
         self.tokens, self.sequence = (256, 64) if self.is_tiny else (8192, 1024)
 
     def model(self) -> Qwen2ForCausalLM:
-        """A random model of that shape, made where it is used."""
+        """Build a random model of these sizes on the device."""
         heads = 4 if self.is_tiny else 12
         config = Qwen2Config(
             vocab_size=self.vocabulary,
@@ -81,7 +81,7 @@ class Bench:
             return Qwen2ForCausalLM(config).float()
 
     def seconds(self, call: Callable[[], Any], *, share: float = 1.0, most: int = 10) -> float:
-        """Median time of `call` after a first one, as often as the part's time allows."""
+        """Return the median time of `call` after a warm-up, repeated within the part's time."""
         ends_at = time.monotonic() + share * self.part_s
         call()
         found: list[float] = []
@@ -94,7 +94,7 @@ class Bench:
         return statistics.median(found)
 
     def peak_gib(self, call: Callable[[], Any]) -> float:
-        """Largest allocation of `call` on top of what was there; 0 on a CPU, where nothing counts."""
+        """Return the peak allocation of `call` beyond what was allocated before; 0 on a CPU."""
         if not self.is_cuda:
             return 0.0
         before = torch.cuda.memory_allocated()
@@ -103,14 +103,14 @@ class Bench:
         return (torch.cuda.max_memory_allocated() - before) / GIB
 
     def wait(self) -> None:
-        """Block until the device has done what it was given."""
+        """Block until the device is idle."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
 
 # --- the step, publishing, the probe ---------------------------------------------------------------------------------
 def measure_step(bench: Bench) -> Figures:
-    """Tokens/s of an update over four microbatches; its products alone; publishing after it."""
+    """Measure an update over four microbatches, its matrix products alone, and publishing after it."""
     module = bench.model()
     module.gradient_checkpointing_enable({"use_reentrant": False})
     engine = _engine(module, bench)
@@ -161,7 +161,7 @@ def measure_step(bench: Bench) -> Figures:
 
 
 def measure_probe(bench: Bench) -> Figures:
-    """Learner: float32 weights with bfloat16 products. Engine: bfloat16 weights and products."""
+    """Compare a learner (float32 weights, bfloat16 products) with an engine (bfloat16 weights and products)."""
     module = bench.model().eval()
     policy = _policy(module, bench)
     (microbatch,) = _microbatches(bench, count=1)
@@ -190,7 +190,7 @@ def _engine(module: Qwen2ForCausalLM, bench: Bench) -> DeepSpeedEngine[Policy]:
 
 
 def _microbatches(bench: Bench, *, count: int) -> list[Microbatch]:
-    """Packed rows: pairs of answers that share a prompt of a quarter of their length."""
+    """Build packed rows: pairs of answers that share a prompt of a quarter of their length."""
     random = np.random.default_rng(0)
     prompt_tokens, samples = bench.sequence // 4, list[Sample]()
     own = bench.sequence - prompt_tokens
@@ -205,7 +205,7 @@ def _microbatches(bench: Bench, *, count: int) -> list[Microbatch]:
 
 
 def _products(bench: Bench) -> None:
-    """Matrix products of a microbatch: every layer, and the head, forward, again, and backward."""
+    """Run the matrix products of a microbatch: every layer and the head; forward, recomputed, and backward."""
     kv = bench.width // (2 if bench.is_tiny else 6)
     layer = [(bench.width, bench.width + 2 * kv), (bench.width, bench.width), (bench.width, 2 * bench.inner)]
     layer.append((bench.inner, bench.width))
@@ -227,7 +227,7 @@ def _products(bench: Bench) -> None:
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def measure_head(bench: Bench) -> Figures:
-    """Time and peak memory of log-probabilities and their gradients, [tokens, vocabulary]."""
+    """Measure time and peak memory of log-probabilities and their gradients, [tokens, vocabulary]."""
     states = torch.randn(bench.tokens, bench.width, device=bench.device, dtype=bench.half, requires_grad=True)
     weight = (torch.randn(bench.vocabulary, bench.width, device=bench.device) / bench.width**0.5).requires_grad_()
     targets = torch.randint(0, bench.vocabulary, (bench.tokens,), device=bench.device)
@@ -251,7 +251,7 @@ def measure_head(bench: Bench) -> Figures:
 
 
 def measure_attention(bench: Bench) -> Figures:
-    """Sequences of 1.5k, 8k and 32k tokens, 64k tokens or one sequence at most in all."""
+    """Measure sequences of 1.5k, 8k, and 32k tokens, with about 32k tokens in total."""
     heads, width = (4, 16) if bench.is_tiny else (12, 128)
     figures: Figures = {}
     lengths = (16, 32) if bench.is_tiny else (1536, 8192, 32_768)
@@ -276,7 +276,7 @@ def measure_attention(bench: Bench) -> Figures:
         mask = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
 
         def by_mask(own: list[Tensor] = own, mask: Tensor = mask) -> None:
-            # Repeated, as transformers does it: no fused kernel takes a mask with fewer heads of keys.
+            # Repeat keys as transformers does: no fused kernel accepts a mask with fewer key heads.
             query, key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in own)
             found = scaled_dot_product_attention(query, key, value, attn_mask=mask)
             torch.autograd.grad(found.float().sum(), own)
@@ -285,7 +285,7 @@ def measure_attention(bench: Bench) -> Figures:
     return figures
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+# --- command line ----------------------------------------------------------------------------------------------------
 PARTS: dict[str, Callable[[Bench], Figures]] = {
     "step": measure_step,
     "head": measure_head,
@@ -295,7 +295,7 @@ PARTS: dict[str, Callable[[Bench], Figures]] = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure each part, print a table; 1 if one of them failed."""
+    """Measure each part and print a table; return 1 if a part failed."""
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit(
@@ -310,7 +310,7 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             figures |= PARTS[name](bench)
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            # The other parts are measured all the same: time on such a machine is short.
+            # Measure the other parts anyway, because time on such a machine is short.
             errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if bench.is_cuda:
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Frame of every benchmark program: command line, fair order of measurements, tables, results as JSON."""
+"""Framework of the benchmark programs: command line, fair order of measurements, tables, results as JSON."""
 
 import argparse
 import json
@@ -24,9 +24,9 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def rotate(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, name), every name once a round."""
-    # All contestants are measured within one run, so that other load on the machine hits all of them; each round starts
-    # with the next one, so that none always runs on a cold or a warm cache.
+    """Yield (round, name), every name once per round."""
+    # Measure all contestants within one run, so that other load on the machine affects all of them. Each round starts
+    # with the next one, so that none always runs with a cold or a warm cache.
     for number in range(rounds):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
@@ -39,7 +39,7 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """Return the largest resident memory of this process so far, MiB."""
+    """Return the peak resident memory of this process, MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -52,7 +52,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def make_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], *, title: str | None = None) -> Table:
-    """Build a table of rows. `columns`: heading -> format of its cells, such as `{seconds:.2f}`."""
+    """Build a table of rows. `columns`: heading -> cell format, such as `{seconds:.2f}`."""
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(cell.format(**row) for cell in columns.values()))
@@ -60,7 +60,7 @@ def make_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], *,
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and its load, without which no figure can be judged."""
+    """Describe the machine and its load, needed to judge any figure."""
     return {
         "cores": os.cpu_count(),
         "at": datetime.now(UTC).isoformat("T", "seconds"),
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """Write machine, settings and figures to --out, if given."""
+    """Write machine, settings, and figures to --out, if given."""
     if arguments.out is None:
         return
     settings = {name: value for name, value in vars(arguments).items() if name != "out"}

@@ -1,13 +1,12 @@
-"""Scripted generators on one broker or several: time to a lease, processor time and memory of brokers and store.
+"""Scripted generators on one broker or several: time to a lease, CPU time and memory of brokers and store.
 
 python -m benchmarks.peers_at_scale --peers 250 1000 4000 --brokers 1 2 4 --tokens-per-s 1000000
 
-Every generator says Hello, answers pings, asks for one group at a time and puts its trajectories one by one at an even
-rate; a scripted learner announces versions. Each is at the broker that its hash gives it, the learner at all of them.
-All ask at once first; after that each asks when its group is done, for as long as at least one and a half groups take.
-`again` counts those that a broker gave up, because they were silent for 8 s, and that joined anew. `us/put` is the
-brokers' processor time, pings and leases included, by the trajectories that they took: it does not depend on what else
-the machine does.
+Every generator says Hello, answers pings, asks for one group at a time, and puts its trajectories one by one at an even
+rate. A scripted learner announces versions. Each generator uses the broker chosen by its hash, the learner all of them.
+First all generators ask at once. Then each asks when its group is done, for at least the time of one and a half groups.
+`again` counts generators that a broker dropped after 8 s of silence and that rejoined. `us/put` is the brokers' CPU
+time, including pings and leases, per trajectory received. It does not depend on other load on the machine.
 """
 
 import argparse
@@ -94,13 +93,13 @@ class Peer:
     lease_ids: list[str] = field(default_factory=list)
     asked_at: float = 0.0
     num_left: int = 0
-    """Trajectories of its group that are not put yet."""
+    """Trajectories of its group that are not sent yet."""
     version: int = 0
     is_joined: bool = False
 
 
 class Crowd:
-    """Scripted generators of one process, on one epoll. Life: join -> burst -> steady."""
+    """The scripted generators of one process, on one epoll. Life: join -> burst -> steady."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Crowd:
         put_every_s: float,
         has_learner: bool,
     ) -> None:
-        """`addresses`: of the brokers, by name; `put_every_s`: seconds between two trajectories of one generator."""
+        """`addresses`: broker name -> address; `put_every_s`: seconds between two trajectories of one generator."""
         options = zmq_channels._CLIENT_OPTIONS if is_plain else zmq_channels._client_options(derive_keys(TOKEN))
         self._options, self._addresses, self._put_every_s = options, addresses, put_every_s
         self._context = zmq.Context()
@@ -130,7 +129,7 @@ class Crowd:
         self._learners = [self._connect(_LEARNER, each) for each in addresses.values() if has_learner]
 
     def join(self) -> None:
-        """Block until every peer is welcome."""
+        """Block until every peer has received Welcome."""
         everyone = [*self._peers, *self._learners]
         deadline = time.perf_counter() + _JOIN_S
         while (missing := [each for each in everyone if not each.is_joined]) and time.perf_counter() < deadline:
@@ -138,7 +137,7 @@ class Crowd:
                 self._say_hello(peer)
             self._run_until(_HELLO_EVERY_S, lambda: all(peer.is_joined for peer in missing))
         if missing:
-            raise RuntimeError(f"all peers must be welcome within {_JOIN_S:g} s, {len(missing)} are not")
+            raise RuntimeError(f"all peers must receive Welcome within {_JOIN_S:g} s, {len(missing)} did not")
 
     def burst(self) -> None:
         """Have all generators ask at once, and wait for all answers."""
@@ -150,7 +149,7 @@ class Crowd:
         self._run_until(seconds, lambda: False)
 
     def wait(self, pipe: Connection) -> None:
-        """Go on until the other end says so."""
+        """Keep serving until the other end of the pipe sends a message."""
         self._run_until(_JOIN_S, pipe.poll)
         pipe.recv()
 
@@ -190,8 +189,8 @@ class Crowd:
         self._touched[id(peer)] = peer
 
     def _drain_all(self) -> None:
-        # A socket's descriptor signals once, and a send takes that signal too: whatever was touched is read until it is
-        # empty, before the next wait.
+        # A socket's descriptor is edge-triggered, and a send consumes the edge too. Drain every touched socket before
+        # the next wait.
         while self._touched:
             _, peer = self._touched.popitem()
             while int(peer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -210,14 +209,14 @@ class Crowd:
             case Ping(sent_at=sent_at):
                 self._pong(peer, sent_at)
             case Prompts() if peer.lease_ids:
-                return  # It had asked before it joined again: that lease lapses.
+                return  # It asked before it rejoined: that lease lapses.
             case Prompts(prompts=[]):
                 self._send(peer, LeaseRequest(GROUP_SIZE))
             case Prompts(prompts=[prompt, *_]):
                 now = time.perf_counter()
                 self.waits_s.append(now - peer.asked_at)
                 peer.lease_ids, peer.num_left = [prompt.lease.id], GROUP_SIZE
-                # Spread over the interval, so that generators that asked at once do not go on in step.
+                # Spread over the interval, so that generators that asked at once do not run in lockstep.
                 heapq.heappush(self._due, (now + self._put_every_s * np.random.random(), id(peer), peer))
             case Ack(ids=ids):
                 self.num_acked += len(ids)
@@ -238,7 +237,7 @@ class Crowd:
         self._send(peer, LeaseRequest(GROUP_SIZE))
 
     def _put_one(self, peer: Peer, at: float) -> None:
-        """Put the next member of the peer's group; after the last, ask for another group."""
+        """Put the next member of the peer's group. After the last one, ask for another group."""
         lease_id, index = peer.lease_ids[0], GROUP_SIZE - peer.num_left
         group_id, _, attempt = lease_id.rpartition("-")
         ids = {"id": make_trajectory_id(lease_id, index), "group_id": group_id, "index": index}
@@ -281,7 +280,7 @@ def _work(pipe: Connection, numbers: range, settings: dict[str, Any], seconds: f
 
 
 def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the peers on a served run that nobody used yet; return the figures."""
+    """Run the peers on an unused served run; return the figures."""
     context = multiprocessing.get_context("spawn")
     put_every_s = num_peers * arguments.tokens / arguments.tokens_per_s
     seconds = max(arguments.seconds, 1.5 * GROUP_SIZE * put_every_s)
@@ -360,7 +359,7 @@ def _quantiles_ms(seconds: list[float]) -> dict[str, float]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure each number of generators on each number of brokers and a store of their own."""
+    """Measure each number of generators on each number of brokers, each combination with a new store."""
     rows = []
     for sockets, num_peers, brokers in product(arguments.sockets, arguments.peers, arguments.brokers):
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:
@@ -379,10 +378,10 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = make_parser("benchmarks.peers_at_scale", __doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=[250, 1000, 4000], help="generators (250 1000 4000)")
-    parser.add_argument("--brokers", type=int, nargs="+", default=[1], help="brokers of a run (1)")
+    parser.add_argument("--brokers", type=int, nargs="+", default=[1], help="number of brokers (1)")
     parser.add_argument("--sockets", nargs="+", default=["ipc"], choices=SOCKETS, help="of the brokers (ipc)")
-    parser.add_argument("--tokens-per-s", type=float, default=1e6, help="of all generators together (1,000,000)")
+    parser.add_argument("--tokens-per-s", type=float, default=1e6, help="total rate of all generators (1,000,000)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a trajectory (1024)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="measured after all have a lease, at least (20)")
-    parser.add_argument("--processes", type=int, default=1, help="that the generators are divided over (1)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="minimum time measured after the burst (20)")
+    parser.add_argument("--processes", type=int, default=1, help="processes that share the generators (1)")
     main(parser.parse_args())

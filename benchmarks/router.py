@@ -1,4 +1,4 @@
-"""The broker's router over real sockets and its peers, for benchmarks that measure what passes through it."""
+"""The broker's router and its peers over real sockets, for benchmarks of the traffic through it."""
 
 import threading
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ JOIN_TIMEOUT_S = 120.0
 
 @contextmanager
 def open_store(run: RunConfig) -> Iterator[RedisStore]:
-    """Open a store of the benchmark's own, which is gone afterwards."""
+    """Open a temporary store."""
     with TemporaryDirectory(prefix="store-") as folder, open_own_store(Path(folder), run.name) as store:
         yield store
 
 
 @contextmanager
 def open_router(run: RunConfig, store: Store) -> Iterator[Router]:
-    """Create the run in `store` and a router that serves it; the caller steps the router."""
+    """Create the run in `store` and a router that serves it. The caller steps the router."""
     train, heldout = read_train(run), read_heldout(run)
     channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
@@ -43,7 +43,7 @@ def open_router(run: RunConfig, store: Store) -> Iterator[Router]:
 
 @contextmanager
 def router_thread(run: RunConfig, store: Store) -> Iterator[None]:
-    """Step a router in a thread of this process until the block ends."""
+    """Step a router in a thread until the block ends."""
     stops = threading.Event()
 
     def route() -> None:
@@ -63,7 +63,7 @@ def router_thread(run: RunConfig, store: Store) -> Iterator[None]:
 def join_run(
     run: RunConfig, role: Literal["generator", "learner"], peer_id: str, *, board: StatusBoard | None = None
 ) -> Session:
-    """Join a run as a role of its own machine does."""
+    """Join a run like a role on the same machine does."""
     return join(
         role,
         address=RunFolder(run).broker_address,

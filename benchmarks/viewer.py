@@ -1,7 +1,7 @@
-"""Seconds that `slipstream view` takes for each key, and its catalog for each query, over an archive of a million rows.
+"""Seconds that `slipstream view` takes per key press, and its catalog per query, over an archive of a million rows.
 
-The archive is made in --folder (by default a temporary one, removed at the end): rows of 13 tokens as the default
-experiment writes them, about 60 bytes each on disk. A key is timed from its press until the list shows the result.
+The archive is created in --folder (by default a temporary one, removed at the end): rows of 13 tokens as written by the
+default experiment, about 60 bytes each on disk. A key press is timed until the list shows the result.
 """
 
 import argparse
@@ -42,7 +42,7 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Make the archive, and print medians over rounds."""
+    """Create the archive and print medians over rounds."""
     with tempfile.TemporaryDirectory(prefix="slipstream-viewer-") as temporary:
         folder = arguments.folder or Path(temporary)
         archive = make_archive(folder, num_rows=arguments.rows)
@@ -65,7 +65,7 @@ def _print(title: str, figures: dict[str, list[float]]) -> None:
 
 # --- queries ---------------------------------------------------------------------------------------------------------
 def _time_queries(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]:
-    """Return query -> seconds of each round. Nothing is kept between rounds."""
+    """Return query -> seconds of each round. Nothing is cached between rounds."""
     last = catalog.rows["id"][-1].as_py()
     queries: dict[str, Callable[[], Any]] = {
         f"sort by {column}": lambda column=column: catalog.page(CatalogQuery(sort_by=column)) for column in SORTABLE
@@ -85,29 +85,29 @@ def _time_queries(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, query in queries.items():
-            _forget(catalog)
+            _drop_cache(catalog)
             started = time.perf_counter()
             query()
             found.setdefault(name, []).append(time.perf_counter() - started)
     return found
 
 
-def _forget(catalog: Catalog) -> None:
-    """Free the results that the catalog keeps for the pages that are asked for next."""
+def _drop_cache(catalog: Catalog) -> None:
+    """Drop the results that the catalog caches for the following pages."""
     catalog._select.cache_clear()
     catalog._found = "", {}
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
 async def _time_keys(catalog: Catalog, *, rounds: int) -> dict[str, list[float]]:
-    """Return key -> seconds of each round, from its press to the drawn list."""
+    """Return key -> seconds of each round, from key press to drawn list."""
     found: dict[str, list[float]] = {}
     app = ViewerApp(catalog, name="benchmark")
     async with app.run_test(size=_SIZE) as pilot:
         await _settle(pilot)
 
         async def timed(name: str, press: Callable[[], Awaitable[None]]) -> None:
-            _forget(catalog)
+            _drop_cache(catalog)
             started = time.perf_counter()
             await press()
             await _settle(pilot)
@@ -146,7 +146,7 @@ async def _enter(pilot: Pilot[None], key: str, line: str) -> None:
 
 # --- the archive -----------------------------------------------------------------------------------------------------
 def make_archive(folder: Path, *, num_rows: int) -> Path:
-    """Make an archive of so many rows in the folder, with a tokenizer beside it, unless it is there."""
+    """Create an archive of `num_rows` rows and a tokenizer in the folder, unless they exist."""
     archive = folder / f"archive-{num_rows}"
     vocabulary = {piece: number for number, piece in enumerate(_PIECES)}
     tokenizer = Tokenizer(BPE(vocabulary, []))
@@ -156,7 +156,7 @@ def make_archive(folder: Path, *, num_rows: int) -> Path:
         return archive
     archive.mkdir()
     manifest = ManifestWriter(archive)
-    # Making a million records would take minutes: a few thousand are made, and their columns renumbered.
+    # Building a million records would take minutes, so build a few thousand and renumber their columns.
     pattern = tabulate([_make_stored(number) for number in range(min(num_rows, _SHARD_ROWS))])
     for first in range(0, num_rows, _SHARD_ROWS):
         path = archive / next_shard(manifest.shards)
@@ -195,7 +195,7 @@ def _make_stored(number: int) -> StoredTrajectory:
 
 
 def _renumbered(pattern: pa.Table, first: int) -> pa.Table:
-    """Give the rows of a shard ids and steps of their own."""
+    """Replace the ids and steps in the rows of a shard."""
     numbers = np.arange(first, first + pattern.num_rows)
     groups = numbers // _GROUP_SIZE
     offsets = pa.array(np.arange(len(groups) + 1), pa.int32())
@@ -214,5 +214,5 @@ if __name__ == "__main__":
     parser = make_parser("benchmarks.viewer", __doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="trajectories (1,000,000)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (3)")
-    parser.add_argument("--folder", type=Path, help="keep the archive here, and use the one that is here")
+    parser.add_argument("--folder", type=Path, help="keep the archive here, and reuse an existing one")
     main(parser.parse_args())

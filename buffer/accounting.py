@@ -1,4 +1,4 @@
-"""Accounting of a run: the counters a store keeps, and the audit that recomputes them from what is stored."""
+"""Accounting of a run: the store's counters, and an audit that recomputes them from the stored data."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,57 +7,58 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
-"""Reasons for which a filter rejects a complete group: no sampled member has a reward, the rewards of all are alike,
-too few or too many are right."""
+"""Reasons to reject a complete group: no sampled member has a reward, all rewards are equal, too few correct
+answers, too many correct answers.
+"""
 _MAX_NAMED = 5
-"""Groups named in one problem."""
+"""Groups listed per problem."""
 
 
 class StoreCounts(Record):
-    """Counters of a store at one instant; in groups unless stated otherwise.
+    """Counters of a store at one instant, in groups unless stated otherwise.
 
     Invariant: accepted == open_members + group_size * (ready + claimed + used) - short_members + sum of
     outcome_members.
     """
 
     admitted: int
-    """Training prompts ever leased for the first time, less those whose admission was given back."""
+    """Training prompts ever leased, minus returned admissions. A repeated lease does not count."""
     leased: int
     """Training leases held by generators."""
     returned: int
-    """Training prompts waiting to be leased again."""
+    """Training prompts waiting for another lease."""
     open: int
-    """Groups with at least one member and short of others."""
+    """Groups with some but not all members."""
     ready: int
-    """Groups complete and not claimed."""
+    """Complete groups that are not claimed."""
     claimed: int
-    """Held by the learner in a claim."""
+    """Groups in the learner's claim."""
     used: int
-    """Trained on, and not yet covered by a durable checkpoint or still reusable."""
+    """Trained on, and either still reusable or not covered by a durable checkpoint."""
     reusable: int
     """Groups in `used` that may be sampled again."""
     accepted: int
     """Trajectories stored since the run began."""
     duplicates: int
-    """Trajectories that arrived again with the same checksum."""
+    """Trajectories received again with the same checksum."""
     superseded: int
-    """Trajectories whose index in the group was taken already."""
+    """Trajectories whose index in the group was already filled."""
     refused: dict[str, int]
-    """Frames put into quarantine, by reason."""
+    """Quarantined frames, by reason."""
     outcomes: dict[str, int]
-    """Groups that are over, by outcome (retired, rejected, expired, quarantined)."""
+    """Finished groups, by outcome (retired, rejected, expired, quarantined)."""
     outcome_members: dict[str, int]
-    """Trajectories of groups that are over, by outcome."""
+    """Trajectories of finished groups, by outcome."""
     reasons: dict[str, int]
-    """Groups that are over, by `<outcome>: <reason>`."""
+    """Finished groups, by `<outcome>: <reason>`."""
     unarchived: int
-    """Groups that are over and still stored for the archive."""
+    """Finished groups still stored for the archive."""
     open_members: int
-    """Trajectories in groups that are open."""
+    """Trajectories in open groups."""
     short_members: int
-    """Trajectories missing from groups that were made ready without them."""
+    """Members missing from groups that became ready while incomplete."""
     payload_bytes: int
-    """Size of the encoded trajectories stored, bytes."""
+    """Stored payloads, bytes."""
     accepted_tokens: int
     """Model-written tokens of all trajectories ever stored."""
     superseded_tokens: int
@@ -65,30 +66,31 @@ class StoreCounts(Record):
     wasted_tokens: int
     """Model-written tokens of groups that ended without being trained on."""
     trained: int
-    """Trajectories trained on; each use counts."""
+    """Trajectories trained on, counting each use."""
     trained_tokens: int
-    """Model-written tokens trained on; each use counts."""
+    """Model-written tokens trained on, counting each use."""
     became_ready: int = 0
     """Groups that ever became ready."""
     curriculum: dict[str, int] = {}
-    """Prompts `skipped_too_easy`, `skipped_too_hard` and `explored` (generated though their row lies outside the band);
-    `rows` measured, and how many of them are `rows_too_easy` and `rows_too_hard` at present."""
+    """Prompts `skipped_too_easy`, `skipped_too_hard`, and `explored` (generated although their row is outside the
+    band); measured `rows`, and currently `rows_too_easy` and `rows_too_hard` among them.
+    """
 
     @property
     def rows_out_of_band(self) -> int:
-        """Rows whose success rate lies outside the curriculum's band."""
+        """Rows with a success rate outside the curriculum's band."""
         return self.curriculum.get("rows_too_easy", 0) + self.curriculum.get("rows_too_hard", 0)
 
     @property
     def curriculum_metrics(self) -> dict[str, float]:
-        """Prompts skipped and explored, and the share of the measured rows in the band, which is 1 before the first."""
+        """Prompts skipped and explored, and the fraction of measured rows in the band (1 before the first)."""
         names = ("skipped_too_easy", "skipped_too_hard", "explored")
         in_band = {"buffer/in_band_fraction": 1 - self.rows_out_of_band / max(1, self.curriculum.get("rows", 0))}
         return in_band | {f"buffer/{name}": self.curriculum.get(name, 0) for name in names}
 
     @property
     def outstanding(self) -> int:
-        """Groups admitted and not over, or over and still stored."""
+        """Groups that are admitted and unfinished, or finished and still stored."""
         in_store = self.ready + self.claimed + self.used + self.unarchived
         return self.leased + self.returned + in_store
 
@@ -99,20 +101,20 @@ class StoreCounts(Record):
 
     @property
     def filtered_fraction(self) -> float:
-        """Share of complete groups that `buffer.filter` rejected; 0 before the first."""
+        """Fraction of complete groups that `buffer.filter` rejected; 0 before the first."""
         complete = self.filtered + self.became_ready
         return self.filtered / complete if complete else 0.0
 
     @property
     def length_bias(self) -> float:
-        """Mean length of trained trajectories / mean length of accepted ones; below 1, long ones are left behind."""
+        """Mean length of trained / accepted trajectories. Below 1, long ones are left behind."""
         if not self.trained or not self.accepted_tokens:
             return 1.0
         return (self.trained_tokens / self.trained) / (self.accepted_tokens / self.accepted)
 
     @property
     def waste_fraction(self) -> float:
-        """Share of received tokens that were discarded without a step; masked tokens come on top."""
+        """Fraction of received tokens discarded without training; excludes masked tokens."""
         arrived = self.accepted_tokens + self.superseded_tokens
         return (self.wasted_tokens + self.superseded_tokens) / arrived if arrived else 0.0
 
@@ -121,13 +123,13 @@ class StoreMemory(Record):
     """Memory of a store's server. Example: StoreMemory(used_bytes=52428800, max_bytes=1073741824)."""
 
     used_bytes: int = 0
-    """All that the server holds, other runs on it included; 0 for one without a process of its own."""
+    """Total memory of the server, including other runs; 0 for a store without its own process."""
     max_bytes: int = 0
-    """Limit, beyond which it refuses writes; 0 = none."""
+    """Limit above which the server refuses writes; 0 = none."""
 
 
 class Audit(Record):
-    """Accounting recomputed from what is stored; in trajectories unless stated otherwise.
+    """Accounting recomputed from the stored data, in trajectories unless stated otherwise.
 
     Invariant of a sound store: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
     """
@@ -137,7 +139,7 @@ class Audit(Record):
     buffered: int
     """In open and ready groups."""
     claimed: int
-    """Held by the learner in a claim."""
+    """In the learner's claim."""
     used: int
     """Trained on, not yet covered by a durable checkpoint."""
     retired: int
@@ -149,43 +151,42 @@ class Audit(Record):
     quarantined: int
     """In groups that were tried too often."""
     lost: int
-    """Acknowledged, but stored in no group."""
+    """Acknowledged, but not stored in any group."""
     duplicated: int
     """In two states at once, or trained on more often than allowed."""
     skipped_prompts: int
-    """Prompts that were admitted and are in no state."""
+    """Prompts that were admitted but have no state."""
     problems: list[str] = []
-    """One sentence for each inconsistency."""
+    """One sentence per inconsistency."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether no inconsistency was found."""
         return not (self.lost or self.duplicated or self.skipped_prompts or self.problems)
 
 
 class Snapshot(Record):
-    """Input of an audit, read at one instant.
+    """Input of an audit, read atomically.
 
     Example: Snapshot(next_ordinal=3, max_uses=1, accepted=4, groups={"leased": ["2"], "ready": ["1"], "used": ["0"]},
         members={"0": (2, 2), "1": (2, 2), "2": (0, 0)}, done=[], outcome_members={}, ledger=[StepEntry(step=1, ...)])
     """
 
     next_ordinal: int
-    """Training prompts admitted since the run began."""
+    """Training prompts admitted so far."""
     max_uses: int
-    """Steps that may train on one group."""
+    """Number of steps that may train on one group."""
     accepted: int
-    """Trajectories ever acknowledged as new."""
+    """Trajectories acknowledged as new."""
     groups: dict[str, list[str]]
     """State (leased, returned, ready, claimed, used) -> training groups."""
     members: dict[str, tuple[int, int]]
     """Group -> (members counted, payloads stored)."""
     done: list[int]
-    """Ordinals of the groups that are over."""
+    """Ordinals of finished groups."""
     outcome_members: dict[str, int]
-    """Trajectories of groups that are over, by outcome."""
+    """By outcome."""
     ledger: list[StepEntry]
-    """Entries of the committed steps."""
+    """Committed steps."""
 
 
 def audit(snapshot: Snapshot) -> Audit:
@@ -193,11 +194,14 @@ def audit(snapshot: Snapshot) -> Audit:
     states = _states_of(snapshot)
     held = {state: sum(snapshot.members[group][0] for group in ids) for state, ids in snapshot.groups.items()}
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}
-    # Positive: acknowledged trajectories are nowhere. Negative: some are stored twice.
+    # Positive: acknowledged trajectories are missing. Negative: some are stored twice.
     missing = snapshot.accepted - sum(held.values()) - sum(over.values())
     doubled = {group: found for group, found in states.items() if len(found) > 1}
     overused = _overused(snapshot)
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
+    recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
+    # With reuse, a used group may be claimed for another step.
+    after_use = {"used", "over", "claimed"} if snapshot.max_uses > 1 else {"used", "over"}
     return Audit(
         accepted=snapshot.accepted,
         buffered=held["leased"] + held["returned"] + held["ready"],
@@ -211,14 +215,19 @@ def audit(snapshot: Snapshot) -> Audit:
             *_problem("in no state", map(str, skipped)),
             *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
             *_problem("trained on more often than allowed", overused),
-            *_problem("used, but not in the ledger", _unrecorded(snapshot)),
-            *_problem("in the ledger, but neither used nor over", _unused(snapshot, states)),
+            *_problem(
+                "used, but not in the ledger", (group for group in snapshot.groups["used"] if group not in recorded)
+            ),
+            *_problem(
+                "in the ledger, but neither used nor over",
+                (group for group in recorded if not after_use & set(states.get(group, []))),
+            ),
         ],
     )
 
 
 def _states_of(snapshot: Snapshot) -> dict[str, list[str]]:
-    # A list, not one state: a group in two of them is what the audit looks for.
+    # A list, because the audit looks for groups in two states.
     states: dict[str, list[str]] = {}
     for state, groups in snapshot.groups.items():
         for group in groups:
@@ -229,7 +238,7 @@ def _states_of(snapshot: Snapshot) -> dict[str, list[str]]:
 
 
 def _overused(snapshot: Snapshot) -> list[str]:
-    """Trajectories trained on in too many steps, or twice within one."""
+    """Return trajectories trained on in too many steps, or twice within one."""
     total: Counter[str] = Counter()
     repeated = []
     for entry in snapshot.ledger:
@@ -237,18 +246,6 @@ def _overused(snapshot: Snapshot) -> list[str]:
         total += in_step
         repeated += [name for name, count in in_step.items() if count > 1]
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
-
-
-def _unrecorded(snapshot: Snapshot) -> list[str]:
-    recorded = {group for entry in snapshot.ledger for group in entry.group_ids}
-    return [group for group in snapshot.groups["used"] if group not in recorded]
-
-
-def _unused(snapshot: Snapshot, states: dict[str, list[str]]) -> list[str]:
-    recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
-    # With reuse, a group that was trained on may be claimed for another step.
-    allowed = {"used", "over"} | ({"claimed"} if snapshot.max_uses > 1 else set())
-    return [group for group in recorded if not allowed & set(states.get(group, []))]
 
 
 def _problem(what: str, groups: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,14 +22,14 @@ from slipstream.buffer.trajectory import (
 # --- chunks ----------------------------------------------------------------------------------------------------------
 MAX_TRAJECTORIES = 64
 MAX_BYTES = 2**20
-"""Limit of a chunk's payloads, bytes; a single larger payload is a chunk of its own."""
+"""Maximum payload bytes per chunk. A single larger payload gets its own chunk."""
 
 Packed = tuple[TrajectoryHeader, bytes]
 """Header and payload of a trajectory."""
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield consecutive lists: large enough to share the cost of a message or call, small enough to wait for."""
+    """Yield consecutive chunks: large enough to amortize a message or call, small enough not to stall others."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:
@@ -52,9 +52,9 @@ _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "gene
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Limit of the absolute value: sums of squares over a group, and their differences, must stay finite."""
+"""Limit on the absolute value, so that sums of squares over a group, and their differences, stay finite."""
 _MOST_NAMES = 64
-"""Limit of the named arrays, and of the named metrics, of a trajectory."""
+"""Maximum number of named arrays, and of named metrics, per trajectory."""
 _INT64 = 2**63
 _PLAIN = (float, str, bytes, type(None))
 
@@ -63,9 +63,8 @@ class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """An array on the wire. Example: _Array("int32", [2], b"\x04\x00\x00\x00\x08\x00\x00\x00")."""
 
     dtype: Literal["int32", "int64", "uint8", "bool", "float32", "float64", "int16", "float16"]
-    """Type of the elements, little-endian."""
+    """Element type, little-endian."""
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
-    """Number of elements along each axis."""
     data: memoryview
     """View of the received bytes, not a copy."""
 
@@ -82,11 +81,11 @@ def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
 _WireTrajectory: Any = msgspec.defstruct(
     "Trajectory", map(_wire_field, msgspec.structs.fields(Trajectory)), forbid_unknown_fields=True
 )
-"""A Trajectory whose arrays are not built yet: decoded without a call back into Python for each of them."""
+"""A Trajectory with arrays still encoded, which decodes without calling back into Python for each array."""
 
 
 def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
-    """Return dtype, shape and little-endian bytes. Raises TypeError for a dtype that does not travel."""
+    """Return dtype, shape, and little-endian bytes. Raises TypeError for an unsupported dtype."""
     name = array.dtype.name
     if name not in _DTYPES:
         raise TypeError(f"arrays must be one of {sorted(_DTYPES)}, got {name}")
@@ -94,7 +93,7 @@ def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
 
 
 def from_wire(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
-    """Return the array that `to_wire` took apart. Raises ValueError."""
+    """Inverse of `to_wire`. Raises ValueError."""
     return _restore(msgspec.convert([dtype, shape, memoryview(data)], _Array))
 
 
@@ -114,7 +113,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
 
 
 def _restore(array: _Array) -> np.ndarray:
-    # numpy would take any byte for true, and the archive would not give it back.
+    # numpy would accept any nonzero byte as true, and the archive would not round-trip it.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
         raise ValueError("the bytes of a bool array must be 0 or 1")
     flat = np.frombuffer(array.data, _DTYPES[array.dtype])
@@ -135,7 +134,7 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decode MessagePack. Raises RecordRefusedError (`malformed`) for anything that is not exactly a `kind`."""
+    """Decode MessagePack. Raises RecordRefusedError (`malformed`) for anything but a valid `kind`."""
     if kind not in _DECODERS:
         _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_refuse_extension)
     try:
@@ -145,12 +144,12 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def checksum(data: bytes) -> int:
-    """Return the xxh3-64 of the bytes."""
+    """Return xxh3-64 of the bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size: int) -> tuple[TrajectoryHeader, bytes]:
-    """Return the header that the broker reads and the payload that it stores unchanged."""
+    """Return the header for the broker and the payload, which is stored unchanged."""
     payload = encode(trajectory)
     return _describe(trajectory, payload, lease_id=lease_id, purpose=purpose, group_size=group_size), payload
 
@@ -182,7 +181,7 @@ def _describe(
 
 
 def _versions_used(trajectory: Trajectory) -> list[int]:
-    """Versions of the spans in which the model wrote a token; works on shapes that were not checked yet."""
+    """Return the versions of spans with model-written tokens; works on shapes that are not validated yet."""
     starts = [span.first_token for span in trajectory.version_spans]
     bounds = zip(starts, [*starts[1:], None], strict=False)
     has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
@@ -204,7 +203,7 @@ def unpack(payload: bytes) -> Trajectory:
 
 
 def check_additions(trajectory: Trajectory) -> None:
-    """Check what an agent loop adds to its tokens, as `unpack` does. Raises RecordRefusedError."""
+    """Check the fields set by an agent loop, as `unpack` does. Raises RecordRefusedError."""
     _check_reward(trajectory)
     _check_plain(trajectory)
     _check_additions(trajectory)
@@ -232,26 +231,21 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     if not 0 <= header.index < header.group_size:
         raise RecordRefusedError("index", f"index must be in [0, {header.group_size}), got {header.index}")
     trajectory = unpack(payload)
-    # The header decides about admission, accounting and staleness: it must be the one that follows from the payload.
+    # Admission, accounting, and staleness rely on the header, so it must follow from the payload.
     described = _describe(
         trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
     )
     if described != header:
         raise RecordRefusedError("header_mismatch", f"the header of {header.id} does not describe its payload")
-    _check_names(header)
-    return trajectory
-
-
-def _check_names(header: TrajectoryHeader) -> None:
-    """Check that the ids are built from group, attempt and index."""
     lease_id = make_lease_id(header.group_id, header.attempt)
     trajectory_id = make_trajectory_id(lease_id, header.index)
     if header.attempt < 0 or header.lease_id != lease_id or header.id != trajectory_id:
         raise RecordRefusedError("id", f"{header.id} must be `{trajectory_id}` of lease `{lease_id}`")
+    return trajectory
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
-    # `size`, because an array without axes has no `len`.
+    # `size` instead of `len`, which a 0-d array does not have.
     length = trajectory.token_ids.size
     for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
@@ -261,21 +255,17 @@ def _check_arrays(trajectory: Trajectory) -> None:
             )
     if not np.count_nonzero(trajectory.model_mask):
         raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
-    # Bare reductions and plain numbers: array methods, and comparisons of numpy scalars, take twice as long.
+    # Bare reductions and Python numbers: array methods and comparisons of numpy scalars take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
         raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs
-    # The extremes of an array that holds a NaN are NaN, and every comparison with NaN is false.
+    # The extremes of an array with a NaN are NaN, and every comparison with NaN is false.
     smallest_logprob, largest_logprob = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
-    if not (smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB):
-        _refuse_logprobs(logprobs)
-
-
-def _refuse_logprobs(logprobs: np.ndarray) -> NoReturn:
-    num_bad = np.count_nonzero(~np.isfinite(logprobs))
-    if num_bad:
+    if smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB:
+        return
+    if num_bad := np.count_nonzero(~np.isfinite(logprobs)):
         raise RecordRefusedError("nonfinite_logprob", f"log-probabilities must be finite, got {num_bad} that are not")
-    raise RecordRefusedError("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
+    raise RecordRefusedError("positive_logprob", f"log-probabilities must be <= 0, got {largest_logprob:.4g}")
 
 
 def _check_spans(trajectory: Trajectory) -> None:
@@ -311,17 +301,17 @@ def _check_reward(trajectory: Trajectory) -> None:
     if reward.turns and len(reward.turns) != len(trajectory.turn_starts()):
         raise RecordRefusedError(
             "turn_rewards",
-            f"there must be a reward for each of {len(trajectory.turn_starts())} turns, got {len(reward.turns)}",
+            f"turn rewards must match the {len(trajectory.turn_starts())} turns, got {len(reward.turns)}",
         )
 
 
 def _check_additions(trajectory: Trajectory) -> None:
-    """Check named arrays, media and metrics."""
     length = trajectory.num_tokens
     names = [*trajectory.arrays, *trajectory.metrics]
     if max(len(trajectory.arrays), len(trajectory.metrics)) > _MOST_NAMES or not all(map(_is_short_name, names)):
         raise RecordRefusedError(
-            "names", f"there may be {_MOST_NAMES} arrays and metrics with names of 1 to 64 characters, got {names[:65]}"
+            "names",
+            f"arrays and metrics must be at most {_MOST_NAMES}, with names of 1 to 64 characters, got {names[:65]}",
         )
     for name, array in trajectory.arrays.items():
         if array.shape[:1] != (length,):
@@ -340,11 +330,11 @@ def _is_short_name(name: str) -> bool:
 
 
 def _check_plain(trajectory: Trajectory) -> None:
-    """Check the limits of the archive's columns: signed 64-bit numbers, and plain values in `extras`."""
+    """Check the limits of the archive's columns: signed 64-bit integers, and plain values in `extras`."""
     sampling = trajectory.sampling
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
-            raise RecordRefusedError("large_number", f"numbers must fit into 64 bits with a sign, got {number}")
+            raise RecordRefusedError("large_number", f"numbers must fit into signed 64 bits, got {number}")
     seconds = (trajectory.started_at, trajectory.finished_at, sampling.temperature, sampling.top_p)
     if not all(map(math.isfinite, seconds)):
         raise RecordRefusedError("nonfinite_number", f"times and sampling must be finite, got {seconds}")
@@ -355,7 +345,7 @@ def _check_plain(trajectory: Trajectory) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether MessagePack's basic types alone occur; its timestamps decode to `datetime` unasked."""
+    """Whether only MessagePack's basic types occur. Its timestamps would decode to `datetime`."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):

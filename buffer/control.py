@@ -1,4 +1,4 @@
-"""Control: requests to a live run (scale, drain, pause) through its store."""
+"""Requests to a live run (scale, drain, pause) through its store."""
 
 import time
 import uuid
@@ -11,45 +11,46 @@ from slipstream.configs.learner import PAUSE_REQUEST
 
 # --- drain requests --------------------------------------------------------------------------------------------------
 DRAIN_REQUEST = "drain/"
-"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock, and behind
-it, once the order was sent, the incarnation that it was sent to."""
+"""Prefix of the request's subject, followed by the generator id. The value is the deadline by the store's clock,
+followed by the incarnation that received the order once it was sent.
+"""
 
 
 GENERATORS = "generators"
-"""Subject of a scaling request in the store; its value is the number, a space, and an id for the answer."""
+"""Subject of a scaling request in the store. Value: `<number> <request id>`."""
 
 
 _DRAIN_TIMEOUT_S = 60.0
-"""Time for a generator to return its leases, send its outbox and leave."""
+"""Time for a generator to return its leases, send its outbox, and leave."""
 _LAUNCHER_TIMEOUT_S = 10.0
 _POLL_EVERY_S = 0.2
 
 
 class NoAnswerError(Exception):
-    """A role that must answer for a command is not there, or did not answer in time."""
+    """A role that must answer a command is missing or did not answer in time."""
 
 
 def request_generators(store: Store, target: int, *, run: str) -> int:
-    """Ask the launcher for another number of generators and wait for its answer; return the number so far.
+    """Ask the launcher to change the number of generators, wait for its answer, and return the previous number.
 
-    Raises ConfigError when it refuses, NoAnswerError when there is none or it does not answer.
+    Raises ConfigError if the launcher refuses, NoAnswerError if it is missing or does not answer.
     """
     before = _launcher(store)
-    # A launcher that was killed leaves its last report behind: only its age shows that it is gone.
+    # A killed launcher leaves its last report behind; only the report's age shows that it is gone.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
         raise NoAnswerError(
             f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`"
         )
-    # The store holds one request per subject: the id distinguishes our answer from that to an earlier command.
+    # The store holds one request per subject. The id separates our answer from the answer to an earlier command.
     request_id = uuid.uuid4().hex
     store.request("launcher", GENERATORS, f"{target} {request_id}")
     ends_at = time.monotonic() + _LAUNCHER_TIMEOUT_S
     while (launcher := _launcher(store)).get("answered") != request_id:
         if time.monotonic() >= ends_at:
-            # Withdrawn, so that it does not take effect long after this command reported a failure.
+            # Withdraw the request so that it cannot take effect after this command reported a failure.
             store.take_requests("launcher")
             raise NoAnswerError(
-                f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, it did not; nothing was "
+                f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, but did not; nothing was "
                 "changed"
             )
         time.sleep(_POLL_EVERY_S)
@@ -70,7 +71,7 @@ def request_drain(store: Store, generator_id: str, *, run: str) -> None:
         raise ConfigError(
             f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
         )
-    # With a deadline, so that the broker ignores a request that was reported as failed.
+    # The deadline lets the broker ignore a request that was already reported as failed.
     store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
 
 
@@ -80,8 +81,8 @@ def wait_until_gone(store: Store, generator_id: str) -> None:
     while _is_connected(gauges := store.roles().get(generator_id, {})):
         if time.monotonic() >= ends_at:
             raise NoAnswerError(
-                f"{generator_id} must leave within {_DRAIN_TIMEOUT_S:g} s, it is still {gauges.get('state')} "
-                f"({gauges.get('reason') or 'no reason given'}): are it and the broker alive?"
+                f"{generator_id} must leave within {_DRAIN_TIMEOUT_S:g} s, but it is still {gauges.get('state')} "
+                f"({gauges.get('reason') or 'no reason given'}): check that it and the broker are alive."
             )
         time.sleep(_POLL_EVERY_S)
 
@@ -91,7 +92,7 @@ def _is_connected(gauges: dict[str, Any]) -> bool:
 
 
 def request_pause(store: Store, *, is_off: bool, run: str) -> None:
-    """Leave the standing request, or take it back. Raises ConfigError if the run does not train or is not paused."""
+    """Set the standing pause request, or withdraw it. Raises ConfigError if the run is not training or not paused."""
     if (phase := store.run_state().phase) not in ("starting", "training"):
         raise ConfigError(f"pause needs a run that trains, got run {run!r}, which is {phase}.")
     if not is_off:

@@ -1,4 +1,4 @@
-"""Files that survive a crash of the machine: written whole or not at all, or appended to line by line."""
+"""Files that survive a machine crash: written atomically, or appended line by line."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def sync_path(path: Path) -> None:
-    """Block until the disk has a file's bytes, or a folder's names. Raises OSError."""
+    """Flush a file's content, or a folder's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,7 +26,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
-    """Write a file; its bytes are on the disk on return, its name once its folder is synced. Raises OSError."""
+    """Write a file and fsync it. Its name is durable only after an fsync of its folder. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -34,7 +34,7 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file that is whole or absent: temporary name, fsync, rename, fsync of its folder. Raises OSError."""
+    """Write a file atomically: temporary name, fsync, rename, fsync of its folder. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write_synced(temporary, data)
@@ -42,12 +42,12 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    # The rename is durable only when the folder is.
+    # The rename is durable only after an fsync of the folder.
     sync_path(path.parent)
 
 
 def checksum(path: Path) -> str:
-    """xxh3-64 of a file, in hex."""
+    """Return xxh3-64 of a file, hexadecimal."""
     digest = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -60,15 +60,15 @@ class CheckedLine(Record):
     """One line of a LineFile. Example: CheckedLine(schema=1, checksum="9f2c61d0a55b7e13", entry=b'{"step":12,...}')."""
 
     schema: int
-    """Refused if newer than the reader's."""
+    """Rejected if newer than the reader's."""
     checksum: str
-    """xxh3-64 of the entry's text in the line, hexadecimal."""
+    """xxh3-64 of the entry's text, hexadecimal."""
     entry: msgspec.Raw
-    """The entry, as JSON text."""
+    """Entry, as JSON text."""
 
 
 class _Schema(msgspec.Struct):
-    """Decodes the schema of a line that may hold fields of a newer version."""
+    """Decodes only the schema of a line, which may have fields of a newer version."""
 
     schema: int
 
@@ -90,9 +90,9 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
 def parse_lines(
     content: bytes, parse: Callable[[bytes], T | None], *, where: str | Path, rule: str
 ) -> tuple[list[T], bytes]:
-    """Return (the entries of a LineFile, its whole lines), without a last line that a crash cut short.
+    """Return (entries, complete lines) of a LineFile, ignoring a last line that a crash cut short.
 
-    `parse` returns None for a damaged line; `rule` says what a line must do, such as `name a shard`. Raises
+    `parse` returns None for a damaged line. `rule` completes "a line must", such as `name a shard`. Raises
     ArchiveError for a damaged line before the last.
     """
     lines = content.splitlines(keepends=True)
@@ -109,30 +109,30 @@ def parse_lines(
 
 
 class LineFile:
-    """A file of checked lines that has one writer and is only ever appended to.
+    """Append-only file of checksummed lines with a single writer.
 
-    Invariant: a line is whole and durable, or the next append (or the next start) drops it.
+    Invariant: a line is complete and durable, or the next append (or the next start) drops it.
     """
 
     def __init__(self, path: Path, *, content: bytes, schema: int) -> None:
-        """Create the file if it is missing; `content` is its whole lines, as `parse_lines` returns them."""
+        """Create the file if missing. `content` is its complete lines, as returned by `parse_lines`."""
         self._path = path
         self._schema = schema
         self._digest = xxhash.xxh3_64(content)
         self.num_bytes = len(content)
-        """Size of its whole lines."""
+        """Size of the complete lines."""
         path.touch()
 
     @property
     def checksum(self) -> str:
-        """xxh3-64 of its whole lines, hexadecimal."""
+        """xxh3-64 of the complete lines, hexadecimal."""
         return self._digest.hexdigest()
 
     def append(self, entries: Iterable[Record]) -> None:
-        """Append a line per entry; durable on return. Raises OSError, and can be called again then."""
+        """Append one line per entry, durable on return. Can be retried after an OSError."""
         data = b"".join(map(self._line, entries))
         with self._path.open("r+b") as file:
-            # An append that failed for want of space may have left a part of its lines.
+            # An append that failed on a full disk may have left partial lines.
             file.truncate(self.num_bytes)
             file.seek(self.num_bytes)
             file.write(data)
@@ -147,26 +147,27 @@ class LineFile:
         return msgspec.json.encode(line) + b"\n"
 
 
+# --- sealed folders ---------------------------------------------------------------------------------------------------
 CHECKSUMS = "checksums.json"
 _BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
-"""One thread reads about as fast as one disk; the hash lets go of the interpreter's lock."""
+"""One thread reads about as fast as one disk. Hashing releases the GIL."""
 
 
 def seal(folder: Path) -> None:
-    """Write the checksums of a folder and sync it all: only a rename is missing then. Raises OSError."""
+    """Write the checksums of a folder and sync everything, so that only a rename is left to do. Raises OSError."""
     (folder / CHECKSUMS).write_bytes(msgspec.json.encode(checksums_of(folder)))
-    # Contents before the name: after the rename the folder must survive a power failure.
+    # Sync before the rename, so that the renamed folder survives a power failure.
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
 
 
 def merge(parts: Sequence[Path], *, into: Path) -> None:
-    """Move the files of sealed folders into another one, which is sealed again then. Raises OSError; repeatable."""
+    """Move the files of sealed folders into another sealed folder. Can be retried after an OSError."""
     checksums = dict[str, str]()
     for folder in (into, *parts):
         checksums |= read_checksums(folder)
-    # First, because it alone takes room on the disk.
+    # First, because only this step needs disk space.
     write_durably(into / CHECKSUMS, msgspec.json.encode(checksums))
     for folder in parts:
         for name in read_checksums(folder):
@@ -180,7 +181,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """Return which file of a sealed folder is not as it was written, as the beginning of a sentence; empty if none."""
+    """Return which file of a sealed folder has changed, as the beginning of a sentence; empty if none."""
     try:
         expected, found = read_checksums(folder), checksums_of(folder)
     except (OSError, msgspec.MsgspecError) as error:
@@ -195,12 +196,12 @@ def find_damage(folder: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Checksums that a sealed folder has on file, by path within it. Raises OSError, msgspec.MsgspecError."""
+    """Return path -> recorded checksum of a sealed folder. Raises OSError, msgspec.MsgspecError."""
     return msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
-    """Compute the checksum of every file but that of the checksums, by its path within the folder."""
+    """Return path -> computed checksum of every file in the folder except the checksum file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(checksum, files), strict=True))

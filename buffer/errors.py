@@ -2,16 +2,16 @@
 
 ReplayBufferError
 ├── RecordRefusedError         a record is invalid; carries a short reason for counters
-├── StaleFenceError            a claim, or the chief's lease, was used after it had lapsed
+├── StaleFenceError            a claim, or the chief's lease, was used after it lapsed
 ├── StoreUnavailableError      the store does not answer
-│   └── StoreCannotWriteError  the store answers, but refuses writes: disk or memory full, or a replica
+│   └── StoreCannotWriteError  the store answers but refuses writes: disk or memory full, or a replica
 ├── StoreLostError             the embedded store died and cannot be restarted
 ├── RunConflictError           the store belongs to another run, or the run's name is taken
-├── SearchCancelledError       a search in a catalog was given up
-├── ArchiveError               the folder is no archive, has another writer, or its manifest is damaged
+├── SearchCancelledError       a catalog search was canceled
+├── ArchiveError               the folder is not an archive, has another writer, or has a damaged manifest
 │   └── ShardError             one shard cannot be read; the others can
-└── StorageError               the object store of the run has not answered, or refused, for too long
-    └── DamagedObjectError     an object is missing, or not as it was written
+└── StorageError               the run's object store has been failing for too long
+    └── DamagedObjectError     an object is missing or does not match its checksum
 """
 
 
@@ -31,19 +31,19 @@ class RecordRefusedError(ReplayBufferError, ValueError):
 
 
 class StaleFenceError(ReplayBufferError, RuntimeError):
-    """A claim lapsed (or was rolled back) before it was committed or renewed, or a chief's lease did."""
+    """A claim lapsed (or was rolled back) before a commit or renewal, or a chief's lease lapsed."""
 
 
 class StoreUnavailableError(ReplayBufferError, ConnectionError):
-    """The store does not answer; the message names its address and a remedy."""
+    """The store does not answer. The message names its address and a remedy."""
 
 
 class StoreCannotWriteError(StoreUnavailableError):
-    """The store refuses writes until somebody makes room; its content is safe, and the same write may be repeated."""
+    """The store refuses writes until space is freed. Its content is safe, and the write may be retried."""
 
 
 class StoreLostError(ReplayBufferError, RuntimeError):
-    """The embedded store died, and a restart would not help; the message ends with its log."""
+    """The embedded store died, and a restart would not help. The message ends with its log."""
 
 
 class RunConflictError(ReplayBufferError, ValueError):
@@ -51,25 +51,24 @@ class RunConflictError(ReplayBufferError, ValueError):
 
 
 class SearchCancelledError(ReplayBufferError, RuntimeError):
-    """Nobody waits for the result of a search any more."""
+    """The result of a search is no longer needed."""
 
 
 class ArchiveError(ReplayBufferError, ValueError):
-    """The archive as a whole cannot be used; the message names its folder and a remedy."""
+    """The archive as a whole is unusable. The message names its folder and a remedy."""
 
 
 class ShardError(ArchiveError):
-    """One shard is missing, damaged or too new; the message begins with its name."""
+    """One shard is missing, damaged, or too new. The message begins with its name."""
 
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"{name} {detail}")
         self.name = name
-        """File name of the shard."""
 
 
 class StorageError(ReplayBufferError, RuntimeError):
-    """The object store cannot be used; the message names the object and the store's own reason."""
+    """The object store is unusable. The message names the object and the store's reason."""
 
 
 class DamagedObjectError(StorageError):
-    """An object, or the file that it was to be made of, differs from its checksum; no repetition would help."""
+    """An object, or the file to upload as one, differs from its checksum. Retrying does not help."""

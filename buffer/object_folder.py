@@ -1,18 +1,19 @@
-"""ObjectFolder: a folder of an object store, or of any other file system that `pyarrow.fs` opens by its URI.
+"""ObjectFolder: a folder in an object store, or in any other file system that `pyarrow.fs` opens by URI.
 
-Consumes: folders of this machine and the checksums of their files.
-Produces: the same folders elsewhere, and back.
+Consumes: local folders and the checksums of their files.
+Produces: the same folders in the object store, and back.
 Waits for: the object store, with back-off, until an operation has failed for `timeout_s`.
-Invariant: a folder counts once it has its manifest, which is written after every other file and deleted before them.
+Invariant: a folder is complete iff it has a manifest, which is written after every other file and deleted before them.
 
-<uri>/upload-0.json     first: checksums of what sender 0 sends, by which an upload that is repeated sends only the rest
-<uri>/<file>            objects, each there as a whole or not at all
+<uri>/upload-0.json     first: checksums of sender 0's files, so that a repeated upload sends only the missing ones
+<uri>/<file>            objects, each complete or absent
 <uri>/checksums.json    last: the manifest, checksums of the files of all senders
 """
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -35,32 +36,34 @@ _INTENT = "upload-{}.json"
 _PROBE = "write-probe"
 _BLOCK_BYTES = 16 * 2**20
 _BLOCKS_IN_FLIGHT = 8
-"""Parts of a multipart upload that are sent at the same time: pyarrow alone would read ahead without a limit."""
+"""Concurrent parts of a multipart upload. pyarrow alone would read ahead without limit."""
 UPLOAD_TIMEOUT_S = 60.0
-"""Time that a role which is to end has for its uploads."""
+"""Time for a stopping role to finish its uploads."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
 _WITH_FOLDERS = ("local", "hdfs")
-"""File systems in which a file needs its folder."""
+"""File systems that need a parent folder for each file."""
 
 log = structlog.get_logger(__name__)
 
 
 class StorageWait:
-    """Repeats operations of an object store while they fail. Used by one thread; `reason` may be read by any."""
+    """Retries operations of an object store. Used by one thread; any thread may read `reason`."""
 
     def __init__(self, timeout_s: float, *, first_delay_s: float = _FIRST_DELAY_S) -> None:
-        """`timeout_s`: how long an operation may fail, from its first failure on."""
+        """`timeout_s`: how long an operation may keep failing, from its first failure."""
         self._timeout_s = timeout_s
         self._first_delay_s = first_delay_s
         self.reason = ""
-        """The wait under way, such as `waiting 12 s for s3://...: AWS Error NETWORK_CONNECTION ...`; else empty."""
+        """Current wait, such as `waiting 12 s of 60 s for s3://...: AWS Error NETWORK_CONNECTION ...`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
-        """Call until it succeeds. Raises StorageError, which names `what`, once it has failed for `timeout_s`."""
+        """Call until it succeeds. Raises StorageError, which names `what`, after failing for `timeout_s`."""
         failing_since, delay_s = 0.0, self._first_delay_s
         while True:
             try:
                 result = call()
+                self.reason = ""
+                return result
             except (OSError, pa.ArrowException) as error:
                 now = time.monotonic()
                 failing_since = failing_since or now
@@ -74,13 +77,10 @@ class StorageWait:
                 log.warning("storage_failed", path=what, again_in_s=delay_s, error=str(error))
                 time.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-            else:
-                self.reason = ""
-                return result
 
 
 class ObjectFolder:
-    """One folder. Life of an upload: upload, by every sender; seal, by one of them."""
+    """One folder. To upload: every sender calls `upload`, then one of them calls `seal`."""
 
     def __init__(self, uri: str, wait: StorageWait) -> None:
         """Open the file system of `uri`; the folder need not exist. Raises StorageError."""
@@ -92,7 +92,7 @@ class ObjectFolder:
             raise StorageError(f"storage_uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
 
     def child(self, name: str) -> "ObjectFolder":
-        """Folder within this one, with the same connection and the same waits."""
+        """Return a subfolder that shares the connection and the waits."""
         child = copy(self)
         child.uri, child._path = f"{self.uri}/{name}", f"{self._path}/{name}"
         return child
@@ -104,23 +104,23 @@ class ObjectFolder:
         self.remove(_PROBE)
 
     def names(self) -> list[str]:
-        """Names of the folders within this one that count, in order."""
+        """Return the names of complete subfolders, sorted."""
         return sorted(str(path.parent) for path in map(PurePosixPath, self.objects()) if path.parts[1:] == (CHECKSUMS,))
 
     def manifest(self) -> dict[str, str] | None:
-        """Checksums of the files by name; None if this folder does not count. Raises StorageError."""
+        """Return name -> checksum of the files; None if this folder is not complete. Raises StorageError."""
         data = self.read(CHECKSUMS)
         return None if data is None else _parse(data, where=f"{self.uri}/{CHECKSUMS}")
 
     def upload(self, folder: Path, checksums: Mapping[str, str], *, sender: int = 0) -> None:
-        """Send the files of `checksums`, but those that an upload of the same content has sent. Raises StorageError.
+        """Send the files in `checksums`, except those already sent with the same content. Raises StorageError.
 
-        Several senders may send into one folder, each its own files; it counts after `seal`.
+        Several senders may each upload their own files into one folder. It is complete after `seal`.
         """
         intent, data = _INTENT.format(sender), msgspec.json.encode(dict(sorted(checksums.items())))
         found = self.objects()
         if self.read(intent) != data:
-            # Objects of an upload of other content: deleted before the intent says what they must be.
+            # Delete objects of other content before writing the intent.
             for name in (CHECKSUMS, intent, *checksums):
                 if name in found:
                     self.remove(name)
@@ -131,7 +131,7 @@ class ObjectFolder:
                 self.send(folder / name, name, expected=expected)
 
     def seal(self, *, senders: Sequence[int] = (0,)) -> None:
-        """Write the manifest: the uploads of all senders have ended, and this folder counts. Raises StorageError."""
+        """Write the manifest, which completes this folder, after all senders have uploaded. Raises StorageError."""
         intents = [_INTENT.format(sender) for sender in senders]
         checksums = dict[str, str]()
         for name in intents:
@@ -141,13 +141,13 @@ class ObjectFolder:
             self.remove(name)
 
     def download(self, into: Path) -> None:
-        """Fetch the files that `into` lacks or has otherwise, then their checksums; durable on return.
+        """Fetch files that are missing or different in `into`, then their checksums. Durable on return.
 
-        Raises StorageError, DamagedObjectError for an object that is not as its manifest has it, and OSError.
+        Raises StorageError, DamagedObjectError for an object that differs from its manifest, and OSError.
         """
         manifest = self.manifest()
         if manifest is None:
-            raise DamagedObjectError(f"{self.uri} must be a folder that was uploaded whole, but has no {CHECKSUMS}.")
+            raise DamagedObjectError(f"{self.uri} must be a completely uploaded folder, but has no {CHECKSUMS}.")
         for name, expected in manifest.items():
             target = into / name
             if not target.is_file() or checksum(target) != expected:
@@ -158,26 +158,24 @@ class ObjectFolder:
             sync_path(path)
 
     def prune(self, *, is_kept: Callable[[str], bool]) -> None:
-        """Delete the folders within this one, also those of uploads cut short, unless kept. Raises StorageError."""
+        """Delete all subfolders that are not kept, including incomplete uploads. Raises StorageError."""
         for name in sorted({PurePosixPath(name).parts[0] for name in self.objects()}):
             if not is_kept(name):
                 self.child(name).delete()
 
     def delete(self) -> None:
-        """Delete the folder with its files, so that it stops counting first. Raises StorageError."""
+        """Delete the folder, manifest first. Raises StorageError."""
         self.remove(CHECKSUMS)
 
         def call() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._files.delete_dir(self._path)
-            except FileNotFoundError:
-                return
 
         self.wait.repeat(self.uri, call)
 
     # --- single objects ------------------------------------------------------------------------------------------
     def objects(self) -> dict[str, FileInfo]:
-        """All files below, by their names in this folder."""
+        """Return all files below, by name relative to this folder."""
         selector = FileSelector(self._path, recursive=True, allow_not_found=True)
         infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
         return {
@@ -185,7 +183,7 @@ class ObjectFolder:
         }
 
     def read(self, name: str) -> bytes | None:
-        """Content of a small object; None if there is none."""
+        """Return the content of a small object; None if absent."""
 
         def call() -> bytes | None:
             try:
@@ -207,7 +205,7 @@ class ObjectFolder:
         self.wait.repeat(f"{self.uri}/{name}", call)
 
     def send(self, path: Path, name: str, *, expected: str = "") -> None:
-        """Upload a file, and check on the way that it still has the checksum `expected`, if one is given."""
+        """Upload a file, and check while reading that it still has the checksum `expected`, if given."""
 
         def call() -> str:
             with path.open("rb", buffering=0) as source, self._open_sink(name) as sink:
@@ -234,17 +232,15 @@ class ObjectFolder:
             path.unlink()
             raise DamagedObjectError(
                 f"{self.uri}/{name} must have the checksum it was written with ({expected}), got {found}: restore "
-                "it from a copy, or begin another run with the model of another checkpoint."
+                "it from a copy, or start another run from the model of another checkpoint."
             )
 
     def remove(self, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object if present."""
 
         def call() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._files.delete_file(self._at(name))
-            except FileNotFoundError:
-                return
 
         self.wait.repeat(f"{self.uri}/{name}", call)
 
@@ -258,13 +254,13 @@ class ObjectFolder:
         return self._files.open_output_stream(path)
 
     def _sync(self, name: str) -> None:
-        """An object store has it on disk by now; a mounted file system may not."""
+        """Sync a mounted file system. An object store has the object on disk already."""
         if self._files.type_name == "local":
             sync_path(Path(self._at(name)))
 
 
 def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
-    """Folder of the run in `storage_uri`; None without one. `timeout_s` in place of the run's. Raises StorageError."""
+    """Return the run's folder in `storage_uri`, if set; `timeout_s` overrides the run's. Raises StorageError."""
     if not run.storage_uri:
         return None
     wait = StorageWait(run.storage_timeout_s if timeout_s is None else timeout_s)
@@ -272,9 +268,9 @@ def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFol
 
 
 def check_storage(run: RunConfig, *, has_folder: bool) -> None:
-    """Raise ConfigError unless `storage_uri` can be written, and has the run if, and only if, it is to be continued.
+    """Raise ConfigError unless `storage_uri` is writable and holds the run exactly if it is to be resumed.
 
-    `has_folder`: the run folder has it. Takes seconds when nobody answers.
+    `has_folder`: the local run folder holds the run. Takes seconds if the server is unreachable.
     """
     try:
         if not (storage := open_storage(run, timeout_s=0)):
@@ -285,18 +281,18 @@ def check_storage(run: RunConfig, *, has_folder: bool) -> None:
         raise ConfigError(str(error)) from None
     if has_run and not run.resume:
         raise ConfigError(
-            f"name must be unused in storage_uri, got {run.name!r}, of which {storage.uri} has files: choose "
+            f"name must be unused in storage_uri, got {run.name!r}, but {storage.uri} has files: choose "
             "another with name=..., continue it with resume=true, or delete them."
         )
     if run.resume is True and not (has_run or has_folder):
         raise ConfigError(
-            f"name must be that of a run with resume=true, got {run.name!r}, of which neither {run.runs_dir}/ nor "
-            f"{run.storage_uri} has anything: correct name=..., or begin the run with resume=auto."
+            f"name must be that of an existing run with resume=true, got {run.name!r}, but {run.runs_dir}/ and "
+            f"{run.storage_uri} have nothing of it: correct name=..., or start the run with resume=auto."
         )
 
 
 def _copy(source: Any, sink: Any) -> str:
-    """Copy all that is left of a stream; returns its xxh3-64."""
+    """Copy the rest of a stream and return its xxh3-64."""
     digest, num_blocks = xxhash.xxh3_64(), 0
     while block := source.read(_BLOCK_BYTES):
         digest.update(block)
@@ -320,7 +316,7 @@ def _parse(data: bytes, *, where: str) -> dict[str, str]:
 
 
 def _with_endpoint(uri: str) -> str:
-    """Add the S3 endpoint of the environment, which pyarrow reads for other services only."""
+    """Add the S3 endpoint from the environment, which pyarrow reads only for other services."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not (uri.startswith("s3://") and endpoint):
         return uri

@@ -1,4 +1,4 @@
-"""Admission: how many training prompts may be out, given what the learner has consumed and what the store holds."""
+"""Admission: how many training prompts may be in flight, by the groups consumed and stored."""
 
 import sys
 
@@ -9,19 +9,19 @@ from slipstream.configs.run import RunConfig
 
 
 def admission_limit(run: RunConfig, *, consumed: int) -> int:
-    """Total number of groups that may ever have been admitted, given the groups `consumed` by the committed version.
+    """Maximum total number of admitted groups, given the groups `consumed` by the committed version.
 
     limit = min(consumed + (pacing_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
-    `pacing_lag` is max_lag unless configured. With 0 exactly one version's worth of groups is out at a time: the
-    synchronous run. The store subtracts groups that leave without a step (rejected, expired, quarantined) from
-    `admitted`, which returns their budget. Both counters live in the store, so a restarted broker neither bursts nor
-    starves.
+    `pacing_lag` defaults to max_lag. With 0, exactly one version's worth of groups is in flight at a time: the
+    synchronous run. Groups that leave without a step (rejected, expired, quarantined) return their budget, because the
+    store subtracts them from `admitted`. Both counters live in the store, so restarted brokers neither burst nor
+    starve.
 
-    Source: AReaL, arXiv:2505.24298, section 5.1; its version * groups_per_version equals `consumed` if every group is
+    Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` if every group is
         trained on once.
-    Differs: reused groups make no room, and no more is admitted than the run will consume, so that the last steps leave
-        nothing unused. A replay admits none: its groups are in the store already.
+    Differs: Reused groups add no budget. The limit never exceeds the total consumption of the run, so the last steps
+        leave nothing unused. A replay admits none, because its groups are already in the store.
     """
     if run.mode == "replay":
         return 0
@@ -30,12 +30,12 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
 
 
 def pacing_reason(state: RunState) -> str:
-    """Text for a generator that must wait for the learner."""
+    """Reason shown for a generator that waits for the learner."""
     return f"pacing: the learner is at version {state.version} and must consume before more prompts are admitted"
 
 
 def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) -> str:
-    """Return why no new training prompt is admitted now; empty if one may be."""
+    """Return why no new training prompt can be admitted; empty if one can."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
     if reason := capacity_reason(run.buffer.capacity, counts):
@@ -44,12 +44,12 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
 
 
 def oldest_version(run: RunConfig, *, committed: int) -> int:
-    """Oldest version whose generators are leased training prompts; tokens of an older one would be stale on arrival."""
+    """Oldest version for which training prompts are leased. Tokens of older versions would be stale on arrival."""
     return committed - run.buffer.staleness.max_lag
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Return why a generator of this version is leased no training prompts; empty if it is, or has none (-1)."""
+    """Return why a generator at this version gets no training prompts; empty if it does or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.buffer.staleness.max_lag
@@ -57,7 +57,7 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
 
 
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
-    """Return which limit of the store's capacity is reached; empty if there is room."""
+    """Return which capacity limit is reached; empty if the store has room."""
     if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
         limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
         return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
@@ -68,7 +68,7 @@ def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
 
 
 def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
-    """Total number of groups that may ever have been admitted within the store's capacity."""
+    """Maximum total number of admitted groups within the store's capacity."""
     if capacity_reason(capacity, counts):
         return counts.admitted
     if capacity.max_groups is None:

@@ -1,4 +1,4 @@
-"""Records that the store takes and returns: leases, claims, ledger entries, the run's state, evaluations, events."""
+"""Records that the store accepts and returns: leases, claims, ledger entries, run state, evaluations, events."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -11,46 +11,46 @@ from slipstream.buffer.codec import decode, unpack
 from slipstream.buffer.trajectory import Media, Purpose, Trajectory, TrajectoryHeader
 from slipstream.configs.base import Record
 
-# --- limits of what is stored for people only ------------------------------------------------------------------------
+# --- limits on data that is stored only for display -------------------------------------------------------------------
 METRICS_KEPT = 1000
 """Number of metrics rows stored."""
 EVENTS_KEPT = 256
 """Number of events stored."""
 EVENT_CHARACTERS_KEPT = 1000
-"""First characters of an event."""
+"""Length at which an event's text is truncated."""
 ROLES_KEPT = 8192
-"""Most recently reported roles; living ones report every second, so those that left long ago are dropped first."""
+"""Roles stored, by latest report. Live roles report every second, so roles that left long ago are dropped first."""
 FRAMES_KEPT = 256
 """Number of rejected frames stored."""
 FRAME_BYTES_KEPT = 4096
-"""First bytes of a rejected frame."""
+"""Length at which a rejected frame is truncated."""
 
 Addressee = Literal["launcher", "broker", "learner"]
-"""Roles that take requests through the store."""
+"""Roles that accept requests through the store."""
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
-"""End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried too
-often | an answer to an evaluation, never trained on."""
+"""End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried
+too often | an answer to an evaluation, never trained on.
+"""
 GroupState = Literal["open", "ready", "claimed", "used"] | Outcome
-"""State of a stored group, or its end."""
+"""State of a stored group, or its outcome."""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
 class Lease(Record):
-    """A prompt handed to a generator, with a deadline.
+    """A prompt assigned to a generator, with a deadline.
 
     Example: Lease(id="17-0", group_id="17", purpose="train", row=4711, ordinal=17, attempt=0, indices=[0, ..., 7])
     """
 
     id: str
-    """Built by `make_lease_id`: `<group_id>-<attempt>`."""
+    """`<group_id>-<attempt>`, see `make_lease_id`."""
     group_id: str
     """Training: the ordinal. Evaluation: `<evaluation id>:<row>`."""
     purpose: Purpose
-    """Training, or one of the evaluations."""
     row: int
-    """Row of the training file (of the held-out file for evaluations)."""
+    """Row of the training file (evaluations: of the held-out file)."""
     ordinal: int
-    """Number of the prompt in the endless sequence of seeded epoch permutations; evaluations: the row."""
+    """Position of the prompt in the endless sequence of seeded epoch permutations; evaluations: the row."""
     attempt: int
     """Number of earlier leases of this prompt."""
     indices: list[int]
@@ -61,35 +61,37 @@ class Insertion(Record):
     """Outcome of inserting one trajectory. Example: Insertion(outcome="inserted", group_is_ready=True)."""
 
     outcome: Literal["inserted", "duplicate", "superseded", "refused"]
-    """Stored | the same was stored before | its index was filled by another attempt | not stored, see reason.
+    """Stored | already stored with the same content | its index was filled by another attempt | not stored, see reason.
 
-    All but `refused` are acknowledged to the sender."""
+    The sender gets an acknowledgment for all but `refused`.
+    """
     reason: str = ""
     """Reason of a refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`,
-    `future_version`, `other_version` (than that of its evaluation), `store_full`."""
+    `future_version`, `other_version` (not the evaluation's), `store_full`.
+    """
     group_is_ready: bool = False
-    """Whether this trajectory completed its group, and no filter rejected the group."""
+    """Whether this trajectory completed its group and no filter rejected the group."""
 
 
 class StoredGroup(Record):
-    """A group of a live store, with all that is stored of it.
+    """A group of a live store with all of its stored data.
 
     Example: StoredGroup(id="380", state="used", reason="", steps=[12], payloads=[b"...", ...])
     """
 
     id: str
     state: GroupState
-    """State at the time of reading."""
+    """State when it was read."""
     reason: str
-    """Reason of its end; empty for retired groups and those that are not over."""
+    """Reason of its outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
-    """Encoded trajectories by index; missing members are left out."""
+    """Encoded trajectories by index, without missing members."""
 
 
 class FinishedGroup(Record):
-    """A group that is over, with all that was stored of it: the unit of the archive.
+    """A finished group with all of its stored data: the unit of the archive.
 
     Example: FinishedGroup(id="380", outcome="retired", reason="", steps=[12], payloads=[b"...", ...])
     """
@@ -97,26 +99,26 @@ class FinishedGroup(Record):
     id: str
     outcome: Outcome
     reason: str
-    """Reason of its end; empty for retired groups."""
+    """Reason of its outcome; empty for retired groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
-    """Encoded trajectories by index; missing members are left out."""
+    """Encoded trajectories by index, without missing members."""
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 class LagSplit(Record):
-    """Origin of a claim's lag: means over its trajectories' oldest tokens, in versions.
+    """Lag of a claim by origin: means over the oldest token of each trajectory, in versions.
 
     Example: LagSplit(in_flight=0.4, publish=0.2, queue=1.1), of a mean lag of 1.7
     """
 
     in_flight: float = 0.0
-    """Applied by all generators between sampling the token and the arrival of its trajectory."""
+    """Versions that all generators applied between the sampling of the token and the arrival of its trajectory."""
     publish: float = 0.0
-    """Made by the learner, but not yet applied by all, at the arrival."""
+    """Versions that the learner had produced at the arrival, but that not all generators had applied."""
     queue: float = 0.0
-    """Made while the group waited in the buffer."""
+    """Versions produced while the group waited in the buffer."""
 
 
 class Claim(Record):
@@ -126,17 +128,17 @@ class Claim(Record):
     """
 
     step: int
-    """The step that may train on them."""
+    """Step that may train on them."""
     fence: int
-    """Fencing token: grows with every claim; a commit with an older one is refused."""
+    """Fencing token, which grows with every claim. A commit with an older token is rejected."""
     group_ids: list[str]
-    """Groups in the order sampled."""
+    """Groups in sampling order."""
     weights: list[float] = []
-    """Factor on each group's loss, as the sampler demands; empty: all 1."""
+    """Factor on each group's loss, from the sampler; empty: all 1."""
     reused: list[bool] = []
     """Whether each group was trained on before; empty: none."""
     lag: LagSplit = LagSplit()
-    """Age of the groups, by origin."""
+    """Mean lag of the groups, by origin."""
 
 
 class StepEntry(Record):
@@ -147,28 +149,28 @@ class StepEntry(Record):
     """
 
     step: int
-    """Number of the step, counted from 1."""
+    """Step number, from 1."""
     version: int
-    """Learner's policy version at the start of the step; lags are counted from it."""
+    """Learner's policy version at the start of the step; lags are relative to it."""
     fence: int
     """Fencing token of the committed claim."""
     seed: int
     config_hash: str
     """First 16 hexadecimal digits of the SHA-256 of the run's settings."""
     group_ids: list[str]
-    """Groups in the order sampled."""
+    """Groups in sampling order."""
     trajectory_ids: list[list[str]]
-    """Trajectories of each group, by index."""
+    """Trajectory ids of each group, by index."""
     weights: list[float] = []
     """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
     """Whether each group was trained on before; empty: none."""
     mixed_group_ids: list[str] = []
-    """Groups of another run's archive that were trained on beside them, in order."""
+    """Groups from another run's archive that the step also trained on, in order."""
 
 
 class _TrajectoryId(msgspec.Struct):
-    """Decodes an encoded Trajectory's id and skips the rest."""
+    """Decodes only the id of an encoded Trajectory."""
 
     id: str
 
@@ -198,13 +200,13 @@ def make_entry(
 
 
 class _MediaOf(msgspec.Struct):
-    """Decodes what an encoded Trajectory refers to and skips the rest."""
+    """Decodes only the media of an encoded Trajectory."""
 
     media: list[Media] = []
 
 
 def image_names(payloads: Iterable[bytes]) -> set[str]:
-    """Names of the images that encoded trajectories refer to, under which their bytes are stored."""
+    """Return the names under which the images of encoded trajectories are stored."""
     found = chain.from_iterable(decode(payload, _MediaOf).media for payload in payloads)
     return {media.checksum for media in found if media.kind == "image"}
 
@@ -213,11 +215,11 @@ class CheckpointPointer(Record):
     """The newest durable checkpoint. Example: CheckpointPointer(step=50, version=50, name="step-00000050")."""
 
     step: int
-    """Last step that the checkpoint covers."""
+    """Last step covered."""
     version: int
-    """Policy version of its weights."""
+    """Policy version of the weights."""
     name: str
-    """Its folder in the run's checkpoints."""
+    """Folder within the run's checkpoints."""
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -229,40 +231,42 @@ class RunState(Record):
 
     run_id: str
     phase: Literal["starting", "training", "finishing", "finished", "failed"]
-    """starting: no batch yet | finishing: no more training prompts are leased | finished, failed: over."""
+    """starting: no batch yet | finishing: no more training prompts are leased | finished, failed: ended."""
     step: int
-    """Last step that was committed."""
+    """Last committed step."""
     version: int
-    """Newest version that all members applied and verified."""
+    """Newest version applied and verified by all members."""
     announced_version: int
-    """Newest version whose broadcast has begun; tokens of later ones are refused."""
+    """Newest version whose broadcast has begun. Tokens of later versions are rejected."""
     consumed: int = 0
-    """Groups trained on for the first time in the steps that are in `version`; pacing counts from it."""
+    """Groups trained on for the first time in the steps included in `version`; pacing counts from it."""
     checkpoint: CheckpointPointer | None = None
-    """Checkpoint from which a resumed run starts; None before the first."""
+    """Checkpoint to resume from; None before the first."""
     detail: str = ""
-    """Reason of the phase, for people."""
+    """Reason for the phase, for display."""
     stepped_at: float | None = None
-    """Commit of the last step, seconds of the store's clock; None before the first."""
+    """Time of the last commit, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's.
+    """Fencing token of the last committed claim; after a rollback and before the next commit, the token of the
+    rollback.
 
-    Only the learner that holds it may declare a checkpoint."""
+    Only the learner that holds it may record a checkpoint.
+    """
     next_ordinal: int = 0
     """Ordinal of the next new training prompt."""
     admitted: int = 0
-    """`StoreCounts.admitted`."""
+    """See `StoreCounts.admitted`."""
 
 
 class VersionEntry(Record):
     """A published set of weights. Example: VersionEntry(version=12, step=12, checksum="9f86d081884c7d65")."""
 
     version: int
-    """Policy version; one that is published again after a resume is entered again."""
+    """Policy version. A version published again after a resume is recorded again."""
     step: int
-    """Last step that is in the weights; 0 = initial weights."""
+    """Last step included in the weights; 0 = initial weights."""
     checksum: str
-    """xxh3-64 over the checksums of all buckets as sent, hexadecimal: equal for equal weights."""
+    """xxh3-64 over the checksums of all buckets as sent, hexadecimal. Equal weights have equal checksums."""
 
 
 class EvaluationResult(Record):
@@ -276,15 +280,15 @@ class EvaluationResult(Record):
     """Name chosen by the role that opened it."""
     purpose: Purpose
     version: int
-    """Policy version that samples every token of its answers."""
+    """Policy version that samples every token of the answers."""
     num_asked: int
-    """Answers asked for: held-out rows, times samples of each."""
+    """Answers requested: held-out rows times samples per row."""
     num_answered: int
-    """Answers in at the time of reading."""
+    """Answers received so far."""
     num_correct: int
-    """Answers that are entirely right."""
+    """Fully correct answers."""
     num_failed: int = 0
-    """Answers whose reward function failed; not correct."""
+    """Answers whose reward function failed; they count as not correct."""
 
     @property
     def is_complete(self) -> bool:
@@ -292,37 +296,37 @@ class EvaluationResult(Record):
 
     @property
     def accuracy(self) -> float:
-        """Share of answers entirely right; 0 before the first."""
+        """Fraction of fully correct answers; 0 before the first answer."""
         return self.num_correct / self.num_answered if self.num_answered else 0.0
 
 
 class EvaluationAnswer(Record):
-    """One answer to a held-out prompt, without its tokens: the input of scores.
+    """One answer to a held-out prompt, without tokens: the input for scores.
 
     Example: EvaluationAnswer(row=17, reward=1.0, is_correct=True, status="ok", data_source="openai/gsm8k",
         stop_reason="stop", num_tokens=212, version=40, answer="42")
     """
 
     row: int
-    """Row of the set's file."""
+    """Row of the held-out file."""
     reward: float
     is_correct: bool
-    """Whether it is entirely right; never with a status that is not ok."""
+    """Whether it is fully correct; false unless the status is ok."""
     status: str
-    """Status of its reward."""
     data_source: str
     stop_reason: str
     num_tokens: int
-    """Tokens that the model wrote."""
+    """Model-written tokens."""
     version: int
-    """Policy version that sampled its last token."""
+    """Policy version that sampled the last token."""
     answer: str = ""
-    """Answer that counts as one vote of a majority: what the reward function extracted, else another name of the whole
-    response, such as its text; empty = it has no vote."""
+    """Key for majority votes: the answer that the reward function extracted, else a stand-in for the whole response,
+    such as its text; empty = no vote.
+    """
 
 
 def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> EvaluationAnswer:
-    """Build the answer of a trajectory; `text` names the response where the reward function extracted nothing."""
+    """Build the answer of a trajectory. `text` stands for the response if the reward function extracted nothing."""
     reward = trajectory.reward
     is_ok = reward.status == "ok"
     return EvaluationAnswer(
@@ -339,7 +343,7 @@ def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> Evaluati
 
 
 def stored_answer(header: TrajectoryHeader, payload: bytes) -> EvaluationAnswer:
-    """Build the answer of an arrived trajectory, whose tokens name the response."""
+    """Build the answer of an arrived trajectory. A hash of its tokens stands for the response."""
     trajectory = unpack(payload)
     row = int(header.group_id.rpartition(":")[2].partition(".")[0])
     written = trajectory.token_ids[trajectory.model_mask]
@@ -348,33 +352,33 @@ def stored_answer(header: TrajectoryHeader, payload: bytes) -> EvaluationAnswer:
 
 # --- monitoring ------------------------------------------------------------------------------------------------------
 class Event(Record):
-    """A failure or recovery of a role, for people.
+    """A failure or recovery of a role, for display.
 
     Example: Event(at=1763718000.25, role="generator-1", text="died (signal SIGKILL); restarting in 1 s")
     """
 
     at: float
-    """Time, seconds of the store's clock."""
+    """Seconds of the store's clock."""
     role: str
     text: str
-    """One sentence; a long one is cut."""
+    """One sentence, truncated if long."""
 
 
 class MetricsRows(Record):
-    """Rows of metrics, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
+    """Metrics rows, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
 
     last: int
-    """Number of rows ever appended; the next read continues after it."""
+    """Number of rows ever appended. Pass it as `after` to continue reading."""
     rows: list[dict[str, Any]]
-    """The rows requested that are still stored."""
+    """Requested rows that are still stored."""
 
 
 PROGRESS_GAUGES = ("version", "tokens", "trajectories", "updates", "groups", "last_step")
-"""Gauges that grow with the work of a generator, the learner or the archiver; broker and launcher have none of them."""
+"""Gauges that grow as a generator, the learner, or the archiver works. The broker and the launcher have none."""
 
 
 class Heartbeat(Record):
-    """Sign of life of a role: its newest gauges, and the leases that it still works on.
+    """Report of a live role: its current gauges and the leases it is working on.
 
     Example: Heartbeat("generator-0", {"version": 3, "tokens": 512.0}, owner="generator-0/9f3c", lease_ids=["17-0"])
     """
@@ -383,14 +387,14 @@ class Heartbeat(Record):
     gauges: dict[str, Any]
     """Plain values."""
     owner: str = ""
-    """Owner of the leases; empty for a role that holds none."""
+    """Lease owner; empty for a role without leases."""
     lease_ids: list[str] = []
 
 
 def progress_mark(gauges: dict[str, Any]) -> str:
-    """Return the progress gauges as one text; empty when there are none.
+    """Return the progress gauges as one string; empty without any.
 
-    A peer that has just joined reports version -1 and no totals: joining again is no progress.
+    A peer that just joined reports version -1 and no totals, because rejoining is not progress.
 
     Example: progress_mark({"version": 3, "tokens": 512.0, "running": 7}) == "version=3 tokens=512.0"
     """

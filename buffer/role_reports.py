@@ -1,6 +1,6 @@
-"""Role reports: the status that each role writes to the store, and its step times.
+"""Role reports: the status that each role writes to the store, and where step time goes.
 
-Only peers that have the run's token come this far: the socket hears no others (slipstream/runtime/credentials.py).
+Only peers with the run's token can report (slipstream/runtime/credentials.py).
 """
 
 import math
@@ -16,17 +16,20 @@ Liveness = Literal["alive", "silent", "gone"]
 """Reported recently | no report for `broker.peer_timeout_s`: dead, or cut off from the store | has left."""
 
 Roles = dict[str, dict[str, Any]]
-"""Newest gauges by the name of the role, as the store returns them."""
+"""Role name -> latest gauges, as the store returns them."""
 
 LAUNCHER = "launcher"
-"""Name of the launcher among the roles."""
+"""Role name of the launcher."""
+LEARNER = "learner"
+"""Role name of the learner."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
 ]
-"""Gauge `waits_for` of a role: nothing | groups to train on | answers of an evaluation | the publication of weights |
-their transfer | prompts | agents outside | room in the store, or the store itself | room on the disk, or an archive
-folder that can be written | the object store | `slipstream pause --off`."""
+"""Gauge `waits_for` of a role: nothing | groups to train on | evaluation answers | publication of weights | their
+transfer | prompts | external agents | room in the store, or the store itself | disk space, or a writable archive folder
+| the object store | `slipstream pause --off`.
+"""
 
 
 class RoleStatus(Record):
@@ -38,54 +41,51 @@ class RoleStatus(Record):
     """
 
     name: str
-    """Name, unique in the run."""
+    """Unique within the run."""
     role: str
     """generator | learner | broker | archiver | launcher | logger."""
     liveness: Liveness
     state: str
     report_age_s: float
-    """Seconds since the last report."""
     progress_age_s: float | None
-    """Seconds since its last progress; None for a role without a progress counter."""
+    """Seconds since the last progress; None for a role without progress gauges."""
     reason: str
-    """Current activity or cause of the wait; for a role that is gone, why it left."""
+    """Current activity or reason for waiting; for a role that is gone, why it left."""
     waits_for: str = ""
-    """WaitsFor; empty if it works or does not report it."""
+    """WaitsFor; empty if the role is working or does not report it."""
     host: str | None = None
-    """Host name; None if not reported."""
     pid: int | None = None
     """Process id on that host."""
     version: int | None = None
     """Policy version it holds; None before the first and for roles without weights."""
     version_lag: int | None = None
-    """Generators: versions announced since that one."""
+    """Generators: number of versions announced since."""
     tokens_per_s: float | None = None
-    """Tokens generated, or trained on, per second."""
+    """Tokens generated or trained on per second."""
     running: int | None = None
-    """Generators: number of trajectories in progress."""
+    """Generators: trajectories in progress."""
     capacity: int | None = None
     """Generators: maximum number of concurrent trajectories."""
     rewards_failed: int | None = None
-    """Generators: trajectories whose reward function failed."""
+    """Generators: trajectories with a failed reward function."""
     restarts: int | None = None
-    """Restarts by the launcher; None if it does not run this role."""
+    """Restarts by the launcher; None if the launcher does not run this role."""
     kv_usage: float | None = None
-    """Generators: share of the engine's KV cache in use."""
+    """Generators: fraction of the engine's KV cache in use."""
     preemptions: int | None = None
-    """Generators: requests that the engine interrupted for want of KV cache."""
+    """Generators: requests preempted because the KV cache was full."""
     is_chief: bool = False
-    """Brokers: whether it does what is done once for all of them."""
+    """Brokers: whether it is the chief, which does the work shared by all brokers."""
     broker: str | None = None
-    """Generators: the broker that serves it; None if the run has one."""
+    """Generators: the broker that serves it; None if the run has only one."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether its last report is recent."""
         return self.liveness == "alive"
 
 
 def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version: int) -> list[RoleStatus]:
-    """Return the status of every role that ever reported: single roles first, then generators, by name."""
+    """Return the status of every role that ever reported: single roles first, then generators, each by name."""
     restarts = roles.get(LAUNCHER, {}).get("restarts", {})
     statuses = [
         _role_status(name, gauges, run=run, now=now, announced_version=announced_version, restarts=restarts.get(name))
@@ -97,28 +97,31 @@ def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version
 def _role_status(
     name: str, gauges: dict[str, Any], *, run: RunConfig, now: float, announced_version: int, restarts: int | None
 ) -> RoleStatus:
-    # A report from the future: the store's clock was set back, and the role has not reported since.
+    # A negative age means that the store's clock was set back and the role has not reported since.
     age_s = abs(now - gauges["reported_at"])
     progressed_at = number_of(gauges, "progressed_at")
-    version = _version(gauges)
+    # Peers without a version report -1.
+    version = held if (held := gauges.get("version", -1)) >= 0 else None
     is_generator = gauges.get("role") == "generator"
-    has_not_left = gauges.get("state") != "gone"
+    has_left = gauges.get("state") == "gone"
+    # The generator reports its limit once its engine has started. Until then, use the one from the settings.
+    capacity = _count(gauges, "max_concurrency") or run.generators.max_concurrency
     return RoleStatus(
         name=name,
         role=str(gauges.get("role", "")),
-        liveness=_liveness(gauges, age_s=age_s, timeout_s=run.broker.peer_timeout_s),
+        liveness="gone" if has_left else "alive" if age_s <= run.broker.peer_timeout_s else "silent",
         state=str(gauges.get("state", "")),
         report_age_s=age_s,
         progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
         reason=str(gauges.get("reason", "")),
-        waits_for=str(gauges.get("waits_for", "")) if has_not_left else "",
+        waits_for="" if has_left else str(gauges.get("waits_for", "")),
         host=gauges.get("host"),
         pid=gauges.get("pid"),
         version=version,
         version_lag=announced_version - version if is_generator and version is not None else None,
         tokens_per_s=number_of(gauges, "tokens_per_s"),
         running=_count(gauges, "running"),
-        capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
+        capacity=capacity if is_generator and not has_left else None,
         rewards_failed=_count(gauges, "rewards_failed"),
         restarts=restarts,
         kv_usage=number_of(gauges, "kv_usage"),
@@ -129,23 +132,12 @@ def _role_status(
 
 
 def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
-    """Return that one of a kind which has reported last, such as of several brokers; None without any."""
+    """Return the role of this kind with the latest report; None if none has reported."""
     return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
 
 
-def _liveness(gauges: dict[str, Any], *, age_s: float, timeout_s: float) -> Liveness:
-    if gauges.get("state") == "gone":
-        return "gone"
-    return "alive" if age_s <= timeout_s else "silent"
-
-
-def _capacity(gauges: dict[str, Any], run: RunConfig) -> int:
-    # Reported by the generator once its engine has started; until then, the limit in the settings.
-    return _count(gauges, "max_concurrency") or run.generators.max_concurrency
-
-
 def number_of(gauges: dict[str, Any], name: str) -> float | None:
-    """Return a gauge if it is a finite number: peers send them, so any plain value is possible."""
+    """Return a gauge if it is a finite number. Gauges come from peers, so any plain value is possible."""
     value = gauges.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -155,16 +147,7 @@ def _count(gauges: dict[str, Any], name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _version(gauges: dict[str, Any]) -> int | None:
-    # A peer without a version reports -1.
-    version = gauges.get("version", -1)
-    return version if version >= 0 else None
-
-
-LEARNER = "learner"
-"""Id of the learner."""
-
-
+# --- step times -------------------------------------------------------------------------------------------------------
 PHASES = {
     "learner": {
         "waiting": "waiting for trajectories",
@@ -187,17 +170,17 @@ PHASES = {
     "broker": {"routing": "routing", "storing": "storing", "waiting": "idle"},
     "store": {"busy": "busy"},
 }
-"""Role -> phase of its TimeAccount -> words. A phase that is not here, such as a start, counts for nothing."""
+"""Role -> phase of its TimeAccount -> description. Other phases, such as startup, are ignored."""
 _LEAST_SHARE = 0.005
 _ALIKE = 0.1
-"""Difference of the shares in which both sides wait, up to which neither is called the slower one."""
+"""Maximum difference between the wait shares of both sides at which neither is called slower."""
 
 Counter = tuple[str, str, str]
-"""Role, name of its process, gauge: ("generator", "generator-0", "time/working")."""
+"""(role, process name, gauge): ("generator", "generator-0", "time/working")."""
 
 
 class RoleTimes(Record):
-    """All processes of a role together.
+    """All processes of a role combined.
 
     Example: RoleTimes(role="generator", count=2, shares={"working": 0.7, "prompts": 0.3}, cpu_s=0.49)
     """
@@ -206,9 +189,9 @@ class RoleTimes(Record):
     count: int
     """Number of processes that reported."""
     shares: dict[str, float]
-    """Phase -> share of the wall time of these processes; all of them sum to 1, but for the store."""
+    """Phase -> fraction of the processes' wall time; sums to 1, except for the store."""
     cpu_s: float
-    """Processor seconds for each step, of all of them and their children."""
+    """CPU seconds per step, of all processes and their children."""
 
 
 class StepTimes(Record):
@@ -216,34 +199,34 @@ class StepTimes(Record):
 
     steps: int
     step_s: float
-    """Seconds from one step to the next: the learner's phases sum to it."""
+    """Seconds per step: the sum of the learner's phases."""
     roles: list[RoleTimes]
-    """Those that reported, the learner first."""
+    """Roles that reported, learner first."""
 
     def share(self, role: str, phase: str) -> float:
-        """Return a share; 0 for a role that did not report."""
+        """Return a phase's share; 0 for a role that did not report."""
         return self.shares(role).get(phase, 0.0)
 
     def shares(self, role: str) -> dict[str, float]:
-        """Return the shares of a role by phase; none if it did not report."""
+        """Return phase -> share of a role; empty if it did not report."""
         return next((each.shares for each in self.roles if each.role == role), {})
 
 
 def time_counters(roles: Roles) -> dict[Counter, float]:
-    """Return what the roles report of their time; the broker reports the store's."""
+    """Return the time counters that the roles report. The broker reports the store's."""
     found: dict[Counter, float] = {}
     for name, gauges in roles.items():
         kind = str(gauges.get("role", ""))
         keys = ["cpu_s", *(f"time/{phase}" for phase in PHASES.get(kind, ()))]
         found |= {(kind, name, key): value for key in keys if (value := number_of(gauges, key)) is not None}
         if kind == "broker" and (seconds := number_of(gauges, "store_cpu_s")) is not None:
-            # Of several brokers that report the one store, a dead one's report is the oldest.
+            # Several brokers report on the same store; the report of a dead broker is out of date.
             found["store", "store", "cpu_s"] = max(seconds, found.get(("store", "store", "cpu_s"), 0.0))
     return {counter: value for counter, value in found.items() if counter[0] in PHASES}
 
 
 def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
-    """Divide what the counters have grown by over the steps of that time."""
+    """Divide the growth of the counters by the number of steps in that period."""
     roles, num_steps = [], max(1, steps)
     wall_s = sum(value for (kind, _, key), value in grown.items() if kind == "learner" and key != "cpu_s")
     for kind, phases in PHASES.items():
@@ -260,7 +243,7 @@ def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
 
 
 def describe_times(times: dict[str, Any] | None) -> list[str]:
-    """Format StepTimes, as a row of metrics or the summary holds them, as the lines of a table; empty without any."""
+    """Format StepTimes, as stored in a metrics row or the summary, as table lines; empty without any."""
     if not times:
         return []
     found = msgspec.convert(times, StepTimes)

@@ -1,16 +1,15 @@
-"""Sampling: which groups a step trains on, with which weights, or why it must wait.
+"""Sampling: which groups a step trains on and with which weights, the order of prompts, and the curriculum.
 
-Pure functions of a seed, a step and the queue. A store reads its `Queue`,
-applies what `evict` returns, and claims what `sample` returns.
+Pure functions of a seed, a step, and the queue. A store reads its `Queue`, applies the result of `evict`, and claims
+the result of `sample`.
 
-Random selection is an exponential race: candidate i gets the key e_i / p_i with e_i exponential, and the smallest keys
-win, which samples without replacement in proportion to p.
+Random selection is an exponential race: candidate i gets the key e_i / p_i with exponential e_i, and the smallest keys
+win. This samples without replacement in proportion to p.
 
 Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 
-Curriculum: skips prompts whose rows the policy answers always or never, by the success rates that a store measures.
-
-The store measures a row when a group of it becomes complete (`prelude.lua`), and skips or leases the next prompt
+The curriculum skips prompts with rows that the policy solves always or never, by measured success rates. The store
+measures a row when one of its groups becomes complete (`prelude.lua`), and skips or leases the next prompt
 (`lease.lua`), each in one atomic operation.
 """
 
@@ -33,31 +32,31 @@ from slipstream.configs.buffer import (
 )
 from slipstream.configs.data import CurriculumConfig
 
-# Streams of random numbers, all of the run's seed: a draw of one kind must not repeat the numbers of another.
+# Random streams derived from the run's seed. Each kind of draw has its own stream.
 _PROMPT_STREAM = 0
 _FRESH_STREAM = 1
 _REUSE_STREAM = 2
 _SMALLEST_PRIORITY_LOG2 = -8
 
 
-# --- the order of prompts --------------------------------------------------------------------------------------------
+# --- prompt order ----------------------------------------------------------------------------------------------------
 class FileShare(Record):
-    """One of several files of prompts. Example: FileShare(num_rows=7473, weight=0.3)."""
+    """One of several prompt files. Example: FileShare(num_rows=7473, weight=0.3)."""
 
     num_rows: int
     weight: float
-    """Relative share of the prompts that come from this file."""
+    """Relative share of prompts from this file."""
 
 
 RowCount = int | list[FileShare]
-"""Rows of one file, or of each of several, whose rows are numbered one file after the other."""
+"""Rows of one file, or of each of several files. Row numbers continue from file to file."""
 
 
 def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
-    """Return the row of the dataset for prompt number `ordinal` (0, 1, ...).
+    """Return the dataset row for prompt number `ordinal` (0, 1, ...).
 
-    Each file goes through one seeded permutation of its rows per epoch of its own. Of several, each has its share of
-    the prompts in every stretch of them, to within a prompt per file.
+    Each file has its own epochs, and each epoch is a seeded permutation of its rows. With several files, every range of
+    prompts holds each file's share, to within one prompt per file.
     """
     files = [FileShare(num_rows, 1.0)] if isinstance(num_rows, int) else num_rows
     if ordinal < 0 or not files or min(file.num_rows for file in files) < 1:
@@ -69,11 +68,11 @@ def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
 
 
 def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
-    """Return the file of this prompt, and how many earlier prompts came from it.
+    """Return the file of this prompt, and how many earlier prompts came from the same file.
 
-    Evenly spread instead of drawn at random: draws would leave a file of weight 0.01 out of a hundred prompts one time
-    in three, would make batches differ in their mixture, and would have to be counted from the first to know a row.
-    The first file takes prompt n where round(n * share) steps up, the second likewise among the rest, and so on.
+    Files are spread evenly instead of drawn at random. Draws would leave a file of weight 0.01 out of a hundred prompts
+    one time in three, vary the mixture between batches, and require counting from the first prompt to know a row.
+    The first file takes prompt n where round(n * share) steps up, the second does the same among the rest, and so on.
     """
     for number, (above, below) in enumerate(_shares_of_rest(weights)):
         before = (2 * ordinal * above + below) // (2 * below)
@@ -85,7 +84,7 @@ def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
-    """Share of each file but the last among itself and those after it: exact, as (numerator, denominator)."""
+    """Share of each file but the last among itself and the files after it: exact, as (numerator, denominator)."""
     exact = [Fraction(repr(weight)) for weight in weights]
     rests = [sum(exact[number:]) for number in range(len(exact))]
     return [(weight / rest).as_integer_ratio() for weight, rest in zip(exact[:-1], rests, strict=False)]
@@ -93,29 +92,28 @@ def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=16)
 def _permutation(epoch: int, num_rows: int, seed: int, file: int = 0) -> np.ndarray:
-    # Sorting raw draws instead of `Generator.permutation`: numpy promises that a bit generator's stream never
-    # changes, and a run resumed under a newer numpy must see the same sequence.
+    # Sort raw draws instead of using `Generator.permutation`: numpy guarantees only the bit generator's stream across
+    # versions, and a run resumed under a newer numpy must see the same sequence.
     stream = [seed, epoch, _PROMPT_STREAM, *([file] if file else [])]
     return np.argsort(np.random.PCG64(stream).random_raw(num_rows), kind="stable")
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
 class SamplingRules(Record):
-    """Settings of a run that decide what a step claims.
+    """Settings that decide which groups a step claims.
 
     Example: SamplingRules(sampler=FreshestConfig(), staleness=StalenessConfig(on_stale="drop"))
     """
 
     sampler: SamplerConfig = FifoConfig()
-    """Order in which ready groups are claimed."""
+    """Claim order of ready groups."""
     reuse: ReuseConfig = ReuseConfig()
-    """Use of groups that were trained on before."""
+    """Reuse of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
-    """Bound on the age of tokens."""
 
     @property
     def only_oldest(self) -> bool:
-        """Whether a step always claims the groups that became ready first, so that the queue need not be read."""
+        """Whether a step always claims the groups that became ready first, so the queue need not be read."""
         return (
             isinstance(self.sampler, FifoConfig)
             and self.reuse.max_uses == 1
@@ -125,44 +123,44 @@ class SamplingRules(Record):
 
 
 class Candidate(Record):
-    """The facts of a group that selection depends on.
+    """The properties of a group that selection depends on.
 
     Example: Candidate(id="380", sequence=371, oldest_version=11, answered=8, reward_sum=4.2, reward_squares=3.1)
     """
 
     id: str
     sequence: int
-    """Number in the order in which groups became ready."""
+    """Rank by the time when groups became ready."""
     oldest_version: int
-    """Smallest version of a model-written token."""
+    """Oldest version of a model-written token."""
     answered: int
-    """Members whose reward function answered."""
+    """Members with a reward."""
     reward_sum: float
-    """Sum of the answered members' rewards."""
+    """Sum of the rewards of answered members."""
     reward_squares: float
-    """Sum of squares of the answered members' rewards."""
+    """Sum of their squares."""
 
 
 class Queue(Record):
-    """The groups a step may claim, read at one instant."""
+    """The groups that a step may claim, read atomically."""
 
     ready: list[Candidate]
-    """Complete and never trained on, in the order in which they became ready."""
+    """Complete and never trained on, oldest first."""
     reusable: list[Candidate]
-    """Trained on and allowed again, in the same order."""
+    """Trained on and available again, oldest first."""
     num_arrived: int
     """Groups that ever became ready."""
     num_uses: int
-    """Uses of groups in the committed steps."""
+    """Uses of groups in committed steps."""
 
 
 class Evictions(Record):
     """Groups that leave the queue before sampling. Example: Evictions(expired=["17"])."""
 
     expired: list[str] = []
-    """Ready groups beyond `max_lag`, under `on_stale=drop`."""
+    """Ready groups beyond `max_lag`, with `on_stale=drop`."""
     released: list[str] = []
-    """Reusable groups that are too old or too many: they will not be used again."""
+    """Reusable groups that are too old or exceed the limit. They are not used again."""
 
     @property
     def is_empty(self) -> bool:
@@ -173,20 +171,19 @@ class Sample(Record):
     """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
 
     group_ids: list[str]
-    """Groups in the order sampled, fresh ones first."""
+    """Groups in sampling order, fresh ones first."""
     weights: list[float]
     """Factor on each group's loss."""
     reused: list[bool]
-    """Whether each group was trained on before."""
 
 
 class NotReady(Record):
     """Refusal of a claim. Example: NotReady(reason="3 of 32 groups are ready", ready_needed=32)."""
 
     reason: str
-    """One sentence, for status and log."""
+    """One sentence, for status and logs."""
     ready_needed: int
-    """Number of ready groups at which it is worth asking again."""
+    """Number of ready groups at which retrying may succeed."""
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -194,7 +191,7 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
     """Return the groups that are too old for a learner at `version`, or too many to keep."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
-    # `reusable` is in the order of becoming ready, so that the first are the oldest.
+    # `reusable` is ordered by when groups became ready, oldest first.
     surplus = len(queue.reusable) - reuse.max_groups
     released = [
         candidate.id
@@ -205,8 +202,8 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
 
 
 def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
-    """Select `num_groups` groups for `step`, or say why not yet; evictions must have been applied to `queue`."""
-    # More arrivals raise the limit, so one more ready group is worth another try.
+    """Select `num_groups` groups for `step`, or return why it cannot yet. Apply evictions to `queue` first."""
+    # Each arrival raises the limit, so retry at one more ready group.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
         reason = (
@@ -231,14 +228,14 @@ def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, st
 
 
 def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Sample | NotReady:
-    """Select under rules with `only_oldest`: all of `oldest`, the groups that became ready first."""
+    """Select under `only_oldest` rules: all of `oldest`, the groups that became ready first."""
     if len(oldest) < num_groups:
         return NotReady(f"{num_ready} of {num_groups} groups are ready", ready_needed=num_groups)
     return Sample(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
 
 
 def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """Return (fresh, reused) as `fresh_fraction` demands; when one kind is short, more of the other."""
+    """Return (fresh, reused) counts by `fresh_fraction`. If one kind is short, take more of the other."""
     num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
     num_reused = min(len(queue.reusable), num_groups - num_fresh)
     return min(len(queue.ready), num_groups - num_reused), num_reused
@@ -265,12 +262,12 @@ def sample_fresh(
 def sample_reused(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
 ) -> tuple[list[str], list[float]]:
-    """Return (group ids, loss weights) of at most `num_groups` candidates at random, by priority if so configured."""
+    """Return (group ids, loss weights) of at most `num_groups` random candidates, by priority if configured."""
     return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _REUSE_STREAM))
 
 
 def priority(candidate: Candidate) -> float:
-    """Return the standard deviation of the group's rewards rounded to a power of two; 1/256 when they are all equal."""
+    """Return the standard deviation of the group's rewards, rounded to a power of two; 1/256 if all are equal."""
     if candidate.answered == 0:
         return 2.0**_SMALLEST_PRIORITY_LOG2
     mean = candidate.reward_sum / candidate.answered
@@ -280,9 +277,10 @@ def priority(candidate: Candidate) -> float:
 
 
 def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
-    """Probability that each candidate is selected, given the smallest key that was not: float64, shape of `rates`.
+    """Return each candidate's selection probability, given the smallest losing key: float64, shape of `rates`.
 
-    Sums over the selected, divided by these, are unbiased for sums over all.
+    Sums over the selected candidates, divided by these probabilities, are unbiased estimates of sums over all
+    candidates.
     Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
     """
     return -np.expm1(-rates * threshold)
@@ -291,16 +289,16 @@ def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarra
 def _race(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seeds: tuple[int, int, int]
 ) -> tuple[list[str], list[float]]:
-    """Sample in proportion to the priorities; the weights make the expected gradient that of a uniform sample."""
+    """Sample in proportion to priority. The weights make the expected gradient equal to that of a uniform sample."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
     rates = np.array([priority(candidate) ** exponent for candidate in candidates])
-    # The +1 keeps the logarithm finite; 2**64 values of a raw draw map to (0, 1].
+    # The +1 keeps the logarithm finite by mapping the 2**64 raw values to (0, 1].
     keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / rates
     selected = np.argsort(keys, kind="stable")[:num_groups]
     group_ids = [candidates[index].id for index in selected]
     if not isinstance(sampler, PrioritizedConfig):
         return group_ids, [1.0] * len(group_ids)
-    # Rank conditioning: given the smallest key that lost, inclusions are independent, and their probability is known.
+    # Rank conditioning: given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
     weights = (len(selected) / (len(candidates) * included)) ** sampler.correction
@@ -311,23 +309,23 @@ def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:
     return np.random.PCG64(list(seeds)).random_raw(count)
 
 
+# --- curriculum -------------------------------------------------------------------------------------------------------
 _SKIPS_PER_PROMPT = 16
-"""Prompts that may be skipped for one that is leased."""
+"""Maximum number of prompts skipped per leased prompt."""
 
 
 class Upcoming(Record):
-    """The next prompts in order, for a lease to choose from; without any, none is skipped and no row is measured.
+    """The next prompts in order, for a lease to choose from. If empty, no prompt is skipped and no row is measured.
 
     Example: Upcoming(first=17, explored=[False, False, True])
     """
 
     first: int = 0
-    """Ordinal of the first."""
+    """Ordinal of the first prompt."""
     explored: list[bool] = []
-    """Whether each is generated even if its row lies outside the band."""
+    """For each prompt: whether to generate it even if its row is outside the band."""
 
     def rows(self, *, num_rows: RowCount, seed: int) -> list[int]:
-        """Return the row of each."""
         return [row_of(self.first + place, num_rows=num_rows, seed=seed) for place in range(len(self.explored))]
 
 
@@ -335,13 +333,9 @@ NOTHING_SKIPPED = Upcoming()
 
 
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
-    """Return enough prompts for `num_new` leases; without `may_skip` each of them is explored."""
+    """Return enough prompts for `num_new` leases. Without `may_skip`, all of them are explored."""
     num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
-    # The last are explored in any case: a lease ends, and hands out all that pacing admits, wherever the rows lie.
-    drawn = [_is_explored(ordinal, curriculum.explore, seed=seed) for ordinal in range(first, first + num_skips)]
-    return Upcoming(first, drawn + [True] * num_new)
-
-
-def _is_explored(ordinal: int, share: float, *, seed: int) -> bool:
-    # A function of the ordinal, not a draw: a lease that is repeated, or another broker, decides alike.
-    return xxhash.xxh3_64_intdigest(f"explore:{seed}:{ordinal}".encode()) < share * 2**64
+    # A hash of the ordinal, so a repeated lease or another broker makes the same decision.
+    draws = [xxhash.xxh3_64_intdigest(f"explore:{seed}:{first + place}".encode()) for place in range(num_skips)]
+    # The last ones are always explored, so a lease ends and hands out all that pacing admits, whatever the rows.
+    return Upcoming(first, [draw < curriculum.explore * 2**64 for draw in draws] + [True] * num_new)

@@ -1,9 +1,9 @@
 """Store: the protocol of the durable state, implemented in Redis.
 
-Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A used group may be claimed again where
-the run allows reuse. A group that leaves this line before it was used is rejected, expired or quarantined, with a
-reason, and gives its admission back. Each transition is one atomic operation. A group that is over stays stored until
-it is archived, if the run has an archive.
+Group life cycle: open -> ready -> claimed(step, fence) -> used(step) -> retired. With reuse, a used group may be
+claimed again. A group that leaves this path before being used is rejected, expired, or quarantined with a reason, and
+its admission is returned. Each transition is one atomic operation. If the run has an archive, a finished group stays
+stored until it is archived.
 """
 
 import time
@@ -37,9 +37,9 @@ from slipstream.runtime.clock import Clock
 
 
 class Store(Protocol):
-    """All operations. Synchronous; each is atomic and takes about a millisecond per hundred ids.
+    """All operations. Synchronous and atomic; each takes about a millisecond per hundred ids.
 
-    Time is the store's own clock. Every method raises StoreUnavailableError when the store does not answer, and
+    Time is the store's own clock. Every method raises StoreUnavailableError if the store does not answer, and
     RunConflictError before `open_run`. Every operation may be repeated after a lost answer.
     """
 
@@ -56,42 +56,33 @@ class Store(Protocol):
         group_filter: FilterConfig = KEEP_ALL,
         curriculum: CurriculumConfig | None = None,
     ) -> RunState:
-        """Create the run, or find it again. Raises RunConflictError when another run lives here.
+        """Create the run, or find the existing one. Raises RunConflictError if the store holds another run.
 
-        `num_rows`: those to train on, from which, with `seed`, the order of prompts follows.
-        `keeps_finished`: groups that are over stay until `forget`, for an archiver. `max_uses`: steps that may train on
-        one group. `group_filter`: complete groups to reject instead of making them ready. `curriculum`: measures the
-        success rate of each row. The run keeps both.
+        `num_rows` and `seed` determine the order of the training prompts. `keeps_finished`: keep finished groups until
+        `forget`, for an archiver. `max_uses`: number of steps that may train on one group. `group_filter`: which
+        complete groups to reject instead of making them ready. `curriculum`: measure the success rate of each row. The
+        run stores both.
         """
-        ...
 
-    def run_state(self) -> RunState:
-        """Return the state of the run."""
-        ...
+    def run_state(self) -> RunState: ...
 
     def run_config_json(self) -> str:
-        """Return the config given to `open_run`."""
-        ...
+        """Return the config passed to `open_run`."""
 
     def set_phase(self, phase: str, *, detail: str = "") -> None:
         """Set the phase of the run and its reason."""
-        ...
 
     def announce_version(self, version: int) -> None:
-        """Accept tokens of `version` from now on. A lower one changes nothing."""
-        ...
+        """Start accepting tokens of `version`. Has no effect if a higher version was announced."""
 
     def commit_version(self, version: int) -> None:
-        """Record that all members applied and verified `version`. A lower one changes nothing."""
-        ...
+        """Record that all members applied and verified `version`. Has no effect if a higher version was committed."""
 
     def record_version(self, entry: VersionEntry) -> None:
-        """Enter a set of weights before it is announced. A repeat of the last entry changes nothing."""
-        ...
+        """Record a set of weights before it is announced. Repeating the last entry has no effect."""
 
     def versions(self) -> list[VersionEntry]:
-        """Return every set of weights entered, in order."""
-        ...
+        """Return every recorded set of weights, in order."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -107,273 +98,229 @@ class Store(Protocol):
         max_evaluations: int | None = None,
         upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
-        """Lease prompts: open evaluations first, then returned prompts, then new ones, then more of the evaluations.
+        """Lease prompts in this order: open evaluations, returned prompts, new prompts, more of the evaluations.
 
-        There is room for `max_groups`, or in place of each for as many rows of evaluations as it would have members.
-        `version`: only evaluations of that one. `max_evaluations`: most of their rows that come before other prompts.
+        `max_groups` limits the number of groups; the slot of one group holds as many evaluation rows as a group has
+        members. `version`: lease evaluations of this version only. `max_evaluations`: maximum number of evaluation rows
+        leased ahead of other prompts.
 
-        New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or
-        training; no training prompt is leased in later phases. A group needs `group_size` members; the last of them is
-        decoded greedily if it `has_baseline`. Those of the `upcoming` ones whose row lies outside the curriculum's band
-        are skipped: over at once, and not admitted.
+        New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or training.
+        No training prompt is leased in later phases. A group needs `group_size` members; with `has_baseline` the last
+        one is decoded greedily. `upcoming` prompts with a row outside the curriculum's band are skipped: they finish
+        immediately and are not admitted.
         """
-        ...
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
         """Report roles as `report_role` does, and extend the named leases that their owners still hold.
 
-        Returns the number of extended leases. An owner names the leases it works on, so that one whose answer was lost
-        on the way lapses by itself. A few dozen roles share one call.
+        Returns the number of extended leases. Each owner names the leases it is working on, so a lease whose answer was
+        lost in transit lapses. A few dozen roles share one call.
         """
-        ...
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """Return prompts, to be leased again with attempt + 1; members already stored stay. Return their number.
+        """Return prompts to be leased again with attempt + 1, keeping stored members. Return their number.
 
-        Leases that are over are skipped, and so are those of others if an `owner` is named.
+        Lapsed leases are skipped; so are those of other owners if `owner` is given.
         """
-        ...
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        """Return every prompt that `owner` holds; return their number."""
-        ...
+        """Return all prompts leased to `owner`, and their number."""
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
-        """Keep deadlines right after the store's clock has jumped forward by `jump_s`, or back; call it before `reap`.
+        """Correct deadlines after the store's clock jumped by `jump_s`, forward or back. Call it before `reap`.
 
-        Leases, claims and groups short of members keep the time they had left. None of them gets more than `lease_s` or
-        `claim_lease_s`, which a clock that was set back would give them. For the chief, as `reap` is.
+        Leases, claims, and incomplete groups keep their remaining time, capped at `lease_s` or `claim_lease_s`, which a
+        clock set back would exceed. Restricted to the chief, like `reap`.
         """
-        ...
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         """Take back lapsed leases and claims, and quarantine groups that were tried too often.
 
-        Groups that wait too long for their last members become ready without them, if the run's filter lets them, or
-        expire, as `group_deadline` says. Returns one log line per event. Raises StaleFenceError unless `fence` is the
-        chief's (see `buffer.chief`).
+        Groups that wait too long for their last members become ready without them (unless the run's filter rejects
+        them), or expire, as `group_deadline` says. Returns one log line per event. Raises StaleFenceError unless
+        `fence` is the chief's (see `store_rules.Brokers`).
         """
-        ...
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
-        """Report a broker as alive for `lease_s`, and make it the chief if there is none; return who is alive.
+        """Report a broker as alive for `lease_s`, make it the chief if there is none, and return the live brokers.
 
-        `facts`: plain values for the others. Every broker of a run names the same `lease_s`.
+        `facts`: plain values for the other brokers. All brokers of a run pass the same `lease_s`.
         """
-        ...
 
-    # --- images of prompts -----------------------------------------------------------------------------------------
+    # --- images of prompts -------------------------------------------------------------------------------------------
     def put_images(self, images: Mapping[str, bytes]) -> None:
-        """Keep images by name, each once, for the run; those that are there stay as they are."""
-        ...
+        """Store images by name for the rest of the run. Existing names are kept unchanged."""
 
     def images(self, names: list[str]) -> dict[str, bytes]:
-        """Return the bytes of the named images that are stored."""
-        ...
+        """Return name -> bytes of the named images that are stored."""
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
         """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
 
-        Answers to evaluations are counted, and over at once: they stay stored as such groups do. A refused trajectory
-        leaves no trace: the caller has it sent again (`store_full`) or passes it to `quarantine`, which counts it. A
-        group that becomes complete is ready, or rejected by the run's filter, in the same instant. `guest`: the guest
-        who wrote them; what a quarantined one wrote is refused (`guest_quarantined`).
+        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller either
+        has it resent (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is
+        ready, or rejected by the run's filter, in the same atomic operation. `guest`: the guest that wrote them.
+        Trajectories of a quarantined guest are refused (`guest_quarantined`).
         """
-        ...
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
-        """Refuse a guest for good, and quarantine its groups that nothing was trained on; return their number.
+        """Ban a guest permanently, quarantine its groups that were never trained on, and return their number.
 
-        A group with one member of the guest is the guest's. Those in a claim follow when it lapses or is rolled back;
-        those in use are not sampled again, and follow when a rollback undoes their use.
+        A group with any member from the guest counts as its group. A claimed group follows when its claim lapses or is
+        rolled back. A used group is not sampled again, and follows if a rollback undoes its use.
         """
-        ...
 
     def quarantined_guests(self) -> dict[str, str]:
         """Return quarantined guest -> reason."""
-        ...
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        """Keep the first bytes of a rejected frame, capped in number, and count it in `refused[reason]`."""
-        ...
+        """Keep the first bytes of a rejected frame, in a bounded list, and count it in `refused[reason]`."""
 
     # --- batches -----------------------------------------------------------------------------------------------------
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        """Claim exactly `num_groups` groups for `step` of a learner at `version`, or say why not yet.
+        """Claim exactly `num_groups` groups for `step` of a learner at `version`, or return why it cannot yet.
 
-        Stale groups leave the queue first, as the rules say. A step has one claim: an earlier one is taken back first,
-        so that asking again after a lost answer is safe. Raises StaleFenceError for a committed step.
+        Stale groups leave the queue first, as the rules say. A step has one claim: an earlier claim is taken back
+        first, so retrying after a lost answer is safe. Raises StaleFenceError for a committed step.
         """
-        ...
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
-        """Block until at least `num_groups` groups are ready, at most `timeout_s`. Return whether they are."""
-        ...
+        """Block until `num_groups` groups are ready, for at most `timeout_s`. Return whether they are."""
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Return the encoded trajectories of each group, by index. Raises StaleFenceError for a group without any."""
-        ...
+        """Return each group's encoded trajectories, by index. Raises StaleFenceError for a group without any."""
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
         """Extend the claim's lease. Raises StaleFenceError."""
-        ...
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Remove groups from a claim that the learner will not train on; return their number. Raises StaleFenceError.
+        """Remove groups that the learner will not train on from a claim; return their number. Raises StaleFenceError.
 
-        Groups that are not in the claim are skipped; one that was trained on before is only released: it will not be
-        used again. Claim the step again to have it filled up.
+        Groups outside the claim are skipped. A group that was trained on before is only released and not used again.
+        Claim the step again to refill it.
         """
-        ...
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
         """Mark the claim's groups as used and set RunState.step to claim.step. Raises StaleFenceError.
 
-        `entry` goes into the step ledger in the same instant. Committing the same claim again changes nothing.
+        Adds `entry` to the step ledger in the same atomic operation. Committing the same claim again has no effect.
         """
-        ...
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        """Declare a durable checkpoint of every step <= pointer.step: their groups are retired. Return their number.
+        """Record a durable checkpoint of every step <= pointer.step, retire their groups, and return their number.
 
         Groups that may be used again stay until the run is finishing. A resumed run starts from the pointer, so the
-        ledger up to it is final. Raises StaleFenceError when it covers steps that are not committed here, and when
-        `fence` is not RunState.fence.
+        ledger up to it is final. Raises StaleFenceError if it covers steps that are not committed here, or if `fence`
+        is not RunState.fence.
         """
-        ...
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
-        """Resume from a checkpoint: groups claimed, or used after `to_step`, are ready again.
+        """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, become ready again.
 
-        Return their number and the new RunState.fence, which is greater than that of any learner before.
+        Return their number and the new RunState.fence, which is greater than that of every earlier learner.
 
-        Ledger entries after `to_step` are removed. Announced versions stay announced: trajectories of versions that
-        were taken back may still arrive. A live claim counts as an attempt: a group that ends every learner that
-        claims it goes to quarantine.
+        Removes ledger entries after `to_step`. Announced versions stay announced, because trajectories of undone
+        versions may still arrive. A live claim counts as an attempt, so a group that crashes every learner ends in
+        quarantine.
         """
-        ...
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Return the entries of the committed steps from `first_step` on, in order."""
-        ...
+        """Return the entries of committed steps from `first_step` on, in order."""
 
-    # --- groups that are over ----------------------------------------------------------------------------------------
+    # --- finished groups ---------------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
-        """Return the oldest `limit` groups that are over and still stored; they stay."""
-        ...
+        """Return the oldest `limit` finished groups that are stored, without removing them."""
 
     def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
-        """Delete groups that are over and archived; return their number. Others are skipped. For the chief alone."""
-        ...
+        """Delete archived groups and return their number. Unfinished groups are skipped. Restricted to the chief."""
 
     def audit(self) -> Audit:
-        """Recompute the accounting from what is stored. Reads all groups: seconds for a hundred thousand."""
-        ...
+        """Recompute the accounting from the stored data. Reads all groups: seconds for a hundred thousand."""
 
     # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
-        """Have generators answer held-out rows with `version`; answers of others are refused. Idempotent on id."""
-        ...
+        """Have generators answer held-out rows with `version` only. Idempotent on id."""
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
-        """Return the totals so far; None when it was never opened."""
-        ...
+        """Return the totals so far; None if it was never opened."""
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
-        """Return the answers so far, in no order; nothing a day after the last one."""
-        ...
+        """Return the answers so far, unordered. They expire a day after the last one."""
 
     # --- monitoring --------------------------------------------------------------------------------------------------
-    def counts(self) -> StoreCounts:
-        """Return the counters of the store."""
-        ...
+    def counts(self) -> StoreCounts: ...
 
     def now(self) -> float:
-        """Return the store's clock, seconds, to compare with the times in records."""
-        ...
+        """Return the store's clock, seconds, comparable with the times in records."""
 
     def ready_versions(self) -> dict[int, int]:
-        """Return oldest version of a token -> number of ready groups. Reads every ready group."""
-        ...
+        """Return oldest token version -> number of ready groups. Reads every ready group."""
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        """Publish a role's newest gauges (plain values), stamped with the store's time.
+        """Publish a role's gauges (plain values), stamped with the store's time.
 
-        Above `ROLES_KEPT`, a new role replaces the one that did not report for longest.
+        Above `ROLES_KEPT` roles, a new one replaces the one with the oldest report.
         """
-        ...
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the newest gauges of every stored role, with `reported_at`, seconds of the store's clock.
+        """Return the latest gauges of every stored role, including `reported_at`, seconds of the store's clock.
 
-        A role that ever made progress (`progress_mark`) has `progressed_at` beside it: the time of its last progress.
+        A role that ever made progress (`progress_mark`) also has `progressed_at`, the time of its last progress.
         """
-        ...
 
     def record_event(self, role_id: str, text: str) -> None:
-        """Append an event; the newest `EVENTS_KEPT` are stored."""
-        ...
+        """Append an event; the newest `EVENTS_KEPT` are kept."""
 
     def events(self, *, limit: int) -> list[Event]:
         """Return the newest `limit` events, oldest first."""
-        ...
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
-        """Leave a request to a role of the run; it replaces one on the same subject."""
-        ...
+        """Leave a request for a role of the run, replacing any on the same subject."""
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
-        """Return subject -> value of the requests that nobody has taken."""
-        ...
+        """Return subject -> value of pending requests."""
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
-        """Return subject -> value of the requests that nobody has taken, of all or of these; each is returned once."""
-        ...
+        """Remove pending requests, all or those on `subjects`, and return subject -> value; each is returned once."""
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append one row (a step); the newest `METRICS_KEPT` are stored."""
-        ...
+        """Append the row of a step; the newest `METRICS_KEPT` are kept."""
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
-        """Return the stored rows after the `after`-th ever appended, and the number ever appended."""
-        ...
+        """Return the stored rows after the first `after` ever appended, and the number ever appended."""
 
     def cpu_s(self) -> float:
-        """Return the processor seconds of the store's server; 0 for one without a process of its own."""
-        ...
+        """Return the CPU seconds of the store's server; 0 for a store without its own process."""
 
     def memory(self) -> StoreMemory:
-        """Return the memory of the store's server, and its limit."""
-        ...
+        """Return memory use and limit of the store's server."""
 
     def full_disk(self) -> str:
-        """Return the disk for want of which the store takes no writes, in words; empty while it takes them."""
-        ...
+        """Describe the full disk that makes the store refuse writes; empty while it accepts them."""
 
     def close(self) -> None:
-        """Release all connections to the server."""
-        ...
+        """Close all connections to the server."""
 
 
 _REPORT_INTERVAL_S = 5.0
 
 
 class StoreOutage:
-    """An interval in which calls of the store fail. Life: (record* -> end)*."""
+    """A period of failing store calls. Life: (record* -> end)*."""
 
     def __init__(self, *, report: Callable[[str], object], clock: Clock = time.monotonic) -> None:
-        """`report` receives one sentence at a time."""
+        """`report` receives one sentence per call."""
         self._report = report
         self._clock = clock
         self._began_at: float | None = None
         self._next_report_at = 0.0
         self.reason = ""
-        """`store_unavailable` | `store_cannot_write`, as peers receive it in a Nack; empty while the store works."""
+        """`store_unavailable` | `store_cannot_write`, as sent to peers in a Nack; empty while the store works."""
 
     @property
     def seconds(self) -> float:
@@ -391,7 +338,7 @@ class StoreOutage:
             self._report(f"waiting for the store for {self.seconds:.0f} s: {error}")
 
     def end(self) -> None:
-        """Record that a call has succeeded."""
+        """Record a successful call."""
         if self._began_at is not None:
             self._report(f"the store works again after {self.seconds:.1f} s")
         self._began_at, self.reason = None, ""

@@ -1,10 +1,8 @@
-"""Rules and messages of every store: leases, claims, and what makes a stored run the same run.
+"""Rules and messages shared by all stores: run identity, leases, claims, and the chief broker.
 
-Brokers: the living brokers of a run as its store knows them, and the chief among them; rules that both stores share.
-
-The chief does what must be done once, however many brokers there are. Its lease makes it so: a chief is replaced when
-the lease has lapsed, or by another process of its own name. Its fence proves it: every operation of a chief names the
-fence it was given, and the store refuses the fence of any other, and of one whose lease has lapsed.
+The chief does the work that must be done only once among all brokers. Its lease makes it unique: another broker becomes
+the chief when the lease lapses, and so does a new process under the same name. Its fence proves it: every chief
+operation carries its fence, and the store rejects any other fence, or one with a lapsed lease.
 """
 
 import json
@@ -29,12 +27,13 @@ MAY_CHANGE = (
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
     "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",
 )  # fmt: skip
-"""Settings that a resumed run may change: where it lives, when it ends, how the learner divides its model and its work,
-which changes no gradient, its workers and its timeouts."""
+"""Settings that a resumed run may change: where it runs, when it ends, its workers and timeouts, and how the learner
+divides model and work, which does not affect gradients.
+"""
 
 
 def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tuple[str, RowCount, int]) -> None:
-    """Compare (config_json, num_rows, seed). Raises RunConflictError naming the first setting that differs."""
+    """Compare (config_json, num_rows, seed). Raises RunConflictError for the first setting that differs."""
     before, now = _settings(*stored), _settings(*opened)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "absent"), now.get(key, "absent")
@@ -42,7 +41,7 @@ def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tu
         if old != new and not may_change:
             raise RunConflictError(
                 f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: "
-                "go on with the old setting or choose another name."
+                "continue with the old setting or choose another name."
             )
 
 
@@ -69,32 +68,32 @@ def _flatten(value: Any, path: str) -> dict[str, Any]:
 
 # --- leases ----------------------------------------------------------------------------------------------------------
 def asked_answers(rows: list[int], *, samples: int) -> list[str]:
-    """Answers of an evaluation, each a group of its own: `<row>`, or `<row>.<sample>` where a row has several."""
-    # Those of one row follow each other, so that an engine may still have its prompt in the prefix cache.
+    """Return the answers of an evaluation, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
+    # Samples of a row are consecutive, so the engine may still have its prompt in the prefix cache.
     numbers = [""] if samples == 1 else [f".{sample}" for sample in range(samples)]
     return [f"{row}{number}" for row in dict.fromkeys(rows) for number in numbers]
 
 
 def evaluation_group_id(evaluation_id: str, answer: str) -> str:
-    """Return `<evaluation id>:<answer>`; the colon distinguishes it from a training group, whose id is its ordinal."""
+    """Return `<evaluation id>:<answer>`. Ids of training groups have no colon."""
     return f"{evaluation_id}:{answer}"
 
 
 def evaluation_sequence(version: int, number: int) -> int:
-    """Place of an answer among those that are waited for: by version, so that a lease can ask for one version's."""
+    """Sort key of a pending answer: by version first, so that a lease can select one version."""
     return version << 32 | number
 
 
 def is_evaluation(group_id: str) -> bool:
-    """Whether the group is a row of an evaluation."""
+    """Whether the group belongs to an evaluation."""
     return ":" in group_id
 
 
 def make_lease(
     group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: RowCount, seed: int
 ) -> Lease:
-    """Build the lease of a group, with the dataset row that its ordinal stands for."""
-    # The row follows from the ordinal and the seed, so that no cursor over the dataset has to be stored.
+    """Build the lease of a group, including the dataset row for its ordinal."""
+    # The row follows from the ordinal and the seed, so no dataset cursor is stored.
     ordinal = int(group_id.rpartition(":")[2].partition(".")[0])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(
@@ -109,20 +108,20 @@ def make_lease(
 
 
 def lapsed_lease_message(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
-    """Log line for a lease whose deadline passed."""
+    """Log line for a lapsed lease."""
     fate = "group put into quarantine (lease_attempts)" if is_quarantined else "its prompt will be leased again"
     return f"lease {make_lease_id(group_id, attempt)} of {owner} lapsed: {fate}"
 
 
 def short_group_message(group_id: str, *, members: int, size: int, deadline: TrainShortConfig | DropShortConfig) -> str:
-    """Log line for a group whose deadline passed before its last members arrived."""
+    """Log line for a group that was incomplete at its deadline."""
     fate = "expires" if isinstance(deadline, DropShortConfig) else "is trained on as it is"
     return f"group {group_id} has {members} of {size} members after {deadline.after_s:g} s: it {fate}"
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------
 def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Claim:
-    """Build the claim of a sample; weights that are all 1 and a reuse of nothing are left out."""
+    """Build the claim of a sample, omitting weights that are all 1 and reuse flags that are all false."""
     return Claim(
         step=step,
         fence=fence,
@@ -134,16 +133,16 @@ def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Cla
 
 
 def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, version: int) -> LagSplit:
-    """Turn sums over a claim's members into means.
+    """Convert sums over a claim's members to means.
 
-    The sums: versions gained in flight, versions gained in publishing, and the version announced at arrival.
+    The sums are: versions applied in flight, versions being published, and the version announced at arrival.
     """
     count = max(1, num_members)
     return LagSplit(in_flight / count, publish / count, max(0.0, version - arrived / count))
 
 
 def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -> str:
-    """Log line for a claim whose deadline passed."""
+    """Log line for a lapsed claim."""
     line = f"claim of step {step} lapsed: {num_ready} groups are ready again"
     if quarantined:
         line += f", put into quarantine (claim_attempts): {', '.join(quarantined)}"
@@ -152,69 +151,72 @@ def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -
 
 # --- errors of the learner's operations ------------------------------------------------------------------------------
 def stale_claim(claim: Claim) -> StaleFenceError:
-    """Error of an operation on a claim that is not the live one of its step."""
+    """Error of an operation on a claim that is not the step's live claim."""
     return StaleFenceError(
         f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
     )
 
 
 def already_committed(step: int, *, newest: int) -> StaleFenceError:
-    """Error of claiming a step that the run has committed."""
+    """Error of claiming a committed step."""
     return StaleFenceError(
-        f"a step must be claimed before it is committed, got step {step} with step {newest} the last one committed: "
-        "another learner has gone on with this run; start again with resume=true."
+        f"a step must be claimed before it is committed, got step {step}, but step {newest} is the last one committed: "
+        "another learner has continued this run; start again with resume=true."
     )
 
 
 def out_of_order(claim: Claim, *, newest: int) -> StaleFenceError:
     """Error of committing a step that is not the next one."""
     return StaleFenceError(
-        f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store has gone "
-        "back behind the learner, or another learner is at work; start again with resume=true."
+        f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store is behind "
+        "the learner, or another learner is running; start again with resume=true."
     )
 
 
 def not_yet_committed(pointer: CheckpointPointer, *, step: int) -> StaleFenceError:
-    """Error of a checkpoint that covers more than was committed."""
+    """Error of a checkpoint that covers uncommitted steps."""
     return StaleFenceError(
-        f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}) with step {step} the "
-        "last one committed: the store has gone back behind the learner; start the learner again with resume=true."
+        f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}), but step {step} is "
+        "the last one committed: the store is behind the learner; start the learner again with resume=true."
     )
 
 
 def superseded_learner(pointer: CheckpointPointer, *, fence: int, newest: int) -> StaleFenceError:
-    """Error of a checkpoint by a learner that another one has replaced."""
+    """Error of a checkpoint by a learner that was replaced."""
     return StaleFenceError(
-        f"a checkpoint must be of the learner that went on last, got {pointer.name} with fence {fence} "
-        f"after fence {newest}: another learner has gone on with this run; start again with resume=true."
+        f"a checkpoint must come from the newest learner, got {pointer.name} with fence {fence} "
+        f"after fence {newest}: another learner has continued this run; start again with resume=true."
     )
 
 
 def not_stored(group_id: str) -> StaleFenceError:
-    """Error of fetching a group that is retired or was never filled."""
+    """Error of fetching a group that is retired or has no members."""
     return StaleFenceError(f"group {group_id} must be stored to be fetched, but it is retired or has no members.")
 
 
+# --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
-"""Fence of a broker that is not the chief. It is enough as long as a run has never had one: in a single process."""
+"""Fence of a broker that is not the chief. The store accepts it while a run has never had a chief: in a single
+process.
+"""
 
 
 class Brokers(Record):
-    """Answer to a broker that reports.
+    """Answer to a broker's report.
 
     Example: Brokers(chief="broker", fence=NO_FENCE, living={"broker": {"peers": 500}, "broker-1": {"peers": 501}})
     """
 
     chief: str
     fence: int
-    """Fence of the broker that reported, if it is the chief, else NO_FENCE."""
+    """Fence of the reporting broker if it is the chief, else NO_FENCE."""
     living: dict[str, dict[str, Any]]
-    """Name of each living broker -> facts that it reported last."""
+    """Live broker -> its last reported facts."""
 
 
 def stale_chief(fence: int) -> StaleFenceError:
-    """Error of an operation that the chief alone may do."""
+    """Error of a chief operation by another broker."""
     return StaleFenceError(
         f"a broker must be the chief of its run to do this, but its lease with fence {fence} has lapsed or another "
-        "holds it: leave it to that one."
+        "broker holds it: leave it to the current chief."
     )

@@ -1,4 +1,4 @@
-"""The wire schema: a trajectory as a generator sends it and the learner trains on it."""
+"""Wire schema of a trajectory, from the generator to the learner."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,46 +11,46 @@ from msgspec import Meta
 from slipstream.configs.base import Record
 
 SCHEMA_VERSION = 4
-"""Raised with every change a reader of the previous schema would misread. What version 3 wrote can be read."""
+"""Increment for every change that a reader of the previous schema would misread. Version 3 is still readable."""
 
 Purpose = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Use of a trajectory: `train`, or the name of an evaluation, such as `greedy`."""
+"""`train`, or the name of an evaluation, such as `greedy`."""
 ShortName = Annotated[str, Meta(min_length=1, max_length=64)]
-"""An open name, such as that of a stop reason or of a metric."""
+"""Free-form name of a stop reason, metric, etc."""
 Name = Annotated[str, Meta(max_length=512)]
-"""An id; bounded, because the broker echoes it and the store builds keys from it."""
+"""An id. Bounded because the broker echoes it and the store builds keys from it."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""A whole number that fits a double exactly: the numbers of the store's scripts are doubles."""
+"""An integer that a double represents exactly, because numbers in the store's scripts are doubles."""
 
 
 def make_lease_id(group_id: str, attempt: int) -> str:
-    """Return the id of a lease, `<group_id>-<attempt>`."""
+    """Return `<group_id>-<attempt>`."""
     return f"{group_id}-{attempt}"
 
 
 def make_trajectory_id(lease_id: str, index: int) -> str:
-    """Return `<group_id>-<attempt>-<index>`, which no two trajectories of a run share."""
+    """Return `<group_id>-<attempt>-<index>`, unique within the run."""
     return f"{lease_id}-{index}"
 
 
 def lease_of(trajectory_id: str) -> str:
-    """Return the id of the lease that the trajectory answers; empty for any other text."""
+    """Extract the lease id from a trajectory id; empty for any other text."""
     return trajectory_id.rpartition("-")[0]
 
 
 def group_of(lease_id: str) -> str:
-    """Return the id of the leased group; empty for any other text."""
+    """Extract the group id from a lease id; empty for any other text."""
     return lease_id.rpartition("-")[0]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens from `first_token` up to the next span, sampled by policy `version`.
+    """Tokens from `first_token` up to the next span, all sampled by policy `version`.
 
     Example: VersionSpan(first_token=6, version=3)
     """
 
     first_token: int
-    """First token of the span, an index into `token_ids`."""
+    """Index into `token_ids`."""
     version: int
     """Policy version; 0 = initial weights."""
 
@@ -62,35 +62,38 @@ class Reward(Record):
     """
 
     total: float
-    """Reward; 0.0 when status is not ok: such a trajectory is masked, never trained on as a zero."""
+    """Reward. If status is not ok, it is 0.0 and the trajectory is masked instead of being trained on as a zero."""
     parts: dict[str, float] = {}
-    """Addends by name, for reports."""
+    """Components by name, for reports."""
     status: Literal["ok", "error", "timeout"] = "ok"
     is_correct: bool = False
-    """Whether the response is entirely right; counted by `accuracy`."""
+    """Whether the response is fully correct; counted by `accuracy`."""
     detail: str = ""
-    """Reason of a status that is not ok; else the answer that the function extracted, if it tells: equal answers are
-    one vote in an evaluation's majority."""
+    """Reason of a status other than ok. Otherwise the answer that the reward function extracted, if it reports one:
+    equal answers count as the same vote in an evaluation's majority.
+    """
     turns: list[float] = []
-    """Share of `total` that each turn earned, in order; the rest belongs to the whole. Empty: all of it does."""
+    """Share of `total` earned by each turn, in order; the remainder goes to the whole trajectory. Empty: all of it
+    does.
+    """
 
 
 class Media(Record):
-    """Reference to an image, video or sound that the model saw; its bytes do not travel with the trajectory.
+    """Reference to an image, video, or sound that the model saw. The bytes do not travel with the trajectory.
 
     Example: Media(kind="image", uri="train/00017/0", checksum="9f86d081...", first_token=4, num_tokens=64)
     """
 
     kind: ShortName
-    """`image`, `video`, `audio`."""
+    """`image`, `video`, or `audio`."""
     uri: str
-    """Name of its row and its number among the row's images, from 0."""
+    """Row name and 0-based image number within the row."""
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
-    """SHA-256 of the bytes, hexadecimal: the name under which the store and the archive have them."""
+    """SHA-256 of the bytes, hexadecimal. The store and the archive use it as the file's name."""
     first_token: int
-    """First of its tokens, an index into `token_ids`."""
+    """Index of its first token in `token_ids`."""
     num_tokens: int
-    """Tokens that stand for it."""
+    """Number of tokens that represent it."""
 
 
 class Sampling(Record):
@@ -104,15 +107,15 @@ class Sampling(Record):
     top_p: float
     """Nucleus probability; 1 = off."""
     top_k: int
-    """Number of likeliest tokens; -1 = all."""
+    """Number of most likely tokens to keep; -1 = all."""
     max_tokens: int
-    """Limit of the response, tokens."""
+    """Maximum response length, tokens."""
     seed: int
-    """Seed of this request alone."""
+    """Seed of this request only."""
 
 
 class TrajectoryHeader(Record):
-    """Description of a trajectory that broker and store read; the payload stays opaque to them.
+    """Description of a trajectory for the broker and the store, which never decode the payload.
 
     Reward fields repeat those of the payload's Reward.
 
@@ -122,26 +125,26 @@ class TrajectoryHeader(Record):
     """
 
     id: Name
-    """Unique in the run, see `make_trajectory_id`."""
+    """Unique within the run, see `make_trajectory_id`."""
     group_id: Name
     index: Count
     """Index in the group, 0 <= index < group_size."""
     group_size: Count
-    """Members that complete the group, a greedy one included."""
+    """Number of members in a complete group, including a greedy one."""
     purpose: Purpose
     attempt: Count
     """Number of earlier leases of the prompt."""
     lease_id: Name
     prompt_uid: str
-    """Name of the prompt's row in the dataset."""
+    """Name of the dataset row."""
     num_tokens: Count
-    """Tokens of prompt and response."""
+    """Tokens in prompt and response."""
     written_tokens: Count
-    """Tokens that the model wrote."""
+    """Model-written tokens."""
     oldest_version: Count
-    """Smallest version that sampled one of its tokens."""
+    """Oldest policy version that sampled a token."""
     newest_version: Count
-    """Largest version that sampled one of its tokens."""
+    """Newest policy version that sampled a token."""
     reward: float
     reward_status: Literal["ok", "error", "timeout"]
     is_correct: bool
@@ -151,14 +154,14 @@ class TrajectoryHeader(Record):
     checksum: int
     """xxh3-64 of the encoded Trajectory."""
     schema_version: int = SCHEMA_VERSION
-    """Refused if newer than the reader's."""
+    """Rejected if newer than the reader's."""
 
 
 class Trajectory(Record):
-    """One answer to one prompt, token by token, as the engine sampled it; ids as in TrajectoryHeader.
+    """One response to one prompt, token by token, as the engine sampled it. Ids are as in TrajectoryHeader.
 
-    It has one context, or several, end to end: a sub-agent's, or those before and after a context was compacted. They
-    are delivered, scored and trained on together: one member of the group, with one reward.
+    It holds one context or several, concatenated: those of sub-agents, or those before and after a compaction. All
+    contexts are delivered, scored, and trained on together as one group member with one reward.
 
     Example: Trajectory(id="17-0-3", ..., token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11],
         model_mask=[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1], generator_logprobs=[0, 0, 0, 0, 0, 0, -0.1, ...],
@@ -171,113 +174,112 @@ class Trajectory(Record):
     prompt_uid: str
     attempt: int
     token_ids: np.ndarray
-    """Tokens of the prompt, then of the response, int32[T]; of all contexts."""
+    """int32[T], prompt tokens followed by response tokens, over all contexts."""
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
-    """float32[T], log-probability under the distribution really sampled from; 0 where model_mask is false."""
+    """float32[T], log-probability under the distribution actually sampled from; 0 where model_mask is false."""
     version_spans: list[VersionSpan]
-    """Versions that sampled the tokens; the spans cover every model-written token, in order."""
+    """Policy versions that sampled the tokens, in order. The spans cover every model-written token."""
     reward: Reward
-    """Result of the reward function."""
     stop_reason: ShortName
-    """`stop` (end token), `length` (max_tokens), `aborted` (cut off by the agent loop), or an agent loop's own, such as
-    `stop_string`, `turn_limit`, `context_overflow`, `tool_failure`."""
+    """`stop` (end token), `length` (max_tokens), `aborted` (by the agent loop), or defined by an agent loop, such as
+    `stop_string`, `turn_limit`, `context_overflow`, `tool_failure`.
+    """
     sampling: Sampling
-    """Sampling parameters of the requests."""
     generator_id: str
-    """Logical id of the generator that made it."""
+    """Logical id of the generator."""
     started_at: float
-    """Seconds since 1970, the generator's clock."""
+    """Seconds since 1970, generator's clock."""
     finished_at: float
-    """Seconds since 1970, the generator's clock."""
+    """Seconds since 1970, generator's clock."""
     data_source: str
-    """Name of the kind of task, from the dataset."""
+    """Task type, from the dataset."""
     num_turns: int = 1
-    """Turns that the model wrote: runs of model-written tokens within a context."""
+    """Runs of consecutive model-written tokens within a context."""
     extras: dict[str, Any] = {}
-    """Data of the agent loop to be stored; plain values only."""
+    """Data that the agent loop wants stored; plain values only."""
     context_starts: list[int] = []
-    """First token of each context but the first, which starts at 0: indices into `token_ids`."""
+    """Indices into `token_ids` where each context after the first starts."""
     arrays: dict[str, np.ndarray] = {}
-    """Further data per token by name, [T, ...], such as the experts that the engine chose, int16[T, layers, k]."""
+    """Additional per-token data by name, [T, ...], such as the experts chosen by the engine, int16[T, layers, k]."""
     media: list[Media] = []
-    """Images, videos and sounds that the model saw, in the order of their tokens."""
+    """Images, videos, and sounds that the model saw, in token order."""
     metrics: dict[str, float] = {}
-    """Numbers of the agent loop for reports, such as `tool_calls`."""
+    """Agent loop numbers for reports, such as `tool_calls`."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
         return len(self.token_ids)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it was decoded greedily: the greedy member of a group is its baseline, and is not trained on."""
+        """Whether it was decoded greedily. A group's greedy member is its baseline and is not trained on."""
         return self.sampling.temperature == 0
 
     def context_bounds(self) -> list[int]:
-        """Return the first token of each context, and the end of the last."""
+        """Return the first token of each context, followed by the end of the last."""
         return [0, *self.context_starts, self.num_tokens]
 
     def turn_starts(self) -> np.ndarray:
-        """Return the first token of each run of model-written tokens within a context, int64[num_turns]."""
-        goes_on = np.zeros(self.num_tokens, dtype=np.bool_)
-        goes_on[1:] = self.model_mask[:-1]
-        goes_on[self.context_starts] = False
-        return np.flatnonzero(self.model_mask & ~goes_on)
+        """Return the first token of each turn, int64[num_turns]."""
+        continues = np.zeros(self.num_tokens, dtype=np.bool_)
+        continues[1:] = self.model_mask[:-1]
+        continues[self.context_starts] = False
+        return np.flatnonzero(self.model_mask & ~continues)
 
     def token_versions(self) -> np.ndarray:
-        """Return the version that sampled each token, int32[T]; -1 where the model did not write it."""
+        """Return the version that sampled each token, int32[T]; -1 for tokens not written by the model."""
         versions = np.full(self.num_tokens, -1, dtype=np.int32)
-        # Spans are in order, so that each overwrites the rest of the one before.
+        # Spans are in order, so each one overwrites the tail of the previous one.
         for span in self.version_spans:
             versions[span.first_token :] = span.version
         versions[~self.model_mask] = -1
         return versions
 
 
-# --- checks of answers that guests wrote ------------------------------------------------------------------------------
+# --- checks of answers written by guests ------------------------------------------------------------------------------
 class AnswerCheck(Record):
-    """Differences between an answer of a guest and what one's own engine and reward functions make of it.
+    """Comparison of a guest's answer with a recomputation by our own engine and reward functions.
 
-    Sums are over the tokens that the newest of the answer's versions sampled.
+    Sums run over the tokens sampled by the answer's newest version.
 
     Example: AnswerCheck("17-0-3", num_tokens=6, logprob_diff=0.004, own_logprob_diff=0.0005, surplus=-0.4,
         variance=0.9, logprob=-4.1, digest="9f3c...")
     """
 
     id: Name
-    """Id of the trajectory."""
     num_tokens: Count = 0
-    """Tokens that were scored; 0 where the checking generator has sampled none of that version to compare with."""
+    """Tokens scored; 0 if the checking generator has sampled nothing with that version to compare against."""
     logprob_diff: float = 0.0
-    """Sum of the absolute differences of log-probabilities, nats."""
+    """Sum of absolute log-probability differences, nats."""
     own_logprob_diff: float = 0.0
-    """Mean of the same in answers of one's own with that version, nats: the policy has changed since."""
+    """Mean absolute difference over our own answers with that version, nats: the policy has changed since."""
     surplus: float = 0.0
-    """Tokens that are the likeliest of their place, less the number that samples of the policy would have."""
+    """Number of tokens that are the most likely at their position, minus the number expected of samples from the
+    policy.
+    """
     variance: float = 0.0
-    """Variance of the surplus of samples."""
+    """Variance of `surplus` over samples from the policy."""
     logprob: float = 0.0
-    """Log-probability of all that the model wrote, nats."""
+    """Log-probability of all model-written tokens, nats."""
     digest: Annotated[str, Meta(max_length=32)] = ""
-    """Hash of all that the model wrote."""
+    """Hash of all model-written tokens."""
     lie: Annotated[str, Meta(max_length=1024)] = ""
-    """Prompt or reward that is not as the answer says, as one sentence; empty: none."""
+    """One sentence on a prompt or reward that differs from the answer's claim; empty: none."""
 
 
 # --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
-    """Return the lags of model-written tokens, same shape as `versions`.
+    """Return the lag of model-written tokens, same shape as `versions`.
 
-    Lags are negative after the learner went back to an older checkpoint: such tokens count as fresh.
+    Lags are negative after the learner resumes from an older checkpoint. Such tokens count as fresh.
     """
     return learner_version - versions
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """Return where the model wrote a token that is older than `max_lag` versions, bool[T]."""
+    """Return where a model-written token is more than `max_lag` versions old, bool[T]."""
     too_old = lag(trajectory.token_versions(), learner_version) > max_lag
     return too_old & trajectory.model_mask
 

@@ -1,1 +1,1 @@
-"""Runs whose generators join and leave, or differ in speed."""
+"""Runs with generators that join and leave, or differ in speed."""

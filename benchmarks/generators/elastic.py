@@ -1,8 +1,8 @@
-"""One training run with 1, then 4, then 2, then 3 generators: throughput of each, and start-up time of a new one.
+"""One training run with 1, 4, 2, then 3 generators: throughput of each phase, start-up time of new generators.
 
-digits_rotary_cpu with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
-NUMBER:STEP asks for that many generators from that step on. A new generator's first trajectory is read from its own
-gauges, up to a second late.
+digits_rotary_cpu with real vLLM, DeepSpeed, and Redis under the launcher, scaled by `run_async.py scale`. A phase
+NUMBER:STEP requests that number of generators from that step on. The time of a new generator's first trajectory comes
+from its gauges and is up to a second late.
 """
 
 import argparse
@@ -45,10 +45,10 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run once, scaling at each phase; then report on the phases."""
+    """Run once, scaling at each phase, then report on the phases."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as runs_dir:
         overrides = [f"name={_NAME}", f"runs_dir={runs_dir}", f"generators.count={arguments.phases[0][0]}"]
-        # Of minutes: the default experiment ends before a new generator has started.
+        # A run of minutes: the default experiment ends before a new generator has started.
         command = [sys.executable, "-m", "slipstream", "run", _EXPERIMENT, *overrides, *arguments.overrides]
         with (Path(runs_dir) / "launcher.log").open("w") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> None:
         finally:
             launcher.terminate()
             launcher.wait()
-            # Also of a run that failed.
+            # Even if the run failed.
             metrics = Path(runs_dir) / _NAME / "metrics.jsonl"
             rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
             write_result(arguments, {"rows": rows})
@@ -78,7 +78,7 @@ class Steering:
         self._first: dict[str, float] = {}
 
     def run(self, phases: list[tuple[int, int]]) -> dict[str, float]:
-        """Scale at each phase's step until the run ends; returns each generator's seconds to its first trajectory."""
+        """Scale at each phase's step until the run ends; return each generator's seconds to its first trajectory."""
         due = phases[1:]
         with self._open_store() as store:
             while self._launcher.poll() is None:
@@ -114,16 +114,16 @@ class Steering:
 
 
 def by_phase(rows: list[dict[str, Any]], phases: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Summarise the steps of each phase."""
+    """Summarize the steps of each phase."""
     ends = [step for _, step in phases[1:]] + [rows[-1]["step"]]
     return [
-        summarise(number, [row for row in rows if start < row["step"] <= end])
+        summarize(number, [row for row in rows if start < row["step"] <= end])
         for (number, start), end in zip(phases, ends, strict=True)
     ]
 
 
-def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise the metrics of one phase."""
+def summarize(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize the metrics of one phase."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)
     return {
@@ -139,7 +139,7 @@ def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """Print phases, start-up times and the outcome of the run."""
+    """Print phases, start-up times, and the outcome of the run."""
     console.print(make_table(result["phases"], _COLUMNS, title="one run"))
     joined = [{"name": name, "seconds": seconds} for name, seconds in result["joined"].items()]
     console.print(make_table(joined, {"generator": "{name}", "start to first trajectory, s": "{seconds:.1f}"}))
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.elastic", __doc__)
     phases = [(1, 0), (4, 30), (2, 110), (3, 150)]
     parser.add_argument(
-        "--phases", type=_phase, nargs="+", default=phases, help="NUMBER:STEP ..., the first from step 0"
+        "--phases", type=_phase, nargs="+", default=phases, help="NUMBER:STEP ..., the first one at step 0"
     )
     parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
     main(parser.parse_args())

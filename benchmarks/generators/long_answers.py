@@ -1,9 +1,9 @@
-"""Tokens masked for their age where answers differ much in length, by what pacing admits.
+"""Tokens masked as stale when response lengths vary a lot, by pacing limit.
 
-Real broker over ZeroMQ, a real generator role with the scripted engine, whose lengths are lognormal, and a learner that
-claims a batch, takes its time, commits it and publishes the next version. Two learners: one that waits for groups, and
-one that groups wait for. Every value of `buffer.staleness.pacing_lag` in turn; tokens older than `max_lag` when their
-group is claimed would leave the loss.
+Real broker over ZeroMQ, a real generator role with the scripted engine and lognormal lengths, and a learner that claims
+a batch, waits, commits it, and publishes the next version. Two learners: one that waits for groups, and one that groups
+wait for. Measures every value of `buffer.staleness.pacing_lag` in turn. Tokens older than `max_lag` when their group is
+claimed would be excluded from the loss.
 """
 
 import argparse
@@ -31,13 +31,13 @@ _COLUMNS = {
     "trained tokens/s": "{trained_tokens_per_s:,.0f}",
 }
 _WARM_UP = 0.25
-"""Share of the steps that are not counted: the first ones hold short answers alone."""
+"""Fraction of steps that are not counted, because the first ones hold only short answers."""
 
 console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every bound with both learners."""
+    """Measure every limit with both learners."""
     configure_logs("benchmark")
     rows = []
     for step_s, pacing_lag in itertools.product((0.0, arguments.step_s), arguments.pacing_lags):

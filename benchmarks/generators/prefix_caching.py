@@ -1,7 +1,7 @@
-"""Answers of several turns with and without cached prefixes, through the real vLLM.
+"""Multi-turn responses with and without prefix caching, with real vLLM.
 
-Every turn reads all those before it. Conversations run side by side, each a prompt, then turns of the model with an
-observation after each; an engine with the cache and one without take turns, on the same conversations.
+Every turn reads all earlier turns. Conversations run concurrently, each a prompt followed by model turns with an
+observation after each. Engines with and without the cache alternate on the same conversations.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 async def _converse(model: ModelConfig, config: VllmEngineConfig, arguments: argparse.Namespace, number: int) -> float:
-    """Start an engine and let all conversations run; returns how long they take, seconds."""
+    """Start an engine, run all conversations, and return the seconds they take."""
     random = np.random.default_rng(number)
     engine = VllmEngine(model, config, seed=0, reads_text=True)
     await engine.start()
@@ -79,9 +79,9 @@ if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.prefix_caching", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (3)")
     parser.add_argument("--conversations", type=int, default=16, help="conversations at once (16)")
-    parser.add_argument("--turns", type=int, default=6, help="turns of the model in each (6)")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (512)")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of a turn, and of an observation (32)")
+    parser.add_argument("--turns", type=int, default=6, help="model turns per conversation (6)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt (512)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per turn, and per observation (32)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (8)")
     parser.add_argument("--width", type=int, default=512, help="width of the model (512)")
     main(parser.parse_args())

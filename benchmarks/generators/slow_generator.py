@@ -1,8 +1,8 @@
-"""Cost of a slow generator: seconds per batch of a fast generator alone, and beside one many times slower.
+"""Cost of a slow generator: seconds per batch of a fast generator alone, and together with one many times slower.
 
 Real broker over ZeroMQ, real generator roles with the scripted engine, and a learner that takes no time: it claims a
-batch, commits it and publishes the next version. Both fleets run in turn, at several bounds of staleness and at a
-concurrency of half a batch or of two. The start, before the broker knows their speeds, is left out.
+batch, commits it, and publishes the next version. Both fleets run in turn, with several staleness bounds and with a
+concurrency of half a batch or two batches. Start-up, before the broker knows their speeds, is not measured.
 """
 
 import argparse
@@ -60,13 +60,13 @@ console = Console(highlight=False)
 
 
 class FleetRun:
-    """A run over a broker in this process. Life: add_generator* -> train -> end with the stack."""
+    """A run over a broker in this process. Life: add_generator* -> train -> exit of the stack."""
 
     def __init__(self, settings: list[str], stack: ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
         common = ["generators/engine=scripted", "model.path=models/digits-gpt2", "learner.max_steps=1000000"]
         self._run = run = load([*common, f"broker.address=ipc://{folder}/broker.sock", *settings])
-        # The scripted engine needs a vocabulary, and no model that has learnt anything.
+        # The scripted engine needs a vocabulary, but no trained model.
         untrained = [step for step in run.prepare if not step.module.endswith("warm_up")]
         prepare(msgspec.structs.replace(run, prepare=untrained))
         self._stack = stack
@@ -79,11 +79,11 @@ class FleetRun:
         self.batches: list[list[Trajectory]] = []
         """Trajectories of each step."""
         self.publishing_s: list[float] = []
-        """Time until all generators had applied the version of each step."""
+        """Time until all generators applied the version of each step."""
         self.started_at = 0.0
 
     def add_generator(self, name: str, engine: ScriptedEngineConfig) -> None:
-        """Start a generator in a thread of its own."""
+        """Start a generator in its own thread."""
         board, ready = StatusBoard(), threading.Event()
         session = self._join("generator", name, board)
         self._members.append(session.member)
@@ -97,7 +97,7 @@ class FleetRun:
         ready.wait(_TIMEOUT_S)
 
     def train(self, *, seconds: float, step_s: float = 0.0) -> None:
-        """Claim, commit and publish until `seconds` have passed; a step takes at least `step_s`."""
+        """Claim, commit, and publish until `seconds` have passed. A step takes at least `step_s`."""
         self._publish(0)
         self.started_at, step = time.monotonic(), 0
         while time.monotonic() < self.started_at + seconds:
@@ -248,7 +248,7 @@ if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.slow_generator", __doc__)
     parser.add_argument("--times", type=float, default=10.0, help="slowdown of the slow generator (10)")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement, after its warm-up (8)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each fleet (3)")
-    parser.add_argument("--settings", type=int, help="number of settings to measure, from the first (all)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per fleet (3)")
+    parser.add_argument("--settings", type=int, help="measure only the first N settings (all)")
     parser.add_argument("overrides", nargs="*", help="settings of the run")
     main(parser.parse_args())

@@ -1,1 +1,1 @@
-"""Throughput of trajectories from generator to learner, beside bare alternatives."""
+"""Throughput of trajectories from generator to learner, compared with bare alternatives."""

@@ -1,6 +1,6 @@
-"""Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run.
+"""Throughput of trajectories (1k and 32k tokens) from generator to learner, compared with bare alternatives.
 
-With --sockets: over unix sockets and ports, encrypted as in every run and plain, in turn.
+With --sockets: Unix sockets and ports, encrypted (as in every run) and plain, in turn.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from slipstream.buffer.redis.embedded import Durability
 
 _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")
-_VOLATILE_BESIDE: Durability = "standard"
+_VOLATILE_LEVEL: Durability = "standard"
 """Contestants without durability are measured in the rounds of this level."""
 _KIND = {"tokens": "{tokens:,}", "durability": "{durability}"}
 _RATES = {
@@ -41,7 +41,7 @@ _FETCHED = {"fetched/s": "{take:,.0f}", "fetched MB/s": "{take_mb:,.0f}"}
 _PROCESSES = {name: f"{{cpu_us[{name}]:,.1f}}" for name in ("generator", "broker", "store")}
 _TIMES = "Processor time, microseconds per trajectory"
 _STAGE_S = 0.3
-"""Processor time over which a single stage is averaged."""
+"""CPU time over which a single stage is averaged."""
 
 console = Console(width=120) if not Console().is_terminal else Console()
 
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
                     rows += _measure(served, level, num_tokens, skipped=skipped, arguments=arguments)
                     write_result(arguments, {"group_size": GROUP_SIZE, "skipped": skipped, "rows": rows})
     console.print(make_table(rows, _KIND | {"path": "{path}"} | _RATES | _FETCHED, title="ratio: of puts to raw Redis"))
-    # The processes add up; `check` is part of the broker's time, `script` of the store's.
+    # The processes add up. `check` is part of the broker's time, `script` of the store's.
     stages = {name: f"{{stages_us[{name}]:,.1f}}" for name in ("encode", "check", "script", "commit")}
     ours = [row for row in rows if row["path"] == _OURS]
     console.print(make_table(ours, _KIND | _PROCESSES | stages, title=_TIMES))
@@ -96,11 +96,11 @@ def _measure(
 
 
 def _compare_sockets(arguments: argparse.Namespace) -> None:
-    """Measure the way through brokers that differ in their sockets alone, each with a store of its own."""
+    """Measure Slipstream through brokers that differ only in their sockets, each with its own store."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ingest-") as folder, ExitStack() as stack:
         runs = {
-            name: ServedRun(Path(folder) / name.replace(" ", "-"), durability=_VOLATILE_BESIDE, sockets=name)
+            name: ServedRun(Path(folder) / name.replace(" ", "-"), durability=_VOLATILE_LEVEL, sockets=name)
             for name in SOCKETS
         }
         for served in runs.values():
@@ -121,7 +121,7 @@ def _compare_sockets(arguments: argparse.Namespace) -> None:
 def _measure_paths(
     paths: Mapping[str, IngestPath], num_tokens: int, *, base: str, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure each path once a round, after one round of warm-up, and compare it with the path `base`."""
+    """Measure each path once per round after a warm-up round, and compare it with the path `base`."""
     payload_bytes = len(make_payloads(1, num_tokens=num_tokens)[0])
     count = max(1, arguments.mib * 2**20 // payload_bytes // GROUP_SIZE) * GROUP_SIZE
     passages: dict[str, list[Passage]] = {name: [] for name in paths}
@@ -160,14 +160,14 @@ def _builders(served: ServedRun, level: str, num_tokens: int) -> dict[str, Calla
         _OURS: lambda: SlipstreamPath(served, num_tokens=num_tokens),
         _RAW: lambda: RawRedis(served, num_tokens=num_tokens),
     }
-    if level == _VOLATILE_BESIDE:
+    if level == _VOLATILE_LEVEL:
         builders["Ray queue"] = lambda: RayQueue(num_tokens=num_tokens)
         builders["TransferQueue"] = lambda: TransferQueuePath(num_tokens=num_tokens)
     return builders
 
 
 def _check_us(num_tokens: int) -> float:
-    """Time the broker's validation of one header and payload, microseconds of processor time."""
+    """Return the CPU microseconds of the broker's validation of one header and payload."""
     trajectory = make_trajectory(ANY_LEASE, 0, num_tokens=num_tokens, rng=np.random.default_rng(0))
     header, payload = pack(trajectory, lease_id=ANY_LEASE.id, purpose="train", group_size=GROUP_SIZE)
     count, started_at = 0, time.process_time()
@@ -184,7 +184,7 @@ def _scripts_us(served: ServedRun) -> float:
 
 
 def _skipped() -> dict[str, str]:
-    """Return the contestants that are not installed, with the reason."""
+    """Return contestants that are not installed -> reason."""
     needed = {"Ray queue": ["ray"], "TransferQueue": ["ray", "transfer_queue", "tensordict"]}
     missing = {name: [each for each in modules if not find_spec(each)] for name, modules in needed.items()}
     return {name: f"{' and '.join(modules)} not installed" for name, modules in missing.items() if modules}
@@ -197,9 +197,9 @@ def _ray(skipped: dict[str, str]) -> Iterator[None]:
         return
     import ray
 
-    # TransferQueue reserves a core for each of its parts: with the true number it would wait forever.
+    # TransferQueue reserves a core for each part, and would wait forever with the true number.
     ray.init(
-        "local",  # whatever other cluster there is on this machine
+        "local",  # ignore any other cluster on this machine
         num_cpus=6,
         include_dashboard=False,
         log_to_driver=False,
@@ -223,9 +223,9 @@ def _serving(served: ServedRun) -> Iterator[ServedRun]:
 
 if __name__ == "__main__":
     parser = make_parser("benchmarks.ingest", __doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contestant (5)")
-    parser.add_argument("--mib", type=int, default=40, help="size of a round's trajectories, MiB (40)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per contestant (5)")
+    parser.add_argument("--mib", type=int, default=40, help="size of the trajectories per round, MiB (40)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768], help="per trajectory (1024 32768)")
     parser.add_argument("--durability", nargs="+", choices=_LEVELS, default=list(_LEVELS), help="levels (all)")
-    parser.add_argument("--sockets", action="store_true", help="compare unix sockets and ports, encrypted and plain")
+    parser.add_argument("--sockets", action="store_true", help="compare Unix sockets and ports, encrypted and plain")
     main(parser.parse_args())

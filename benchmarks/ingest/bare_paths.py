@@ -1,4 +1,4 @@
-"""Bare ways from generator to learner, beside which Slipstream is measured: Redis, a Ray queue, TransferQueue."""
+"""Bare paths from generator to learner to compare Slipstream with: Redis, a Ray queue, TransferQueue."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from slipstream.buffer.redis.connection import connect
 class RawRedis:
     """The same bytes into the same server with redis-py: SET in pipelines of the broker's batch size, MGET, UNLINK.
 
-    No checks and no life cycle.
+    No validation and no life cycle.
     """
 
     def __init__(self, served: ServedRun, *, num_tokens: int) -> None:
@@ -55,7 +55,7 @@ class RawRedis:
 
 
 class RayQueue:
-    """The same bytes through `ray.util.queue`, an actor in memory, in batches of the broker's size."""
+    """The same bytes through `ray.util.queue`, an in-memory actor, in batches of the broker's size."""
 
     def __init__(self, *, num_tokens: int) -> None:
         from ray.util.queue import Queue
@@ -82,10 +82,10 @@ _PARTITION = "benchmark"
 
 
 class TransferQueuePath:
-    """The same arrays through TransferQueue (arXiv:2507.01663) with SimpleStorage, its default, in memory."""
+    """The same arrays through TransferQueue (arXiv:2507.01663) with SimpleStorage, its in-memory default."""
 
     def __init__(self, *, num_tokens: int) -> None:
-        # Read at the import.
+        # Read at import.
         os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
         import transfer_queue
 

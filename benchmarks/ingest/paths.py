@@ -1,4 +1,4 @@
-"""IngestPath: one way of trajectories from generator to learner, and the trajectories that pass through it."""
+"""IngestPath: one path of trajectories from generator to learner, and the trajectories sent through it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,24 +10,24 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
 
 ANY_LEASE = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])
-"""For paths that know nothing of leases."""
+"""For paths without leases."""
 _TOKENS_PER_PROMPT_TOKEN = 8
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One round: all trajectories put and acknowledged, then all taken and decoded."""
+    """One round: all trajectories are put and acknowledged, then all are taken and decoded."""
 
     put_s: float
-    """From the first put to the last acknowledgement."""
+    """From the first put to the last acknowledgment."""
     take_s: float
     """From the request to the last decoded array."""
     cpu_us: dict[str, float]
-    """Processor time of each process during the puts, microseconds per trajectory."""
+    """CPU time of each process during the puts, microseconds per trajectory."""
 
 
 class IngestPath(Protocol):
-    """One contestant of the benchmark."""
+    """A contestant of the benchmark."""
 
     def pass_through(self, count: int) -> Passage:
         """Put `count` trajectories, then take them all."""
@@ -37,7 +37,7 @@ class IngestPath(Protocol):
 
 
 def make_trajectory(lease: Lease, index: int, *, num_tokens: int, rng: np.random.Generator) -> Trajectory:
-    """Make a member of the lease's group with `num_tokens` random, incompressible tokens."""
+    """Build a member of the lease's group with `num_tokens` random, incompressible tokens."""
     num_prompt = num_tokens // _TOKENS_PER_PROMPT_TOKEN
     mask = np.arange(num_tokens) >= num_prompt
     return Trajectory(
@@ -61,7 +61,7 @@ def make_trajectory(lease: Lease, index: int, *, num_tokens: int, rng: np.random
 
 
 def make_payloads(count: int, *, num_tokens: int) -> list[bytes]:
-    """Encode trajectories for contestants that know nothing of leases."""
+    """Encode trajectories for contestants without leases."""
     rng = np.random.default_rng(0)
     made = (make_trajectory(ANY_LEASE, index, num_tokens=num_tokens, rng=rng) for index in range(count))
     return [encode(trajectory) for trajectory in made]

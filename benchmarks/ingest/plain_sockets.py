@@ -1,4 +1,4 @@
-"""Sockets without encryption, which nothing but this benchmark opens: to measure what CURVE costs.
+"""Unencrypted sockets, opened only by this benchmark to measure the cost of CURVE.
 
 python -m benchmarks.ingest.plain_sockets KEY=VALUE...: a broker with such sockets
 """
@@ -16,7 +16,7 @@ from slipstream.broker.transport import zmq_channels
 
 @contextmanager
 def plain_sockets() -> Iterator[None]:
-    """Open channels without CURVE during the block; all else, the size of pieces included, is as it always is."""
+    """Open channels without CURVE during the block, with all other options unchanged."""
     server = zmq_channels._SERVER_OPTIONS | {zmq.MAXMSGSIZE: zmq_channels.PIECE_BYTES}
     with (
         patch.object(zmq_channels, "_server_options", lambda keys: server),

@@ -1,4 +1,4 @@
-"""ServedRun: the real brokers and their embedded store, each in its own process, without pacing."""
+"""ServedRun: real brokers and their embedded store, each in its own process, without pacing."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ GROUP_SIZE = 8
 MAX_MESSAGE_BYTES = 64 * 2**20
 TOKEN = "of the benchmark run"
 SOCKETS = ("ipc", "ipc plain", "tcp", "tcp plain")
-"""Sockets of the broker: a unix socket or a port, encrypted as in every run, or plain."""
+"""Kinds of broker socket: Unix socket or port, encrypted as in every run or plain."""
 _NAME = "served"
 _NUM_ROWS = 64
 _START_S = 60.0
@@ -41,7 +41,7 @@ class ServedRun:
         brokers: int = 1,
         settings: Sequence[str] = (),
     ) -> None:
-        """`sockets`: one of SOCKETS; `settings` of the run replace those of the benchmark."""
+        """`sockets`: one of SOCKETS. `settings` of the run override those of the benchmark."""
         self._folder = folder
         self._durability = durability
         self._settings = settings
@@ -75,7 +75,7 @@ class ServedRun:
             "buffer.store.max_memory_mib=4096",
             "buffer.archive.enabled=false",
             f"generators.group_size={GROUP_SIZE}",
-            # Pacing admits without limit.
+            # Disables the pacing limit.
             "buffer.staleness.max_lag=1000000",
             "learner.max_steps=1000000",
             *self._settings,
@@ -89,16 +89,16 @@ class ServedRun:
             with (self._folder / f"{name}.log").open("wb") as log:
                 self._brokers[name] = psutil.Popen(command, stdout=log, stderr=log, env=environment)
             self._await_broker(name)
-        # Connecting waits until the store has written its process id.
+        # Connecting blocks until the store has written its process id.
         self.open_store().close()
         self._redis = psutil.Process(int((self._server.directory / "redis.pid").read_text()))
 
     def open_store(self) -> RedisStore:
-        """Open a connection that the caller closes."""
+        """Open a connection, to be closed by the caller."""
         return open_run_store(self.store_url, _NAME, timeout_s=_START_S)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the processor seconds of brokers and store since their start."""
+        """Return the CPU seconds of brokers and store since their start."""
         return {name: sum(process.cpu_times()[:2]) for name, process in self._processes().items()}
 
     def memory_mib(self) -> dict[str, float]:
@@ -106,7 +106,7 @@ class ServedRun:
         return {name: process.memory_info().rss / 2**20 for name, process in self._processes().items()}
 
     def stop(self) -> None:
-        """Terminate the brokers; the first, which ends the last, ends their store."""
+        """Terminate the brokers. The first broker owns the store, exits last, and stops it."""
         for broker in reversed(self._brokers.values()):
             broker.terminate()
             broker.wait(_STOP_S)

@@ -24,7 +24,7 @@ _BATCH_BYTES = 8 * 2**20
 
 
 class SlipstreamPath:
-    """One generator and one learner in this process; broker and store in theirs."""
+    """One generator and one learner in this process; broker and store run in other processes."""
 
     def __init__(self, served: ServedRun, *, num_tokens: int) -> None:
         self._served = served
@@ -86,7 +86,7 @@ class SlipstreamPath:
         return time.perf_counter() - started_at
 
     def _take(self, count: int) -> float:
-        """Return the time of claim, fetch and decode; that of commit and checkpoint goes to `commit_us`."""
+        """Return the time of claim, fetch, and decode. Appends that of commit and checkpoint to `commit_us`."""
         groups_at_once = max(1, _BATCH_BYTES // (9 * self._num_tokens * GROUP_SIZE))
         num_left, taking_s, committing_s = count // GROUP_SIZE, 0.0, 0.0
         while num_left:

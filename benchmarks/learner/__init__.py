@@ -1,1 +1,1 @@
-"""Benchmarks of parts of the learner."""
+"""Parts of the learner."""

@@ -1,11 +1,11 @@
-"""Time and peak memory of a forward and backward pass over long sequences, by kind of attention and number of ranks.
+"""Time and peak memory of a forward and backward pass over long sequences, by attention implementation and ranks.
 
 dense       packed rows with a mask
-runs        packed rows without one: a call of the kernel for each run of tokens
+runs        packed rows without a mask: one kernel call per run of tokens
 2, 4 ranks  the same with a slice of each sequence per rank (learner.sequence_parallel)
 
-A microbatch of N tokens holds two groups, each a prompt of N/4 and four responses of N/16. Every measurement has
-processes of its own, whose peak resident memory above that at their start is counted: the largest of a rank.
+A microbatch of N tokens holds two groups, each a prompt of N/4 and four responses of N/16. Every measurement has its
+own processes. Memory is peak resident memory above that at the start, maximum over ranks.
 """
 
 import argparse
@@ -38,7 +38,7 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every kind at every length, in turn, and print medians."""
+    """Measure every implementation at every length, in turn, and print medians."""
     kinds = [DENSE, *(_name(ranks) for ranks in arguments.ranks)]
     rows = []
     for num_tokens in arguments.tokens:
@@ -61,7 +61,7 @@ def _name(ranks: int) -> str:
 
 
 def _run(kind: str, num_tokens: int, width: int) -> dict[str, float]:
-    """One measurement: the largest figures of its ranks."""
+    """Measure once; return the maximum over ranks of each figure."""
     ranks = 1 if kind in (DENSE, RUNS) else int(kind.split()[1])
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.learner.long_context", "--alone", kind.split(",")[0]]
@@ -84,7 +84,7 @@ def _measure(kind: str, num_tokens: int, width: int, ranks: int, rendezvous: str
         group = SequenceGroup(ranks, rank, dist.group.WORLD)
     policy = _make_policy(width, is_dense=kind == DENSE, longest=num_tokens, group=group)
     microbatch = _make_microbatch(num_tokens, num_slices=ranks)
-    # Another, short pass first: threads and kernels are set up before the clock starts.
+    # A short warm-up pass sets up threads and kernels before the clock starts.
     policy(_make_microbatch(64, num_slices=ranks))["logprobs"].sum().backward()
     policy.zero_grad()
     before, started = peak_mib(), time.perf_counter()
@@ -97,7 +97,7 @@ def _measure(kind: str, num_tokens: int, width: int, ranks: int, rendezvous: str
 
 
 def _make_policy(width: int, *, is_dense: bool, longest: int, group: SequenceGroup) -> Policy:
-    """Two layers; heads of 32, of which four share keys."""
+    """Build two layers with heads of 32, four of which share keys."""
     torch.manual_seed(0)
     heads = max(4, width // 32)
     config = Qwen2Config(
@@ -134,7 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="(2048 8192 16384)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks per sequence (1 2 4)")
     parser.add_argument("--width", type=int, default=256, help="width of the hidden states (256)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind at each size (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per implementation and length (3)")
     parser.add_argument("--alone", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.alone:

@@ -1,7 +1,7 @@
-"""Peak memory of learner ranks on the CPU: `slipstream plan`'s estimate beside what two steps take.
+"""Peak memory of learner ranks on the CPU: the estimate of `slipstream plan` compared with two measured steps.
 
-Each rank is a process of its own; its peak resident memory above that after its imports is counted, from the moment at
-which all models are loaded.
+Each rank is a separate process. Memory is its peak resident memory after all models are loaded, minus the memory after
+its imports.
 """
 
 import argparse
@@ -64,7 +64,7 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print the estimate beside the measured peak of each rank, setting by setting."""
+    """Print the estimate and the measured peak of each rank, for each setting."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _estimate(run: RunConfig) -> list[float]:
-    """MiB of each rank, of what training takes: its imports, checkpoints and published versions left out."""
+    """Return the estimated MiB per rank for training, without imports, checkpoints, and published versions."""
     needs = [need for need in make_plan(run, Machine(host_gib=1024)).needs if need.place == HOST]
     trained = [need for need in needs if not need.cause.startswith(("libraries", "checkpoint", "published"))]
     names = [f"learner rank {rank}" for rank in range(run.learner.num_ranks)]
@@ -107,7 +107,7 @@ def _measure(run: RunConfig, overrides: list[str], folder: Path) -> list[float]:
 
 
 def _train(folder: Path, overrides: list[str]) -> None:
-    """Two steps of one rank; prints its peak."""
+    """Run two steps of one rank and print its peak."""
     from slipstream.learner.build import build_trainer
     from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
     from slipstream.learner.ranks import exit_rank, join_ranks
@@ -127,7 +127,7 @@ def _train(folder: Path, overrides: list[str]) -> None:
     )
     before = _resident("VmRSS")
     trainer = build_trainer(run, ranks=ranks, device=device)
-    # From here on, peaks are counted anew: what a checkpoint's file occupies while it is read is not training.
+    # Reset the peak: memory used while reading a checkpoint file is not part of training.
     Path("/proc/self/clear_refs").write_text("5")
     for step in (1, 2):
         trainer.step(_groups(run, vocab_size=trainer.engine.model.vocab_size), learner_version=0, step=step)
@@ -142,7 +142,7 @@ def _resident(field: str) -> float:
 
 
 def _groups(run: RunConfig, *, vocab_size: int) -> list[list[Trajectory]]:
-    """As long as the settings allow."""
+    """Build groups as long as the settings allow."""
     random = np.random.default_rng(0)
     prompt, response = run.data.max_prompt_tokens, run.generators.sampling.max_tokens
     mask = np.arange(prompt + response) >= prompt

@@ -1,11 +1,11 @@
-"""Trained tokens per second of forward and backward passes, packed and padded, by how answers differ in length.
+"""Trained tokens per second of forward and backward passes, packed and padded, by distribution of response lengths.
 
-as they come   padded rows in the order of the samples, as many as fit into a microbatch of the longest
-sorted         padded rows, those of similar length together
-one row        whole sequences side by side
-shared rows    the same with the prompt of a group computed once
+as they come   padded rows in sample order, as many as fit into a microbatch at the maximum length
+sorted         padded rows, grouped by length
+one row        whole sequences concatenated
+shared rows    the same with each group's prompt computed once
 
-Lengths are equal, or geometric and cut at the longest; prompts are short, or as long as an answer.
+Lengths are equal, or geometric and truncated at the maximum. Prompts are short, or as long as a response.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
             name: collate(samples, layout=Layout(kind, _MICROBATCH_TOKENS, _LONGEST)) for name, kind in _KINDS.items()
         }
         found: dict[str, list[tuple[float, torch.Tensor]]] = defaultdict(list)
-        # One more round than asked for: the first warms up.
+        # One extra round for warm-up.
         for number, name in rotate([*arranged], rounds=1 + arguments.rounds):
             seconds, gradient = _run(policy, arranged[name])
             if number:
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _make_policy() -> Policy:
-    """3.3 million parameters, as in benchmarks.peers."""
+    """Build a model of 3.3 million parameters, as in benchmarks.peers."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=_VOCABULARY,
@@ -124,6 +124,6 @@ def _run(policy: Policy, microbatches: list[Microbatch]) -> tuple[float, torch.T
 
 if __name__ == "__main__":
     parser = make_parser("benchmarks.learner.packing", __doc__)
-    parser.add_argument("--groups", type=int, default=8, help="of eight answers each (8)")
+    parser.add_argument("--groups", type=int, default=8, help="groups of eight responses (8)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (5)")
     main(parser.parse_args())

@@ -1,7 +1,7 @@
-"""Log-probabilities of vLLM and of the learner for a mixture of experts, by the learner's own routing and the engine's.
+"""Log-probabilities of vLLM and of the learner for a mixture of experts, with the learner's routing or the engine's.
 
-A random Qwen3-MoE answers random prompts; the learner reads the answers, first with the weights that wrote them
-(lag 0), then after optimizer steps that no engine has applied. Replayed: it uses the experts that vLLM recorded.
+A random Qwen3-MoE answers random prompts. The learner evaluates the answers, first with the weights that wrote them
+(lag 0), then after optimizer steps that the engine has not applied. Replayed: it uses the experts recorded by vLLM.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _make_model(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 async def _answer(model: ModelConfig, arguments: argparse.Namespace) -> list[Answer]:
-    # Here, because vLLM reads the environment when it is imported.
+    # Imported here because vLLM reads the environment at import.
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(model, ENGINE, seed=0)
@@ -139,7 +139,7 @@ def _compare(policy: Policy, answers: Sequence[Answer], *, is_replayed: bool) ->
 
 
 def _train(learner: TorchEngine[Policy], samples: list[Sample], *, seed: int) -> None:
-    """One step of REINFORCE with random advantages, with replay."""
+    """Run one step of REINFORCE with random advantages, with replay."""
     generator = torch.Generator().manual_seed(seed)
     advantages = torch.randn(sum(len(sample.trained) for sample in samples), generator=generator)
     for microbatch in collate(samples, layout=LAYOUT):
@@ -152,9 +152,9 @@ if __name__ == "__main__":
     parser = make_parser("benchmarks.learner.router_replay", __doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 16], help="optimizer steps (0 1 4 16)")
-    parser.add_argument("--answers", type=int, default=64, help="answers of the engine (64)")
+    parser.add_argument("--answers", type=int, default=64, help="number of engine responses (64)")
     parser.add_argument("--tokens", type=int, default=64, help="longest answer (64)")
     parser.add_argument("--layers", type=int, default=4, help="layers, each with a router (4)")
-    parser.add_argument("--experts", type=int, default=32, help="experts of a layer, of which 4 are chosen (32)")
+    parser.add_argument("--experts", type=int, default=32, help="experts per layer, 4 of which are chosen (32)")
     parser.add_argument("--width", type=int, default=64, help="width of the model and of an expert (64)")
     main(parser.parse_args())

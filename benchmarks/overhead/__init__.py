@@ -1,1 +1,1 @@
-"""Cost of the machinery: generator and learner, each bare, wrapped and whole."""
+"""Overhead of the framework: generator and learner, each bare, wrapped, and whole."""

@@ -1,4 +1,4 @@
-"""Overhead of the machinery: rates of generator and learner, each bare, wrapped and whole."""
+"""Overhead of the framework: rates of generator and learner, each bare, wrapped, and whole."""
 
 import argparse
 import json
@@ -25,14 +25,14 @@ from slipstream.runtime.run_folder import RunFolder
 
 _START_S = 300.0
 _UNPACED = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
-"""For the generator alone: pacing admits without limit, and a plain torch engine publishes its weights."""
+"""For the generator side: no pacing limit, and a plain torch engine that publishes its weights."""
 _PARTS = {"generators": "benchmarks.overhead.generator_side", "learner": "benchmarks.overhead.learner_side"}
 
 console = Console()
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure the selected parts; results are written after each, because a part takes minutes."""
+    """Measure the selected parts. Results are written after each, because a part takes minutes."""
     run = load(arguments.overrides)
     prepare(run)
     result: dict[str, Any] = {"run": to_plain(run), "load_averages": {}}
@@ -50,8 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _environment(run: RunConfig) -> dict[str, str]:
-    """Return the environment that the roles' own programs set."""
-    # With bytecode caching, without which every start takes ten seconds more.
+    """Return the environment that the roles' programs set."""
+    # Keep bytecode caching enabled; without it every start takes ten seconds longer.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return inherited | deepspeed_environment(torch.device("cpu")) | vllm_environment(run)
 
@@ -65,7 +65,7 @@ def _side(
     limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode:
-        raise RuntimeError(f"{_PARTS[part]} must end well, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{_PARTS[part]} must succeed, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -91,7 +91,7 @@ def _print_tables(parts: dict[str, dict[str, Any]]) -> None:
 if __name__ == "__main__":
     parser = make_parser("benchmarks.overhead", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
-    parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant (8)")
+    parser.add_argument("--rounds", type=int, default=8, help="measurements per contestant (8)")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)")
     parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
     main(parser.parse_args())

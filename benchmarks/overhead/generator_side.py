@@ -1,4 +1,4 @@
-"""Generator side of the overhead: bare AsyncLLM, VllmEngine, whole role, with equally many requests in flight."""
+"""Generator side of the overhead: bare AsyncLLM, VllmEngine, whole role, with the same number of requests in flight."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.overhead.open_broker import open_broker
-from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from benchmarks.router import join_run
 from slipstream.broker.dataset import read_train
 from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
@@ -37,13 +37,13 @@ _SETTLE_S = 0.5
 
 
 class BareEngine:
-    """vLLM's AsyncLLM as its examples use it, with the engine settings and sampling of a run.
+    """vLLM's AsyncLLM as in its examples, with the engine settings and sampling of a run.
 
-    A seed per request and one output at its end, as in VllmEngine.
+    Like VllmEngine, it uses one seed per request and returns one output at the end.
     """
 
     def __init__(self, run: RunConfig) -> None:
-        """Starts the engine process, which takes half a minute on a CPU."""
+        """Start the engine process, which takes half a minute on a CPU."""
         engine = run.generators.engine
         assert isinstance(engine, VllmEngineConfig)
         self._sampling = run.generators.sampling
@@ -70,7 +70,7 @@ class BareEngine:
         return self._tokenizer.encode(prompt, add_special_tokens=False)
 
     async def generate(self, prompt_token_ids: list[int]) -> int:
-        """Generate one response; returns its number of tokens."""
+        """Generate one response; return its number of tokens."""
         self._num_requests += 1
         params = SamplingParams(
             temperature=self._sampling.temperature,
@@ -91,7 +91,7 @@ class BareEngine:
 
 
 def main() -> None:
-    """Measure; standard output gets one line of JSON, whatever vLLM prints goes to standard error."""
+    """Measure. Standard output gets one line of JSON; vLLM's output goes to standard error."""
     arguments = side_arguments("benchmarks.overhead.generator_side")
     with redirect_stdout(sys.stderr):
         run = load(arguments.overrides)
@@ -121,7 +121,7 @@ async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: 
         }
         for warm_up in contestants.values():
             await warm_up()
-        return summarise(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
+        return summarize(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
     finally:
         generator.drain("the benchmark is over")
         await serving
@@ -143,7 +143,7 @@ def _ask_engine(run: RunConfig, engine: Engine) -> Callable[[], Awaitable[int]]:
         number = next(numbers)
         drawn = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=number)
         token_ids = tokenizer.encode(next(prompts), add_special_tokens=False)
-        # Includes the time: request ids must be unique over all rounds.
+        # Includes the time, because request ids must be unique over all rounds.
         completion = await engine.generate(token_ids, drawn, request_id=f"engine-{time.perf_counter_ns()}-{number}")
         return len(completion.token_ids)
 
@@ -196,7 +196,7 @@ def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     )
     board.set_source(generator.status)
     session.inbox.forward_to(partial(call_threadsafe, asyncio.get_running_loop(), generator.receive))
-    # The role's own engine, so that wrapped and whole share one engine process.
+    # The role's engine, so that wrapped and whole share one engine process.
     return session, generator, generator._engine
 
 

@@ -1,4 +1,4 @@
-"""Learner side of the overhead: bare DeepSpeed loop, Trainer.step, whole step with the store, on equal data."""
+"""Learner side of the overhead: bare DeepSpeed loop, Trainer.step, whole step with the store, on the same data."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from slipstream.broker.dataset import read_train
 from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.codec import pack, unpack
@@ -44,7 +44,7 @@ _SHARE_REPLACED = 0.2
 
 
 class SyntheticAnswers:
-    """Trajectories like those of the digits task, without an engine: true answers with some tokens replaced."""
+    """Trajectories like those of the digits task, without an engine: correct answers with some tokens replaced."""
 
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._run = run
@@ -86,10 +86,10 @@ class SyntheticAnswers:
 
 
 class BareLoop:
-    """A GRPO step with DeepSpeed and transformers alone, as one first writes it.
+    """A plain GRPO step with only DeepSpeed and transformers.
 
     ZeRO 0, one padded batch, one forward and backward pass, clipped ratio to the generator's log-probabilities. It does
-    less than Trainer.step: no proximal log-probabilities, lags, entropy or diagnostics.
+    less than Trainer.step: no proximal log-probabilities, lags, entropy, or diagnostics.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -135,7 +135,7 @@ def _advantages(groups: Sequence[Sequence[Trajectory]]) -> Tensor:
 
 
 class LearnerStep:
-    """Everything the learner does in a step except the broadcast, with each part timed."""
+    """Everything that the learner does in a step except the broadcast, with each part timed."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, store: RedisStore, folder: RunFolder) -> None:
         self._run = run
@@ -152,7 +152,7 @@ class LearnerStep:
         """Seconds of each part, one value per step."""
 
     def fill(self, *, num_groups: int) -> list[list[Trajectory]]:
-        """Insert complete groups into the store; returns them."""
+        """Insert complete groups into the store and return them."""
         run = self._run
         leases = self._store.lease(
             owner="benchmark",
@@ -219,7 +219,7 @@ class LearnerStep:
 
 
 def main() -> None:
-    """Measure; standard output gets one line of JSON, everything else goes to standard error."""
+    """Measure. Standard output gets one line of JSON; everything else goes to standard error."""
     arguments = side_arguments("benchmarks.overhead.learner_side")
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = msgspec.structs.replace(load(arguments.overrides), runs_dir=folder)
@@ -270,7 +270,7 @@ async def _compare(
     contestants = {name: lambda step=step: rate(step) for name, step in steps.items()}
     await measure_in_turn(contestants, rounds=1)
     whole.times.clear()
-    rates = summarise(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
+    rates = summarize(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
     parts_ms = {part: 1000 * statistics.median(times) for part, times in whole.times.items()}
     return {"rates": rates, "parts_ms": parts_ms, "tokens_per_step": num_tokens}
 

@@ -1,6 +1,6 @@
-"""A broker without pacing and a learner that publishes once and never trains.
+"""A broker without pacing, and a learner that publishes once and never trains.
 
-Both live in another process, as in a run, so that the generator's loop pays only for its own work.
+Both run in another process, as in a run, so the generator's event loop is charged only for its own work.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @contextmanager
 def open_broker(run: RunConfig) -> Iterator[Event]:
-    """Serve `run` in another process. While the yielded event is set, prompts are leased without limit, else none."""
+    """Serve `run` in another process. Prompts are leased, without limit, only while the yielded event is set."""
     context = multiprocessing.get_context("spawn")
     admits, stops = context.Event(), context.Event()
     process = context.Process(target=_serve, args=(msgspec.json.encode(run), admits, stops), daemon=True)

@@ -1,4 +1,4 @@
-"""Rounds of a side: its command line, its contestants in turn, their rates relative to the bare one."""
+"""Rounds of one side: its command line, its contestants in turn, and their rates relative to the bare one."""
 
 import argparse
 import statistics
@@ -25,15 +25,15 @@ def side_arguments(module: str) -> argparse.Namespace:
 
 
 async def measure_in_turn(contestants: Mapping[str, Contestant], *, rounds: int) -> dict[str, list[float]]:
-    """Measure each contestant once a round."""
+    """Measure each contestant once per round."""
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for _, name in rotate(list(contestants), rounds=rounds):
         rates[name].append(await contestants[name]())
     return rates
 
 
-def summarise(rates: Mapping[str, list[float]], *, base: str) -> dict[str, dict[str, Any]]:
-    """Return per contestant its median tokens/s, and median and quartiles over rounds of its ratio to `base`."""
+def summarize(rates: Mapping[str, list[float]], *, base: str) -> dict[str, dict[str, Any]]:
+    """Return for each contestant its median tokens/s, and median and quartiles over rounds of its ratio to `base`."""
     return {
         name: {
             "tokens_per_s": statistics.median(values),

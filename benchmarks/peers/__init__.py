@@ -1,1 +1,1 @@
-"""Side by side with other trainers: same checkpoint, data, reward, learning rate and machine, in turn."""
+"""Comparison with other trainers: same checkpoint, data, reward, learning rate, and machine, in turn."""

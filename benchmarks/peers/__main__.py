@@ -1,11 +1,10 @@
-"""Slipstream and TRL's GRPOTrainer, alternated: time to a goal, trained tokens per second, seconds of a step.
+"""Slipstream and TRL's GRPOTrainer, alternating: time to a goal, trained tokens per second, seconds per step.
 
     python -m benchmarks.peers --tasks default "long tail" --rounds 3 --out peers.json
 
-TRL lives in an environment of its own (--trl), which is made on the first call. Both sides get the same checkpoint,
-prompts, reward, batch, learning rate and cores; TRL uses as many threads as there are cores. Neither evaluates: the
-goal is a share of correct answers among those that are trained on. TRL's AsyncGRPOTrainer sends weights over NCCL
-alone, and therefore needs GPUs.
+TRL has its own environment (--trl), created on first use. Both sides get the same checkpoint, prompts, reward, batch,
+learning rate, and cores; TRL uses as many threads as cores. Neither side evaluates: the goal is a fraction of correct
+answers among those trained on. TRL's AsyncGRPOTrainer sends weights only over NCCL, and therefore needs GPUs.
 """
 
 import argparse
@@ -33,7 +32,7 @@ _TRL_SIDE = Path(__file__).with_name("trl_side.py")
 _CORRECT = "learner/by_source/digits/reverse/correct_fraction"
 _ENGINES = {
     "vllm": [],
-    # Twice the batch of the engine, so that the next one waits while one is decoded.
+    # Twice the engine's batch, so that the next batch waits while one is decoded.
     "hf": ["generators/engine=hf", "generators.max_concurrency=512"],
     "vllm, max_lag=0": ["buffer.staleness.max_lag=0"],
 }
@@ -65,7 +64,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def make_environment(folder: Path) -> Path:
-    """Make a virtual environment with TRL unless it exists; returns its Python."""
+    """Create a virtual environment with TRL unless it exists; return its Python."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=_TIMEOUT_S)
@@ -83,7 +82,7 @@ def figures(rows: list[dict[str, float]], task: Task) -> dict[str, float]:
     """Condense a run's rows: seconds per step and tokens per second over its second half, time to the goal."""
     steady = rows[len(rows) // 2 :]
     seconds = steady[-1]["time_s"] - steady[0]["time_s"]
-    # The mean of three steps: one is 256 answers, whose share scatters by two points.
+    # The mean of three steps, because the fraction of correct answers of one step (256 answers) varies by two points.
     means = [statistics.mean(row["accuracy"] for row in rows[at - 2 : at + 1]) for at in range(2, len(rows))]
     reached = [row for row, mean in zip(rows[2:], means, strict=True) if mean >= task.goal]
     return {
@@ -116,9 +115,9 @@ def _run_ours(task: Task, engine: list[str], folder: Path, *, seed: int) -> list
 
 def _call(command: list[str], environment: dict[str, str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    # One is the verdict of a run that was to learn and did not.
+    # 1 is the exit code of a run that was to learn and did not.
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:
-        raise RuntimeError(f"{command[0]} must end well, got exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{command[0]} must succeed, got exit code {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def _print(results: dict[str, Any]) -> None:

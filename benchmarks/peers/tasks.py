@@ -1,4 +1,4 @@
-"""Tasks of the comparison, as settings of a run and as what the peer's side reads."""
+"""Tasks of the comparison, as settings of a run and as input of the peer's side."""
 
 import string
 from pathlib import Path
@@ -21,7 +21,7 @@ _HERE = "benchmarks.peers.tasks"
 
 
 class Task(NamedTuple):
-    """A task of both sides. Example: Task("default", reward="position_match", ..., overrides=[...])."""
+    """A task for both sides. Example: Task("default", reward="position_match", ..., overrides=[...])."""
 
     name: str
     reward: str
@@ -32,15 +32,15 @@ class Task(NamedTuple):
     steps: int
     model: str = "models/digits-gpt2-warm"
     goal: float = 2.0
-    """Share of correct answers among those of three steps in a row that ends the measurement; above 1: none."""
+    """Fraction of correct answers over three consecutive steps that ends the measurement; above 1: none."""
     tool_s: float | None = None
     learner_threads: int = 1
-    """Threads of our learner; TRL has one for each core. More than one slow a tiny model down."""
+    """Threads of our learner; TRL uses one per core. More than one slows down a tiny model."""
     overrides: tuple[str, ...] = ()
-    """Settings of our side beside those that follow from the others."""
+    """Additional settings of our side."""
 
     def settings(self) -> list[str]:
-        """Settings of a run of Slipstream."""
+        """Return the settings of a Slipstream run."""
         return [
             f"model.path={self.model}",
             f"generators.group_size={self.group_size}",
@@ -55,7 +55,7 @@ class Task(NamedTuple):
         ]
 
     def peer(self, *, threads: int, folder: Path, seed: int) -> dict[str, Any]:
-        """The same for `trl_side.py`."""
+        """Return the same for `trl_side.py`."""
         return {
             "model": self.model,
             "train": "data/digits/train.parquet",
@@ -90,7 +90,7 @@ def _tool_task(name: str, tool_s: float, *, steps: int) -> Task:
             f"generators.agent.function={_HERE}:call_tool",
             f"generators.agent.arguments={{seconds: {tool_s}}}",
             "model.max_length=64",
-            # All that the lag allows: what waits for a tool takes no place in the engine.
+            # As many as the lag allows: a request that waits for a tool takes no slot in the engine.
             "generators.max_concurrency=1280",
         ),
     )
@@ -118,7 +118,7 @@ TASKS = {
             learning_rate=1e-6,
             steps=8,
             model=LONG_TAIL_MODEL,
-            # It is the learner that everything waits for.
+            # The learner is the bottleneck.
             learner_threads=2,
             overrides=(
                 f"generators.reward.function={_HERE}:digit_share",
@@ -133,12 +133,12 @@ TASKS = {
 
 
 def digit_share(sample: RewardInput) -> Reward:
-    """Share of digits: a reward that differs between answers and hardly changes how long they are."""
+    """Fraction of digits: a reward that differs between answers and hardly affects their length."""
     return Reward(total=sum(map(str.isdigit, sample.response)) / max(1, len(sample.response)))
 
 
 async def call_tool(episode: Episode, *, seconds: float) -> None:
-    """Agent loop: a turn, a tool, a turn."""
+    """Agent loop: a turn, a tool call, a turn."""
     import asyncio
 
     await episode.generate(max_tokens=TURN_TOKENS)
@@ -148,9 +148,9 @@ async def call_tool(episode: Episode, *, seconds: float) -> None:
 
 
 def save_long_tail_model(folder: Path) -> None:
-    """Write a random Qwen2 of 3.3 million parameters over 96 tokens, one of which ends an answer.
+    """Write a random Qwen2 of 3.3 million parameters with 96 tokens, one of which ends a response.
 
-    Its answers are about geometrically distributed in length.
+    Its response lengths are approximately geometric.
     """
     characters = [character for character in _CHARACTERS if character not in "<>"]
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer on a task of benchmarks.peers. Runs in TRL's own environment and imports nothing of Slipstream.
+"""TRL's GRPOTrainer on a task of benchmarks.peers. Runs in TRL's environment and imports nothing from Slipstream.
 
     FOLDER/bin/python benchmarks/peers/trl_side.py task.json result.json
 
-A slow tool is called for all answers of a batch at once, which is the best that a synchronous trainer can do.
+A slow tool is called for all answers of a batch at once, the best that a synchronous trainer can do.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def position_match(answer: str, truth: str, *, is_ended: bool) -> float:
-    """Share of matching positions; the end is one of them."""
+    """Fraction of matching positions, counting the end as a position."""
     is_end_right = is_ended and len(answer) == len(truth)
     matches = sum(a == t for a, t in zip(answer, truth, strict=False)) + is_end_right
     return matches / (max(len(answer), len(truth)) + 1)
 
 
 def digit_share(answer: str, truth: str, *, is_ended: bool) -> float:
-    """Share of digits: a reward that differs between answers and hardly changes how long they are."""
+    """Fraction of digits: a reward that differs between answers and hardly affects their length."""
     return sum(character.isdigit() for character in answer) / max(1, len(answer))
 
 
@@ -34,7 +34,7 @@ REWARDS = {"position_match": position_match, "digit_share": digit_share}
 
 
 class Recorder(TrainerCallback):
-    """Writes down time, tokens and the share of correct answers at the end of each step."""
+    """Records time, tokens, and the fraction of correct answers at the end of each step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -52,7 +52,7 @@ class Recorder(TrainerCallback):
 
 
 def make_rollout(task: dict[str, Any]) -> Any:
-    """A turn, a tool of `tool_s` seconds for all answers at once, another turn."""
+    """Build a rollout: a turn, a tool of `tool_s` seconds for all answers at once, another turn."""
 
     def generate(trainer: Any, contexts: list[list[int]], max_tokens: int) -> list[list[int]]:
         longest = max(map(len, contexts))
@@ -84,7 +84,7 @@ def make_rollout(task: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Train by the task's settings and write its rows."""
+    """Train with the task's settings and write the recorded rows."""
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"])

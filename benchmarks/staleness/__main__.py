@@ -1,7 +1,7 @@
-"""Accuracy of each off-policy correction by staleness: the digits task, with a generator some versions behind.
+"""Accuracy of each off-policy correction by staleness: the digits task with a lagging generator.
 
-Every finished run is a line of `runs.jsonl` in --out and is not repeated. With --replay, runs without lag that train
-again on kept batches take the place of runs with lag. Seconds are processor time of generation and training.
+Every finished run is a line of `runs.jsonl` in --out and is not repeated. With --replay, runs have no lag and train
+again on stored batches. Seconds are CPU time of generation and training.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run the missing plans, then report on all finished ones."""
     plans = list(make_plans(arguments))
     model = prepare_model(arguments.out)
-    # Checks every method's config before the first run rather than after an hour.
+    # Check every method's config now instead of after an hour.
     for name in dict.fromkeys(plan.method for plan in plans):
         make_config(next(plan for plan in plans if plan.method == name), model=model)
     results = arguments.out / "runs.jsonl"
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def prepare_model(folder: Path) -> str:
-    """Make data and model unless they exist; returns the model's folder."""
+    """Create data and model unless they exist; return the model's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run = load(["experiment=digits_cpu"])
     data = Path(run.data.train_files[0].path).parent
@@ -70,7 +70,7 @@ def run_all(plans: list[Plan], *, model: str, jobs: int) -> Iterator[dict[str, A
 
 
 def read(results: Path) -> Rows:
-    """Read the finished runs; a last line truncated by a crash is ignored."""
+    """Read the finished runs, ignoring a last line that a crash cut short."""
     lines = results.read_text(encoding="utf-8").split("\n")[:-1] if results.is_file() else []
     return [json.loads(line) for line in lines]
 
@@ -84,7 +84,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def show(rows: Rows, arguments: argparse.Namespace) -> None:
-    """Print the tables of all finished runs with the given settings; draw the plot."""
+    """Print the tables of all finished runs with the given settings, and draw the plot."""
     settings = (arguments.groups, arguments.learning_rate)
     rows = [row for row in rows if (row["groups"], row["learning_rate"]) == settings]
     lagging = [row for row in rows if row["steps"] == (arguments.steps or LAG_STEPS) and not row["replay"]]
@@ -103,7 +103,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lags", type=numbers, default=LAGS, help="versions behind (0,4,8,16)")
     parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(METHODS)} (all)")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2, 3, 4), help="seeds of each run (0,1,2,3,4)")
-    parser.add_argument("--steps", type=int, help=f"fresh batches of a run ({LAG_STEPS}, or {REPLAY_STEPS})")
+    parser.add_argument("--steps", type=int, help=f"fresh batches per run ({LAG_STEPS}, or {REPLAY_STEPS})")
     parser.add_argument("--groups", type=int, default=32, help="prompts per batch (32)")
     parser.add_argument(
         "--learning-rate", type=float, default=1.4e-3, help="constant; halved for four updates (1.4e-3)"

@@ -1,8 +1,8 @@
-"""LaggingGenerator: samples from the policy as it was some versions ago, a whole batch at a time.
+"""LaggingGenerator: samples whole batches from the policy of a fixed number of versions ago.
 
 Consumes: the learner's weights after every step.
 Produces: groups of trajectories with their log-probabilities.
-Invariant: while the learner is at version v, trajectories are sampled from, and labelled as, version max(0, v - lag).
+Invariant: while the learner is at version v, trajectories are sampled from version max(0, v - lag) and labeled with it.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from slipstream.scripts.init_random_model import load_model
 
 
 class Answers(NamedTuple):
-    """M answers to each of P prompts, those of one prompt adjacent; tokens after an end token are to be cut."""
+    """M answers to each of P prompts, answers to a prompt adjacent. The caller cuts tokens after an end token."""
 
     token_ids: Tensor
     """int64[P * M, L], L tokens whether or not a response has ended."""
@@ -34,7 +34,7 @@ class Answers(NamedTuple):
 
 
 class PastWeights:
-    """Weights of the newest version and of up to `lag` versions before. Life: (add -> oldest)*."""
+    """Weights of the newest version and of up to `lag` earlier versions. Life: (add -> oldest)*."""
 
     def __init__(self, lag: int) -> None:
         self._versions: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
@@ -45,7 +45,7 @@ class PastWeights:
 
     @property
     def oldest(self) -> tuple[int, dict[str, Tensor]]:
-        """(version, weights) of `lag` versions before the newest, or of the first while there are fewer."""
+        """Return (version, weights) of `lag` versions before the newest, or of the first version available."""
         return self._versions[0]
 
 
@@ -53,7 +53,7 @@ class PastWeights:
 def decode(
     model: PreTrainedModel, prompts: Tensor, *, group_size: int, num_tokens: int, random: torch.Generator
 ) -> Answers:
-    """Sample at temperature 1: `group_size` answers to each of the prompts int64[P, K]."""
+    """Sample at temperature 1: `group_size` answers to each prompt in int64[P, K]."""
     cache = DynamicCache()
     output = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(group_size)
@@ -84,11 +84,11 @@ class LaggingGenerator:
         self._random = torch.Generator().manual_seed(run.seed)
 
     def add_version(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Add the learner's newest version; sampling stays `lag` versions behind it."""
+        """Add the learner's newest version. Sampling stays `lag` versions behind it."""
         self._past.add(version, weights)
 
     def generate(self, *, num_groups: int) -> list[list[Trajectory]]:
-        """Generate complete groups for prompts drawn at random."""
+        """Generate complete groups for random prompts."""
         version, weights = self._past.oldest
         self._model.load_state_dict(weights)
         chosen = torch.randint(len(self._train), (num_groups,), generator=self._random).tolist()
@@ -98,7 +98,7 @@ class LaggingGenerator:
         return [members[first : first + size] for first in range(0, len(members), size)]
 
     def accuracy(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Return the share of held-out prompts answered correctly at temperature 1, with the same random numbers."""
+        """Return the accuracy on held-out prompts at temperature 1, always with the same random numbers."""
         self._model.load_state_dict(dict(weights))
         random = torch.Generator().manual_seed(self._run.seed)
         answers = list(self._answer(self._heldout, group_size=1, version=0, random=random))

@@ -1,7 +1,7 @@
-"""LaggingRun: one training run in this process whose generator stays a fixed number of versions behind.
+"""LaggingRun: one in-process training run with a generator that stays a fixed number of versions behind.
 
 The learner is the product's own `Trainer`; the generator gets the weights after each step. With replay, each fresh
-batch is followed by steps on batches drawn from the newest kept ones.
+batch is followed by steps on batches drawn from the newest stored ones.
 """
 
 import random
@@ -24,37 +24,37 @@ from slipstream.learner.ranks import join_ranks
 EVALUATION_INTERVAL_STEPS = 20
 """Learner steps, on fresh and replayed batches, between evaluations."""
 REPLAY_CAPACITY = 8
-"""Fresh batches that replayed ones are drawn from."""
+"""Number of fresh batches to draw replayed ones from."""
 GOAL = 0.9
-"""Accuracy whose time is measured."""
+"""Accuracy to measure the time to."""
 _FINAL_EVALUATIONS = 5
 _CPU = torch.device("cpu")
 
 
 class Point(NamedTuple):
-    """Evaluation of a run at one of its steps."""
+    """Evaluation of a run after one of its steps."""
 
     step: int
     """Fresh batches trained on so far."""
     samples: int
     """Trajectories generated up to this step."""
     seconds: float
-    """Processor time of generation and training so far, without evaluations."""
+    """CPU time of generation and training so far, excluding evaluations."""
     accuracy: float
     """On held-out prompts, sampled at temperature 1."""
     ess: float
-    """Effective sample size of the last step, as a share of its tokens."""
+    """Effective sample size of the last step, as a fraction of its tokens."""
 
 
 def run_plan(plan: Plan, *, model: str) -> dict[str, Any]:
-    """Train as planned from the model in a folder; returns plan and outcome as plain values."""
+    """Train as planned from the model in a folder; return plan and outcome as plain values."""
     torch.set_num_threads(1)
     started_at = time.monotonic()
     run = LaggingRun(plan, config=make_config(plan, model=model))
     points = list(run.points())
     return (
         plan._asdict()
-        | summarise(points)
+        | summarize(points)
         | {
             "diverged": run.diverged,
             "generate_s": run.spent["generate"],
@@ -65,7 +65,7 @@ def run_plan(plan: Plan, *, model: str) -> dict[str, Any]:
     )
 
 
-def summarise(points: list[Point]) -> dict[str, Any]:
+def summarize(points: list[Point]) -> dict[str, Any]:
     """Return the mean accuracy of the last evaluations, and when the goal was first reached."""
     last = [point.accuracy for point in points[-_FINAL_EVALUATIONS:]]
     reached = next((point for point in points if point.accuracy >= GOAL), None)
@@ -92,7 +92,7 @@ class LaggingRun:
         self._version = 0
         self._metrics: dict[str, float] = {}
         self.spent = {"generate": 0.0, "train": 0.0}
-        """Processor time of each part, seconds."""
+        """CPU seconds of each part."""
         self.diverged = False
         """Whether the run ended early because a loss was not finite."""
         self._update_generator()
@@ -111,7 +111,7 @@ class LaggingRun:
                 yield self._evaluate(step)
 
     def step(self) -> list[list[Trajectory]]:
-        """Train on a fresh batch and on replayed ones; returns the fresh one."""
+        """Train on a fresh batch and on replayed ones; return the fresh one."""
         with self._timed("generate"):
             fresh = self._generator.generate(num_groups=self._plan.groups)
         self._train(fresh)

@@ -1,7 +1,7 @@
-"""Make the model of benchmarks.staleness: small enough for hundreds of runs on two cores, far from solving the task.
+"""Builds the model of benchmarks.staleness: small enough for hundreds of runs on two cores, far from solving the task.
 
-A GPT-2 of two layers. Its absolute positions let it reverse digits with one attention step, where rotary positions need
-two: a run then learns within a hundred steps, at a learning rate at which lag hurts.
+A GPT-2 of two layers. With absolute positions it can reverse digits in one attention step, where rotary positions need
+two. A run therefore learns within a hundred steps, at a learning rate at which lag hurts.
 """
 
 from pathlib import Path
@@ -14,11 +14,11 @@ from slipstream.runtime.command_line import make_parser
 from slipstream.scripts.init_random_model import VOCABULARY_SIZE, make_tokenizer, save_model
 
 _BAND = (0.03, 0.07)
-"""Exact accuracy to start from, at which rewards differ within nearly every group."""
+"""Initial exact-match accuracy at which rewards differ within nearly every group."""
 
 
 def model_steps(folder: Path, *, data: str) -> list[PrepareStep]:
-    """Return the steps that make the warm model `folder/warm`."""
+    """Return the steps that create the warm model `folder/warm`."""
     random, warm = str(folder / "random"), str(folder / "warm")
     low, high = _BAND
     warm_up = [f"--model={random}", f"--data={data}", f"--out={warm}", f"--low={low}", f"--high={high}"]
@@ -52,6 +52,6 @@ def make_model(*, seed: int) -> GPT2LMHeadModel:
 if __name__ == "__main__":
     parser = make_parser("benchmarks.staleness.model", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights (0)")
     options = parser.parse_args()
     save_model(options.out, model=make_model(seed=options.seed), tokenizer=make_tokenizer())

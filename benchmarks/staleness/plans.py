@@ -1,4 +1,4 @@
-"""Plan: one run of the comparison; the methods, lags, replay factors and seeds that make the plans."""
+"""Plan: one run of the comparison, and the methods, lags, replay factors, and seeds that plans combine."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Plan(NamedTuple):
     """Settings that distinguish one run from another."""
 
     method: str
-    """One of the keys of METHODS."""
+    """Key of METHODS."""
     lag: int
-    """Versions that the generator is behind the learner."""
+    """Versions by which the generator lags behind the learner."""
     replay: int
     """Steps on replayed batches after each fresh one."""
     seed: int
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     """Fresh batches of the run."""
     groups: int
     learning_rate: float
-    """For a method with one optimizer update per step; Method.rate scales it for the others."""
+    """For one optimizer update per step; Method.rate scales it for other methods."""
 
 
 class Method(NamedTuple):
@@ -44,7 +44,7 @@ class Method(NamedTuple):
     algorithm: dict[str, Any]
     """Settings of AlgorithmConfig that differ from the defaults."""
     rate: float = 1.0
-    """Factor of the learning rate: several updates per step must be smaller ones."""
+    """Factor on the learning rate, because several updates per step must each be smaller."""
 
 
 _UNWEIGHTED = {"level": "none", "high": None}
@@ -100,7 +100,7 @@ METHODS = {
     "opsm_kl": Method("OPSM, KL to a slow reference", _OPSM | {"kl": _SLOW_REFERENCE}),
     "opsm_penalty": Method("OPSM, penalty 0.01", _OPSM | {"correction": _TOKEN_TIS | {"log_ratio_penalty": 0.01}}),
     "opsm_penalty_3": Method("OPSM, penalty 0.03", _OPSM | {"correction": _TOKEN_TIS | {"log_ratio_penalty": 0.03}}),
-    # That of a run without a recipe.
+    # The default algorithm of a run.
     "default": Method(
         "OPSM at 0.2, penalty 0.01 (default)",
         _OPSM | {"masks": [{"kind": "opsm", "delta": 0.2}], "correction": _TOKEN_TIS | {"log_ratio_penalty": 0.01}},
@@ -116,7 +116,7 @@ def make_plans(arguments: argparse.Namespace) -> Iterator[Plan]:
         raise ConfigError(f"--methods must be of {', '.join(METHODS)}, got {', '.join(unknown)}.")
     lags = (0,) if arguments.replay else arguments.lags
     steps = arguments.steps or (REPLAY_STEPS if arguments.replay else LAG_STEPS)
-    # Seeds outermost, so that the table fills evenly.
+    # Seeds in the outer loop, so that the table fills evenly.
     for seed, lag, replay, method in product(arguments.seeds, lags, arguments.replay or (0,), methods):
         yield Plan(method, lag, replay, seed, steps, arguments.groups, arguments.learning_rate)
 

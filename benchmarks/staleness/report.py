@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 """Finished runs, as `lagging_run.run_plan` returns them."""
 
 REACHED = 0.95
-"""Accuracy from which on a run counts as trained: what it loses later is the method's doing."""
+"""Accuracy at which a run counts as trained. The method is responsible for later losses."""
 
 
 def lag_tables(rows: Rows) -> list[Table]:
@@ -52,31 +52,31 @@ def select(rows: Rows, **fields: Any) -> Rows:
 
 
 def methods_of(rows: Rows) -> list[str]:
-    """Return the methods that have been run, in the order of METHODS."""
+    """Return the methods that were run, in the order of METHODS."""
     return [name for name in METHODS if select(rows, method=name)]
 
 
 def final_cell(rows: Rows) -> str:
-    """Format the mean over seeds, the lowest in brackets."""
+    """Format the mean over seeds, with the lowest in parentheses."""
     values = [row["final"] for row in rows]
     return f"{mean(values):.2f} ({min(values):.2f})" if values else ""
 
 
 def lowest_cell(rows: Rows) -> str:
-    """Format the mean over seeds of each run's lowest accuracy since it reached REACHED, the lowest in brackets."""
+    """Format the mean over seeds of each run's lowest accuracy since REACHED, with the lowest in parentheses."""
     values = [value for row in rows if (value := lowest(row)) is not None]
     return f"{mean(values):.2f} ({min(values):.2f})" if values else ""
 
 
 def lowest(row: dict[str, Any]) -> float | None:
-    """Return the lowest accuracy of a run after it first reached REACHED; None where it never did."""
+    """Return the lowest accuracy of a run after it first reached REACHED; None if it never did."""
     accuracies = [point["accuracy"] for point in row["points"]]
     start = next((index for index, accuracy in enumerate(accuracies) if accuracy >= REACHED), None)
     return None if start is None else min(accuracies[start:])
 
 
 def seconds_cell(rows: Rows) -> str:
-    """Format the processor time to the goal."""
+    """Format the CPU time to the goal."""
     return _reached(rows, "goal_s", "{:.0f} s")
 
 
@@ -107,9 +107,9 @@ _CURVES_LAG = 8
 
 
 def plot(rows: Rows, target: Path) -> Path:
-    """Plot runs with lag; returns the file. Raises ConfigError without any."""
+    """Plot the runs with lag and return the file. Raises ConfigError without any."""
     if not rows:
-        raise ConfigError("there must be finished runs to plot, got none with these settings.")
+        raise ConfigError("plot needs finished runs, got none with these settings.")
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(12, 6.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         left, right = figure.subplots(1, 2, width_ratios=(4, 5))
@@ -142,15 +142,15 @@ def _lowest(row: dict[str, Any]) -> float:
 
 
 def _draw_curves(axes: Axes, rows: Rows) -> None:
-    for method, colour in _CURVES.items():
+    for method, color in _CURVES.items():
         for number, row in enumerate(select(rows, method=method, lag=_CURVES_LAG)):
-            _draw_points(axes, row, colour=colour, label="" if number else METHODS[method].title)
+            _draw_points(axes, row, color=color, label="" if number else METHODS[method].title)
     axes.set(title=f"Accuracy at lag {_CURVES_LAG}, a line for each seed", xlabel="step", ylim=(0, 1.02))
     axes.legend(loc="lower left", bbox_to_anchor=(0.12, 0.0))
 
 
-def _draw_points(axes: Axes, row: dict[str, object], *, colour: str, label: str) -> None:
+def _draw_points(axes: Axes, row: dict[str, object], *, color: str, label: str) -> None:
     points = row["points"]
     assert isinstance(points, list), "as `lagging_run.run_plan` returns it"
     steps, accuracies = ([point[name] for point in points] for name in ("step", "accuracy"))
-    axes.plot(steps, accuracies, color=colour, label=label or None, linewidth=1.2, alpha=0.9)
+    axes.plot(steps, accuracies, color=color, label=label or None, linewidth=1.2, alpha=0.9)

@@ -1,8 +1,8 @@
-"""Savings of weight deltas: versions of a model in training sent as deltas, beside sending them whole.
+"""Savings of weight deltas: versions of a model in training sent as deltas, compared with sending them in full.
 
-A randomly initialised Qwen2 is trained by AdamW on random tokens; its float32 weights are staged in the wire's dtype as
-the learner does. Encoding and applying run on one core; then a version is stored and fetched over ZeroMQ on loopback,
-by a receiver that holds the previous version and by one that holds none.
+AdamW trains a randomly initialized Qwen2 on random tokens; its float32 weights are staged in the wire's dtype as the
+learner does. Encoding and applying run on one core. Then a version is stored and fetched over ZeroMQ on loopback, by a
+receiver with the previous version and by one without.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def make_model(*, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def train(model: Qwen2ForCausalLM, *, steps: int, learning_rate: float) -> Iterator[dict[torch.dtype, Staged]]:
-    """Train; yields the staged weights in each dtype before the first step and after every one."""
+    """Train; yield the staged weights in each dtype before the first step and after every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     yield stage(model, 0)
     for step in range(1, steps + 1):
@@ -127,7 +127,7 @@ def compare(base: Staged, new: Staged) -> dict[str, Any]:
 
 
 def apply(steps: list[tuple[delta.BucketDelta, bytes]], *, onto: list[Tensor], new: list[Tensor]) -> None:
-    """Apply the deltas of all buckets; a bucket that is sent in full is replaced."""
+    """Apply the deltas of all buckets, copying buckets that are sent in full."""
     for (entry, payload), bucket, full in zip(steps, onto, new, strict=True):
         if entry.is_full:
             bucket.copy_(full)
@@ -136,12 +136,12 @@ def apply(steps: list[tuple[delta.BucketDelta, bytes]], *, onto: list[Tensor], n
 
 
 def xor_size(old: Tensor, new: Tensor) -> int:
-    """Return the size of the baseline encoding: exclusive-or of all bytes, then zstd."""
+    """Return the size of the baseline encoding: xor of all bytes, then zstd."""
     return len(pa.Codec("zstd", compression_level=1).compress((old ^ new).numpy(), asbytes=True))
 
 
 def fetch(base: Staged, new: Staged) -> dict[str, Any]:
-    """Store and fetch a version, whole and as a delta; returns seconds and bytes."""
+    """Store and fetch a version, in full and as a delta; return seconds and bytes."""
     with tempfile.TemporaryDirectory(prefix="delta-") as folder:
         store = SnapshotStore(Path(folder))
         put_s, _ = timed(lambda: store.put(base.update, base.buckets))
@@ -163,12 +163,12 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
 
 
 def update_weights(weights: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
-    """Update as a generator does."""
+    """Update like a generator does."""
     weights.update_to(files, Manifest.of(staged.update), with_deltas=True, timeout_s=_TIMEOUT_S)
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Call `action`; returns (seconds, its result)."""
+    """Call `action`; return (seconds, its result)."""
     started_at = time.perf_counter()
     result = action()
     return time.perf_counter() - started_at, result
@@ -211,6 +211,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps, at least 4 (8)")
     parser.add_argument("--learning-rate", type=float, default=1e-6, help="of AdamW (1e-6)")
     parser.add_argument("--layers", type=int, default=16, help="of the model (16)")
-    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (512)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (0)")
+    parser.add_argument("--width", type=int, default=512, help="width of the model, a multiple of 64 (512)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and tokens (0)")
     main(parser.parse_args())

@@ -27,7 +27,7 @@ MEMBER = Member("generator-0", "1")
 TIMEOUT_S = 60.0
 _START_S = 300.0
 _CANARY_SHAPE = (4, 16)
-"""Number of sequences, and of tokens in each."""
+"""(sequences, tokens per sequence)."""
 
 
 def make_module(
@@ -45,14 +45,14 @@ def make_module(
 
 
 def tensors_of(module: nn.Module) -> Tensors:
-    """Return the tensors that the learner sends, a tied one under its first name."""
+    """Return the tensors that the learner sends, listing a tied one under its first name."""
     return [(name, parameter.detach()) for name, parameter in module.named_parameters()]
 
 
 def announce(
     tensors: Tensors, *, module: nn.Module, epoch: int, version: int, bucket_bytes: int
 ) -> tuple[Update, list[Tensor]]:
-    """Build an update of `tensors` and its buckets; the canary's log-probabilities are those of `module`."""
+    """Build an update of `tensors` and its buckets. `module` computes the canary's log-probabilities."""
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
     packed = buckets.pack(tensors, slots, sizes=sizes)
     canary = torch.randint(2, 14, _CANARY_SHAPE, generator=torch.Generator().manual_seed(0))
@@ -95,7 +95,7 @@ class EngineAndLearner:
     ) -> None:
         for name, value in engine_environment(config).items():
             set_variable(name, value)
-        # Imported here: vLLM reads the environment at import.
+        # Imported here because vLLM reads the environment at import.
         from slipstream.generators.engines.vllm.engine import VllmEngine
 
         save_model(folder, model=module, tokenizer=make_tokenizer())
@@ -118,7 +118,7 @@ class EngineAndLearner:
         return self._runner.run(asyncio.wait_for(work, timeout_s))
 
     def opening(self) -> OpenEpoch:
-        """Open the next epoch, with the engine as its only member."""
+        """Build the order to open the next epoch, with the engine as its only member."""
         self.epoch += 1
         host, port = self._sender.address
         return OpenEpoch(self.epoch, members=[MEMBER], host=host, port=port, timeout_s=TIMEOUT_S)
@@ -143,7 +143,7 @@ class EngineAndLearner:
         await self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=TIMEOUT_S))
 
     def close(self) -> None:
-        """Stop the engine and the sender; no process remains."""
+        """Stop the engine and the sender. No process remains."""
         self.run(self.engine.stop())
         self._sender_thread.submit(self._sender.close).result(TIMEOUT_S)
         self._sender_thread.shutdown()

@@ -1,6 +1,6 @@
-"""Cost of a killed generator to the others: SIGKILL at random moments of publishing, many times in one run.
+"""Cost of a killed generator to the others: many SIGKILLs at random moments of publishing in one run.
 
-Real broker, publisher, Gloo broadcasts and generator processes with the scripted engine. The learner only publishes
+Real broker, publisher, Gloo broadcasts, and generator processes with the scripted engine. The learner only publishes
 random weights every few tenths of a second and measures how long each call blocks it.
 """
 
@@ -45,7 +45,7 @@ console = Console(highlight=False)
 
 
 class GeneratorProcesses:
-    """Generator processes by number, to be killed and restarted."""
+    """Numbered generator processes that can be killed and restarted."""
 
     def __init__(self, run: RunConfig, *, count: int, logs: Path) -> None:
         folder = RunFolder(run)
@@ -79,10 +79,10 @@ class PublishingLearner:
         self._weights = weights
         self.version = -1
         self.blocked_s: list[float] = []
-        """Duration of each call of `publish`."""
+        """Duration of each `publish` call."""
 
     def step(self) -> Any:
-        """Publish, handle messages, pause; returns the outcome of a publish that has completed."""
+        """Publish, handle messages, pause; return the outcome of a publish that has completed."""
         self.version += 1
         started_at = time.perf_counter()
         self._publishing.publish(version=self.version, step=self.version, weights=self._weights, canary=_CANARY)
@@ -91,7 +91,7 @@ class PublishingLearner:
         return self._publishing.take_published()
 
     def until(self, num_members: int, *, after_version: int, timeout_s: float) -> float:
-        """Step until `num_members` hold a version above `after_version`; returns the time."""
+        """Step until `num_members` hold a version above `after_version`; return the time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             published = self.step()
@@ -101,7 +101,7 @@ class PublishingLearner:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure calm publishing, then kills."""
+    """Measure publishing without kills, then with kills."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
         run = load(
@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> None:
         prepare(run)
         store = stack.enter_context(open_store(run))
         stack.enter_context(router_thread(run, store))
-        # Without prompts only weights are sent.
+        # Finishing: no prompts are leased, only weights are sent.
         store.set_phase("finishing")
         processes = GeneratorProcesses(run, count=arguments.generators, logs=folder)
         stack.callback(processes.close)
@@ -152,7 +152,7 @@ def _measure(
 
 
 def _kill(processes: GeneratorProcesses, victim: int, learner: PublishingLearner, *, delay_s: float) -> float:
-    """Kill a generator `delay_s` from now, while the learner continues; returns the time."""
+    """Kill a generator `delay_s` from now, while the learner continues; return the time."""
     killed_at: list[float] = []
 
     def strike() -> None:
@@ -201,6 +201,6 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=20, help="number of kills (20)")
     parser.add_argument("--generators", type=int, default=3, help="number of generators (3)")
     parser.add_argument("--mib", type=int, default=64, help="size of the weights, MiB (64)")
-    parser.add_argument("--seed", type=int, default=0, help="of times and victims (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of kill times and victims (0)")
     parser.add_argument("overrides", nargs="*", help="settings of the run")
     main(parser.parse_args())

@@ -1,8 +1,8 @@
 """Faults planted into weight updates of a real vLLM engine: the check that catches each, before or after loading.
 
-The model has a tied head. Before every fault a good version is applied; the faulty one differs from it by 1e-5 in every
-weight, as after an optimizer step; then a good version must heal the engine. The generator's own answer tells which
-check caught the fault.
+The model has a tied head. Before every fault a good version is applied. The faulty version differs from it by 1e-5 in
+every weight, as after an optimizer step. Then a good version must heal the engine. The generator's error message shows
+which check caught the fault.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from slipstream.generators.weight_updates import WeightUpdates
 
 _BUCKET_BYTES = 40_000
 _STEP = 1e-5
-"""Change of every weight in a faulty update: that of an optimizer step, too small for a probe to see."""
+"""Change of every weight in a faulty update: that of an optimizer step, too small for a probe to detect."""
 _LARGE_STEP = 0.1
-"""Change of every weight between good versions: large enough for a probe to see."""
+"""Change of every weight between good versions: large enough for a probe to detect."""
 _PROMPT = [4, 7, 3, 9, 12, 5, 8, 2]
 _NORM, _MATRIX = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
 _OTHER_NORM, _OTHER_MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.gate_proj.weight"
@@ -64,7 +64,7 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Fault:
-    """One way in which an update goes wrong; exactly one of `sent`, `announced`, `transit`, `worker` plants it."""
+    """One way for an update to go wrong. Exactly one of `sent`, `announced`, `transit`, `worker` plants it."""
 
     name: str
     caught_by: str
@@ -72,33 +72,33 @@ class Fault:
     is_loaded: bool = False
     """Whether it can be detected only after the engine's weights have changed."""
     sent: Callable[[Tensors, dict[str, Tensor]], Tensors] | None = None
-    """(new tensors, previous ones) -> tensors that the learner packs."""
+    """(new tensors, previous tensors) -> tensors that the learner packs."""
     announced: Callable[[list[TensorSlot]], list[TensorSlot]] | None = None
-    """Layout packed -> layout announced."""
+    """Packed layout -> announced layout."""
     transit: Callable[[list[Tensor], list[Tensor]], None] | None = None
-    """Changes the buckets in transit; gets also the previous version's."""
+    """Changes the buckets in transit, given those of the previous version."""
     worker: Callable[[Any], None] | None = None
     """Makes the engine's worker load incorrectly, once."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one faulty update and of the good one after it."""
+    """Result of a faulty update and of the good update after it."""
 
     error: str
-    """The generator's answer to the faulty update."""
+    """Generator's answer to the faulty update."""
     caught_by: str
     """Check that caught it, a value of _CHECKS."""
     is_loaded: bool
     """Whether the engine's weights changed."""
     is_verified: bool
-    """Whether trajectories could still leave, under the previous version."""
+    """Whether trajectories of the previous version could still be sent."""
     states: list[str]
-    """States of the generator since the faulty update."""
+    """Generator states since the faulty update."""
     seconds: float
     """From the command to the answer."""
     is_healed: bool
-    """Whether the next good update was verified and the engine's log-probabilities are right."""
+    """Whether the next good update was verified and the engine's log-probabilities are correct."""
 
 
 def _swapped(slots: list[TensorSlot], one: str, other: str) -> list[TensorSlot]:
@@ -246,7 +246,7 @@ class PlantedFaults:
         self._answers.put_nowait(message)
 
     def run(self, fault: Fault) -> Outcome:
-        """Apply a good update, the faulty one, a good one."""
+        """Apply a good update, the faulty one, and another good one."""
         return self.rig.run(self._run(fault))
 
     async def _begin(self) -> asyncio.Task[None]:
@@ -316,7 +316,7 @@ def _check_behind(error: str) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Plant all faults and print what caught them."""
+    """Plant all faults and print which check caught each."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         scene = PlantedFaults(Path(folder) / "model")
         try:
@@ -334,5 +334,5 @@ def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = make_parser("benchmarks.weights.planted_faults", __doc__)
-    parser.add_argument("--faults", type=int, help="number of faults to plant, from the first (all)")
+    parser.add_argument("--faults", type=int, help="plant only the first N faults (all)")
     main(parser.parse_args())

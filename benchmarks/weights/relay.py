@@ -1,7 +1,7 @@
-"""Cost of a version to the learner and time to the last of many generators: all from the learner, or lent on by others.
+"""Cost of a version to the learner and time to the last of many generators: all from the learner, or relayed by others.
 
-Real servers, fetchers and plan, each generator as if on a machine of its own, all over unix sockets with CURVE. The
-uplink of every machine is limited, because on one machine its cores would be what is measured.
+Real servers, fetchers, and plan, with each generator as if on its own machine, all over Unix sockets with CURVE. Every
+machine's uplink is limited; otherwise the shared cores would be the bottleneck.
 """
 
 import argparse
@@ -36,15 +36,15 @@ keys = derive_keys("both ends of this benchmark")
 
 
 class Uplink:
-    """Passes bytes on at a limited rate. Belongs to the thread of one server."""
+    """Rate limiter for the thread of one server."""
 
     def __init__(self, mib_per_s: float) -> None:
-        """Limit it to `mib_per_s`; 0 sets no limit."""
+        """`mib_per_s`: 0 means no limit."""
         self._mib_per_s = mib_per_s
         self._free_at = 0.0
 
     def send(self, num_bytes: int) -> None:
-        """Block until bytes that were sent before have left."""
+        """Block until all earlier bytes have been sent."""
         if self._mib_per_s:
             self._free_at = max(self._free_at, time.monotonic()) + num_bytes / _MIB / self._mib_per_s
             time.sleep(max(0.0, self._free_at - time.monotonic()))
@@ -54,7 +54,7 @@ W = TypeVar("W", SnapshotStore, HostWeights)
 
 
 def limited(versions: W, uplink: Uplink) -> W:
-    """Put versions, the learner's or a generator's, behind an uplink."""
+    """Limit the learner's or a generator's versions to an uplink."""
     read = versions.read_part
 
     def read_part(version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
@@ -67,7 +67,7 @@ def limited(versions: W, uplink: Uplink) -> W:
 
 
 class Scene:
-    """A learner and generators that fetch two versions: the first whole, the second by its delta."""
+    """A learner and generators that fetch two versions: the first in full, the second as a delta."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace, *, fan_out: int) -> None:
         self._mib, self._fan_out = arguments.mib, fan_out
@@ -84,7 +84,7 @@ class Scene:
         ]
 
     def publish(self, version: int) -> Update:
-        """Write a version of random weights, of which each next one changes a hundredth."""
+        """Write a version of random weights. Each next version changes a hundredth of them."""
         chance = torch.Generator().manual_seed(0)
         weights = torch.randn(self._mib * _MIB // 2, generator=chance).to(torch.bfloat16)
         changed = torch.randint(len(weights), (version * len(weights) // 100,), generator=chance)
@@ -100,9 +100,9 @@ class Scene:
         return msgspec.structs.replace(update, digests=[digest(bucket) for bucket in packed])
 
     def fetch(self, update: Update, *, by_delta: bool) -> dict[str, Any]:
-        """All fetch at once, as the learner plans it; returns bytes out of the learner and seconds."""
+        """Fetch on all generators at once, as planned by the learner; return bytes sent by the learner and seconds."""
         table = MemberTable(on_evict=lambda *_: None, clock=time.monotonic)
-        # By tcp as far as the plan knows: an address in a folder would be that of one machine.
+        # TCP as far as the plan knows; an address in a folder would mean a single machine.
         reached = {f"tcp://10.0.{number // 256}.{number % 256}:1": each for number, each in enumerate(self.fetchers)}
         members = {Member(f"generator-{number:03}", "0"): address for number, address in enumerate(reached)}
         states = [MemberState(m, "ready", 0, "delta", m.peer_id, address) for m, address in members.items()]
@@ -139,7 +139,7 @@ def _timed(fetcher: Fetcher, update: Update, started_at: float) -> float:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every shape once a round."""
+    """Measure every shape once per round."""
     shapes = {_STAR: arguments.generators} | {f"tree of {number}": number for number in arguments.fan_out}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in shapes}
     for _, name in rotate(list(shapes), rounds=arguments.rounds):

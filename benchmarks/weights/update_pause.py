@@ -1,8 +1,8 @@
-"""Pause of generation during a weight update, beside the cost of moving and loading the same bytes alone.
+"""Pause of generation during a weight update, compared with moving and loading the same bytes alone.
 
-Real vLLM under constant load. `collective`: the pause spans a Gloo broadcast from the learner; `fetched`: the bytes lie
-in shared memory before it starts. Raw costs of the same weights, measured in the same run: the broadcast between two
-otherwise idle processes, and vLLM's loading in an engine without requests.
+Real vLLM under constant load. `collective`: the pause includes a Gloo broadcast from the learner; `fetched`: the bytes
+are in shared memory before it starts. Raw costs of the same weights, measured in the same run: the broadcast between
+two otherwise idle processes, and vLLM's loading in an engine without requests.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200
 _PROMPT = [2 + i % 12 for i in range(64)]
 _PARTS = ("_receive", "_load", "finish_weight_update")
-"""Methods of the worker; the last loads and compares what it loaded."""
+"""Methods of the worker. The last one finishes loading and verifies the loaded weights."""
 _KV_SETTINGS = ["keep", "recompute"]
 
 console = Console(highlight=False)
@@ -63,7 +63,7 @@ class TokenClock:
         recorder.record = self._record_step  # type: ignore[method-assign]
 
     def until_tokens(self, count: int, *, since: float) -> float | None:
-        """Return the seconds from `since` until `count` tokens were sampled; None if they are not yet."""
+        """Return the seconds from `since` until `count` tokens were sampled; None if not yet."""
         total = 0
         for at, tokens in self._steps:
             total += tokens if at > since else 0
@@ -82,7 +82,7 @@ class Versions:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.module = make_module(layers=arguments.layers, width=arguments.width)
-        # The end token's logit becomes zero, others reach far above: responses run to max_tokens.
+        # The end token's logit is zero and others are far above, so responses run to max_tokens.
         self.module.lm_head.weight[1].zero_()
         self._tensors = tensors_of(self.module)
         self._others = [(name, tensor + 1e-6) for name, tensor in self._tensors]
@@ -146,7 +146,7 @@ def _raw(versions: Versions, num_updates: int) -> Seconds:
 
 
 def _receive_only(commands: Connection) -> None:
-    """Receiving process: repeatedly receives into the same memory and does nothing with it."""
+    """Receiving process: repeatedly receives into the same memory."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
     receiver.open_epoch(msgspec.msgpack.decode(commands.recv_bytes(), type=OpenEpoch), rank=1)

@@ -1,1 +1,1 @@
-"""The archive: groups that are over, in Parquet shards that any tool can read."""
+"""The archive: finished groups in Parquet shards that any tool can read."""

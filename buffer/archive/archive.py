@@ -1,9 +1,7 @@
-"""Archive: reads a folder of shards, also while a run adds to it.
+"""Archive: reads a folder of shards, even while a run adds to it. ArchiveMirror: copies an archive to an object store.
 
-ArchiveMirror: keeps an archive in the object store, as complete as the folder it is written in.
-
-Shards and the ledger go before the manifest that names them, so that a reader of the object store finds everything that
-the manifest promises. A run that continues elsewhere begins with what the object store has.
+The mirror sends shards and the ledger before the manifest that names them, so a reader of the object store finds
+everything that the manifest lists. A run that is resumed on another machine starts from the object store's copy.
 """
 
 from collections import Counter
@@ -30,9 +28,11 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 from slipstream.runtime.run_folder import is_held
 
+log = structlog.get_logger(__name__)
+
 # --- images of prompts -----------------------------------------------------------------------------------------------
 IMAGES = "images"
-"""Folder of the images in the archive's, each by its name."""
+"""Subfolder of the archive with one file per image name."""
 
 
 def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
@@ -45,13 +45,13 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of these images that the archive lacks."""
+    """Return those of `names` that the archive lacks."""
     return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the bytes of the named images that the archive has."""
-    # A name comes from a trajectory: it must not lead out of the folder.
+    """Return name -> bytes of the named images that the archive has."""
+    # A name comes from a trajectory and must not lead out of the folder.
     paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
@@ -63,28 +63,27 @@ class ArchiveCheck(Record):
     shards: int
     """Number of shards in the manifest."""
     groups: int
-    """Groups in the manifest's shards."""
+    """Groups in all shards, by the manifest."""
     trajectories: int
-    """Rows of the shards that can be read."""
+    """Rows in readable shards."""
     steps: int = 0
     """Number of steps in the ledger."""
     damaged: int = 0
-    """Shards that are missing or damaged, and the ledger if it is."""
+    """Shards that are missing or damaged, plus 1 for a damaged ledger."""
     duplicated: int = 0
-    """Trajectories beyond the first of each id."""
+    """Trajectories beyond the first with each id."""
     missing: int = 0
-    """Trajectories of the ledger's steps that are in no shard."""
+    """Trajectories of the ledger's steps that no shard has."""
     problems: list[str] = []
-    """One sentence for each defect."""
+    """One sentence per defect."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether no defect was found."""
         return not (self.duplicated or self.problems)
 
 
 def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[str]:
-    """Trajectories of a step that are in no shard; those of groups in the overflow are not missed."""
+    """Return the trajectories of a step that no shard has. Groups in the overflow are not missing."""
     return [
         name
         for group, names in zip(entry.group_ids, entry.trajectory_ids, strict=True)
@@ -95,7 +94,7 @@ def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[
 
 def _missing_problem(step: int, missing: list[str]) -> str:
     return (
-        f"step {step} must have all it trained on in a shard, got {len(missing)} trajectories that are in none, such "
+        f"step {step} must have all of its trajectories in shards, got {len(missing)} that are in none, such "
         f"as {missing[0]}: restore the shard that held them."
     )
 
@@ -106,20 +105,20 @@ def _raise(error: ShardError) -> None:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 class Archive:
-    """The shards that the manifest names, in the order of writing.
+    """The shards listed in the manifest, in the order written.
 
     Example: for stored in Archive(Path("runs/mine/archive")).read(TrajectoryFilter(outcome="retired")): ...
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the manifest. Raises ArchiveError when there is none, or it is damaged."""
+        """Read the manifest. Raises ArchiveError if it is missing or damaged."""
         self.folder = folder
         manifest = read_manifest(folder)
         self.shards = manifest.shards
         """Shards in the manifest when the archive was opened."""
         self._ledger = manifest.ledger
         self.note = _unfinished(folder, manifest)
-        """One sentence on a manifest that a crash, or damage, has cut short; empty if nothing did."""
+        """One sentence on a manifest that is incomplete after a crash or damage; else empty."""
 
     def steps(self) -> list[StepEntry]:
         """Return the ledger, in order; empty if the archive has none. Raises ArchiveError if it is damaged."""
@@ -132,16 +131,16 @@ class Archive:
         decode: Decode | None = None,
         on_refused: Callable[[ShardError], None] = _raise,
     ) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, in the order archived; members of a group are neighbours.
+        """Yield the selected trajectories in the order archived; members of a group are adjacent.
 
-        `decode` is needed for a filter on text. `on_refused` is called for each shard that cannot be read; the shard is
-        skipped unless it raises.
+        A filter on text needs `decode`. `on_refused` is called for each unreadable shard, which is skipped unless it
+        raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
         for shard in filter(selected.may_be_in, self.shards):
             try:
-                # The ids are a hundredth of a shard: reading them first spares opening all shards but one.
+                # The ids are a hundredth of a shard. Reading them first avoids opening all shards but one.
                 if selected.id is not None and selected.id not in read_column(self.folder, shard, "id"):
                     continue
                 for stored in read_shard(self.folder, shard, where=where):
@@ -151,9 +150,9 @@ class Archive:
                 on_refused(error)
 
     def check(self) -> ArchiveCheck:
-        """Read every byte, and check checksums, uniqueness, and that the ledger's trajectories are present.
+        """Read every byte; check checksums, uniqueness, and that the ledger's trajectories are present.
 
-        Raises ArchiveError when the manifest cannot be read.
+        Raises ArchiveError if the manifest cannot be read.
         """
         found: Counter[str] = Counter()
         damages, steps = [], []
@@ -161,7 +160,7 @@ class Archive:
             steps = self.steps()
         except ArchiveError as error:
             damages.append(str(error))
-        # After the ledger, so that a run at work has no step there before its shards here.
+        # Read after the ledger: a live run writes the shards of a step first.
         shards = read_manifest(self.folder).shards
         for shard in shards:
             try:
@@ -192,25 +191,24 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
     )
 
 
+# --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
-"""Files that grow, and are written whole, in this order; all others never change."""
-
-log = structlog.get_logger(__name__)
+"""Append-only files, always sent as a whole, in this order. All other files never change."""
 
 
 class ArchiveMirror:
-    """Life: fetch -> send*. Belongs to the archive's one writer."""
+    """Mirror of an archive, owned by the archive's writer. Life: fetch -> send*."""
 
     def __init__(self, folder: Path, remote: ObjectFolder) -> None:
         self._folder = folder
         self._remote = remote
         self._sent = dict[str, int | bytes]()
-        """Size of each file in the object store, or the content of one that grows."""
+        """Size of each file in the object store; for append-only files, the content."""
 
     def fetch(self) -> None:
-        """Make the folder as complete as the object store has it. Raises StorageError, ArchiveError, OSError."""
+        """Bring the folder up to date with the object store. Raises StorageError, ArchiveError, OSError."""
         found = self._remote.objects()
-        # The manifest first: the ledger may be longer than it says, and not shorter.
+        # Read the manifest first: the ledger may be longer than it says, but not shorter.
         grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
         self._sent = {name: info.size for name, info in found.items()} | grown
         remote, local = grown[MANIFEST], _whole_lines(self._folder / MANIFEST)
@@ -218,7 +216,7 @@ class ArchiveMirror:
             return
         if not remote.startswith(local):
             raise ArchiveError(
-                f"{self._folder} must have the first shards of {self._remote.uri}, got others: the run went on "
+                f"{self._folder} must have the first shards of {self._remote.uri}, got others: the run continued "
                 "elsewhere since; move the folder away."
             )
         manifest = parse_manifest(remote, where=f"{self._remote.uri}/{MANIFEST}")
@@ -229,13 +227,13 @@ class ArchiveMirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             if name not in found or not path.exists() or path.stat().st_size != found[name].size:
                 self._remote.fetch(name, path, expected=shards.get(name, ""))
-        # The manifest last: shards without a line are removed by a writer, lines without their shards are damage.
+        # Manifest last: a writer removes shards without a line, but lines without their shards are damage.
         for name in _WHOLE_FILES:
             write_durably(self._folder / name, grown[name])
         log.info("archive_fetched", uri=self._remote.uri, shards=len(shards))
 
     def send(self) -> None:
-        """Send what the object store lacks. Raises StorageError, and can be called again then."""
+        """Send everything that the object store lacks. Can be retried after a StorageError."""
         for path, shard in self._unchanging():
             name = str(path.relative_to(self._folder))
             if self._sent.get(name) != (size := path.stat().st_size):
@@ -252,12 +250,12 @@ class ArchiveMirror:
             yield self._folder / shard.file, shard
         for kind in (IMAGES, OVERFLOW):
             for path in sorted((self._folder / kind).glob("*")):
-                # A name with this end is being written.
+                # Files with this suffix are still being written.
                 if path.suffix != ".tmp":
                     yield path, None
 
 
 def _whole_lines(path: Path) -> bytes:
-    """Content of a file of lines, without what a crash left of a last one; empty if there is none."""
+    """Return a file's complete lines, dropping a partial last line from a crash; empty if the file is missing."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]

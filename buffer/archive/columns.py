@@ -1,6 +1,6 @@
-"""Columns of a shard: converts finished groups to an Arrow table, and its rows back to trajectories.
+"""Columns of a shard: converts finished groups to an Arrow table, and rows back to trajectories.
 
-A row is a trajectory. Encoding the trajectory read from a row gives the exact bytes that were archived.
+One row per trajectory. Re-encoding a trajectory read from a row gives the exact bytes that were archived.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 2
-"""Raised with every change of the columns that a reader of the previous ones would misread."""
+"""Increment for every change of the columns that an older reader would misread."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
 _LISTS: dict[str, pa.DataType] = {
@@ -52,7 +52,7 @@ _ADDED = {
     "media": pa.list_(_MEDIA),
     "metrics": pa.map_(pa.string(), pa.float64()),
 }
-"""Columns that archives of schema 1 lack: null in every row there."""
+"""Columns missing from archives of schema 1, where they read as null."""
 SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -76,7 +76,7 @@ SCHEMA = pa.schema(
         "finished_at": pa.float64(),
         "data_source": pa.string(),
         "num_turns": pa.int64(),
-        "extras": pa.binary(),  # MessagePack, because no column type fits whatever an agent loop keeps
+        "extras": pa.binary(),  # MessagePack, because no column type fits arbitrary values
         "num_tokens": pa.int64(),
         "oldest_version": pa.int64(),
         "newest_version": pa.int64(),
@@ -97,9 +97,9 @@ _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is
 
 
 def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
-    """Build a table with one row per payload, groups in the order given; `archived_at` in seconds since 1970.
+    """Build a table with one row per payload, keeping the order of groups; `archived_at` in seconds since 1970.
 
-    Raises RecordRefusedError for a payload that is no trajectory, and as `tabulate` does.
+    Raises RecordRefusedError for an invalid payload, and the errors of `tabulate`.
     """
     return tabulate(
         [
@@ -111,7 +111,7 @@ def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
 
 
 def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
-    """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError: a number beyond 64 bits."""
+    """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError (beyond 64 bits)."""
     columns = _list_columns(stored) | _reward_columns(stored) | _outcome_columns(stored)
     trajectories = [each.trajectory for each in stored]
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
@@ -127,10 +127,7 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
-    """Yield the rows of a batch that has every column that `missing_columns` asks for, in order.
-
-    Arrays are views into the batch.
-    """
+    """Yield the rows of a batch that passed `missing_columns`, in order. Arrays are views into the batch."""
     lists = {name: _split(batch.column(name)) for name in _LISTS}
     others = [name for name in batch.schema.names if name not in lists]
     rows = batch.select(others).to_pylist()
@@ -139,18 +136,18 @@ def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
-    """Return the columns of an archive that are in a file with this schema, in their order."""
+    """Return the archive columns present in this schema, in order."""
     return [name for name in SCHEMA.names if name in schema.names]
 
 
 def missing_columns(schema: pa.Schema) -> str:
-    """Return requirement and actual columns if an archive needs columns that a file lacks; empty otherwise."""
+    """Return a requirement and the missing columns if this schema lacks required ones; empty otherwise."""
     missing = sorted(set(SCHEMA.names) - set(_ADDED) - set(schema.names))
     return f"must have the columns of an archive, but lacks {', '.join(missing)}" if missing else ""
 
 
 def newer_schema(schema: pa.Schema) -> str:
-    """Return requirement and actual value if a newer Slipstream wrote a file with this schema; empty otherwise."""
+    """Return a requirement and the actual version if a newer Slipstream wrote this schema; empty otherwise."""
     metadata = schema.metadata or {}
     for key, newest in ((_ARCHIVE_KEY, ARCHIVE_SCHEMA), (_TRAJECTORY_KEY, SCHEMA_VERSION)):
         written = int(metadata.get(key, b"0"))
@@ -197,7 +194,7 @@ def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """Return one array per row; only booleans, which Arrow packs into bits, are copied."""
+    """Return one array per row. Only booleans, which Arrow packs into bits, are copied."""
     offsets = lists.offsets.to_numpy()
     values = lists.flatten().to_numpy(zero_copy_only=False)
     starts = (offsets - offsets[0]).tolist()

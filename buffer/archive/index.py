@@ -1,9 +1,8 @@
 """Index of an archive: the manifest of its shards, and the ledger of its steps. Both are append-only.
 
-The step ledger of an archive: what each step trained on, so that the archive alone can be replayed, batch by batch.
-
-A line is a step whose groups are all archived and that a durable checkpoint covers. A store that came back from disk
-without its last seconds may have a step done again: its second line counts, and the lines after its first do not.
+The ledger records what each step trained on, so that the archive alone suffices to replay the run batch by batch. A
+line is a step that a durable checkpoint covers and with all of its groups archived. If the store lost its last seconds,
+a step may run again: the second line replaces the first and every line after the first.
 """
 
 import re
@@ -24,47 +23,46 @@ MANIFEST = "manifest.jsonl"
 LEDGER = "ledger.jsonl"
 """File name of the step ledger in the archive's folder."""
 _SCHEMA = 1
-"""Raised with every change of ShardEntry that a reader of the previous one would misread."""
+"""Increment for every change of ShardEntry that an older reader would misread."""
 _SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
 
 
 class ShardEntry(Record):
-    """A whole and durable shard, or the ledger up to a size: its newest entry counts, and it may be longer by now.
+    """A complete, durable shard, or the ledger up to a size (the newest entry counts; the file may be longer).
 
     Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
         bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
     """
 
     file: str
-    """File name in the archive's folder."""
     rows: int
-    """Number of trajectories in it."""
+    """Number of trajectories."""
     groups: int
-    """Number of groups that have a trajectory."""
+    """Number of groups with at least one trajectory."""
     first_step: int | None
-    """Smallest step that trained on one of its groups; None if no step did."""
+    """First step that trained on one of its groups; None if none did."""
     last_step: int | None
-    """Largest step that trained on one of its groups; None if no step did."""
+    """Last step that trained on one of its groups; None if none did."""
     bytes: int
-    """Size of the file, bytes."""
+    """File size, bytes."""
     checksum: str
     """xxh3-64 of the file, hexadecimal."""
     archived_at: float
-    """Time of writing, seconds since 1970."""
+    """Seconds since 1970."""
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of the `number`-th shard."""
+    """Return the file name of a shard, counted from 1."""
     return f"shard-{number:08d}.parquet"
 
 
 def next_shard(shards: list[ShardEntry]) -> str:
-    """Return the file name of the shard after these."""
+    """Return the file name of the next shard."""
     return shard_name(1 + max((shard_number(shard.file) or 0 for shard in shards), default=0))
 
 
 def shard_number(name: str) -> int | None:
-    """Return the number of a shard's file; None for the name of any other file."""
+    """Return the number in a shard's file name; None for any other file."""
     match = _SHARD_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -73,25 +71,24 @@ class Manifest(NamedTuple):
     """Content of a manifest."""
 
     shards: list[ShardEntry]
-    """In order."""
     ledger: ShardEntry | None
-    """The recorded beginning of the ledger; None before the first step, and in archives of earlier versions."""
+    """Newest ledger entry; None before the first step, and in archives of earlier versions."""
     content: bytes
-    """Its whole lines."""
+    """Complete lines."""
     unnamed: set[str]
-    """At most one shard without a line, as a crash between the two leaves it."""
+    """At most one shard without a line, left by a crash between writing the two."""
     is_cut: bool
-    """Whether a last line is cut short."""
+    """Whether the last line is cut short."""
 
 
 def is_archive(folder: Path) -> bool:
-    """Whether a folder holds an archive, whole or damaged."""
+    """Whether a folder holds an archive, complete or damaged."""
     return any((folder / name).exists() for name in (MANIFEST, LEDGER)) or bool(_shards_in(folder))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises ArchiveError when it is missing or damaged, or lacks shards that are in the folder."""
-    # Before the manifest: a writer at work adds a line after its shard.
+    """Read the manifest. Raises ArchiveError if it is missing or damaged, or lacks shards that are in the folder."""
+    # List shards before reading the manifest, because a live writer adds a line after its shard.
     found = _shards_in(folder)
     path = folder / MANIFEST
     if not path.is_file():
@@ -102,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
     manifest = parse_manifest(path.read_bytes(), where=path)
-    # A crash between shard and line leaves exactly one file, the next in number; its groups come again.
+    # A crash between shard and line leaves exactly one file, with the next number. Its groups will come again.
     unnamed, expected = found - {shard.file for shard in manifest.shards}, next_shard(manifest.shards)
     if unnamed - {expected}:
         raise ArchiveError(
@@ -114,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
-    """Parse the lines of a manifest, without a last one that a crash cut short. Raises ArchiveError."""
+    """Parse the lines of a manifest, ignoring a last line that a crash cut short. Raises ArchiveError."""
     entries, whole = parse_lines(content, lambda line: _parse_line(line, where), where=where, rule="name a shard")
     shards = [entry for entry in entries if entry.file != LEDGER]
     ledger = next((entry for entry in reversed(entries) if entry.file == LEDGER), None)
@@ -122,10 +119,10 @@ def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
 
 
 class ManifestWriter:
-    """The manifest, held by its one writer."""
+    """The manifest, opened by its single writer."""
 
     def __init__(self, folder: Path) -> None:
-        """Create it in a new archive. Raises ArchiveError as `read_manifest` does."""
+        """Create or read the manifest. Raises ArchiveError as `read_manifest` does."""
         if not is_archive(folder):
             (folder / MANIFEST).touch()
         found = read_manifest(folder)
@@ -133,7 +130,7 @@ class ManifestWriter:
         self._file = LineFile(folder / MANIFEST, content=found.content, schema=_SCHEMA)
 
     def append(self, entry: ShardEntry) -> None:
-        """Append a line; durable on return. Raises OSError, and can be called again then."""
+        """Append a line, durable on return. Can be retried after an OSError."""
         self._file.append([entry])
         if entry.file == LEDGER:
             self.ledger = entry
@@ -149,7 +146,7 @@ def _shards_in(folder: Path) -> set[str]:
 def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
     entry = parse_line(line, ShardEntry, schema=_SCHEMA, where=where)
     if entry is None:
-        # Archives of earlier versions have no checksum in the line.
+        # Lines in archives of earlier versions have no checksum.
         try:
             entry = msgspec.json.decode(line, type=ShardEntry)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -157,12 +154,13 @@ def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
     return entry if entry.file == LEDGER or shard_number(entry.file) is not None else None
 
 
+# --- the step ledger --------------------------------------------------------------------------------------------------
 LEDGER_SCHEMA = 1
-"""Raised with every change of StepEntry that a reader of the previous one would misread."""
+"""Increment for every change of StepEntry that an older reader would misread."""
 
 
 def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
-    """Return the steps in order; `sealed` is the manifest's entry of the ledger, None if it has none.
+    """Return the steps in order. `sealed` is the manifest's ledger entry, if any.
 
     Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
     """
@@ -170,14 +168,14 @@ def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
 
 
 class LedgerWriter:
-    """The one writer of an archive's ledger, which records size and checksum in the manifest.
+    """The single writer of an archive's ledger, which records size and checksum in the manifest.
 
-    The lines are durable before the manifest says so: after a crash in between the ledger is longer than recorded,
+    Lines are durable before the manifest records them. After a crash in between, the ledger is longer than recorded,
     never shorter, and the next start records the rest.
     """
 
     def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
-        """Raises ArchiveError when the ledger is damaged, OSError."""
+        """Raises ArchiveError if the ledger is damaged, and OSError."""
         self._manifest = manifest
         self._entries, content = _parse_ledger(folder / LEDGER, manifest.ledger)
         self._file = LineFile(folder / LEDGER, content=content, schema=LEDGER_SCHEMA)
@@ -190,12 +188,12 @@ class LedgerWriter:
         return max(self._entries, default=0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
-        """Return the first of `entries` (in order) that is missing or differs here, and all after it."""
+        """Return the first of `entries` (in order) that is missing or different here, and all after it."""
         first = next((entry.step for entry in entries if self._entries.get(entry.step) != entry), None)
         return [] if first is None else [entry for entry in entries if entry.step >= first]
 
     def append(self, entries: list[StepEntry]) -> None:
-        """Append steps, in order; durable on return. Raises OSError, and can be called again then."""
+        """Append steps in order, durable on return. Can be retried after an OSError."""
         self._file.append(entries)
         for entry in entries:
             _enter(self._entries, entry)
@@ -216,14 +214,14 @@ class LedgerWriter:
 
 
 def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
-    # A step that is done again takes every later one of before with it.
+    # A repeated step invalidates every later step.
     for step in [step for step in entries if step >= entry.step]:
         del entries[step]
     entries[entry.step] = entry
 
 
 def _parse_ledger(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, StepEntry], bytes]:
-    """Return (step -> entry, the whole lines)."""
+    """Return (step -> entry, complete lines)."""
     content = path.read_bytes() if path.exists() else b""
     parsed, whole = parse_lines(
         content,
@@ -231,7 +229,7 @@ def _parse_ledger(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, Step
         where=path,
         rule="hold a step",
     )
-    # Each line has its own checksum; only this one finds lines that are missing.
+    # Each line has its own checksum. Only this one detects missing lines.
     if sealed and xxhash.xxh3_64_hexdigest(whole[: sealed.bytes]) != sealed.checksum:
         raise ArchiveError(
             f"{path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} steps, up to "

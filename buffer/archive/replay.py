@@ -1,7 +1,7 @@
 """Replay: stored groups as an endless, seeded sequence, and the plan of a replay run.
 
-Each group comes once per epoch. An epoch visits the shards in a random order, and the groups within a shard in another,
-so that one shard at a time is in memory. The groups of a step depend on seed and step alone, so that a resumed run
+Each epoch yields every group once. It visits shards in random order and the groups within a shard in random order, so
+only one shard is in memory at a time. The groups of a step depend on the seed and the step only, so a resumed run
 continues where it stopped.
 """
 
@@ -24,17 +24,17 @@ from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.run import RunConfig
 
 _STREAM = 3
-"""Keeps these random numbers apart from those of `sampling.py`, which use the same seed."""
+"""Separates these random numbers from those of `sampling.py`, which use the same seed."""
 
 
 class Rollouts:
-    """The sequence, for one learner.
+    """Endless sequence of archived groups for one learner.
 
     Example: Rollouts(Path("runs/mine/archive"), seed=0).take(first=0, count=16)
     """
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        """Read the group ids. Raises ArchiveError when there are none, or a shard is damaged."""
+        """Read the group ids. Raises ArchiveError if there are none, or a shard is damaged."""
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
@@ -47,16 +47,15 @@ class Rollouts:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups in an epoch."""
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
-        """Return ids and encoded trajectories (by index) of `count` groups from number `first` of the sequence on."""
+        """Return ids and encoded trajectories (by index) of `count` groups of the sequence from `first` on."""
         found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
 
     def images(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the bytes of the named images that the archive has."""
+        """Return name -> bytes of the named images that the archive has."""
         return read_images(self._folder, names)
 
     def _group_at(self, number: int) -> tuple[str, list[bytes]]:
@@ -70,12 +69,12 @@ class Rollouts:
         raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
-        # Raw draws and a stable sort: numpy keeps the streams of its bit generators, not its `permutation`.
+        # Raw draws and a stable sort: numpy keeps the streams of its bit generators stable, but not `permutation`.
         draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
         return np.argsort(draws, kind="stable").tolist()
 
     def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
-        # Consecutive groups lie in one shard, so that the newest alone is kept.
+        # Consecutive groups are in the same shard, so one shard is cached.
         if self._loaded[0] != shard.file:
             rows = read_shard(self._folder, shard, where=TRAINABLE)
             groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
@@ -84,28 +83,29 @@ class Rollouts:
         return self._loaded[1]
 
 
+# --- the plan of a replay ---------------------------------------------------------------------------------------------
 class ReplayPlan(Record):
-    """The training data of a replay.
+    """Training data of a replay.
 
     Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})
     """
 
     groups: list[FinishedGroup]
-    """In the order in which steps trained on them first; groups of no known step come last, in the order archived."""
+    """Ordered by the first step that trained on them, then (without a known step) by archive order."""
     samples: dict[int, Sample]
-    """Step -> its claim according to the ledger; empty when groups are claimed in the order of `groups`."""
+    """Step -> its claim according to the ledger; empty if groups are claimed in the order of `groups`."""
 
 
 def plan_replay(run: RunConfig) -> ReplayPlan:
     """Read the archive that the run replays.
 
-    Steps repeat the batches of the ledger when these are as large as a step of the replay; otherwise they claim the
-    same groups in the same order. Raises ArchiveError; ConfigError when the archive holds too few steps.
+    Steps repeat the ledger's batches if these have the replay's step size. Otherwise they claim the same groups in the
+    same order. Raises ArchiveError, or ConfigError if the archive holds too few steps.
     """
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()
     if any(len(entry.group_ids) != per_step for entry in steps):
-        # Batches of another size cannot be repeated: fall back to the order of the groups.
+        # Batches of another size cannot be repeated, so fall back to the order of groups.
         steps = []
     num_steps = len(steps) or len(groups) // per_step
     if run.learner.max_steps > num_steps:
@@ -126,7 +126,7 @@ def stored_groups(archive: Path) -> list[FinishedGroup]:
         group = sorted(members, key=lambda stored: stored.trajectory.index)
         payloads = [encode(stored.trajectory) for stored in group]
         groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
-    # Stable: groups of one step keep the order of the archive, which is that of their retirement.
+    # Stable: groups of one step keep the order of the archive, in which they were retired.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 
@@ -136,13 +136,13 @@ def _sample(entry: StepEntry) -> Sample:
 
 
 def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
-    """Raise ArchiveError when a trajectory of a batch is missing: the step would train on another batch."""
+    """Raise ArchiveError if a trajectory of a batch is missing: the step would train on a different batch."""
     stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
     for entry in steps:
         for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
             if stored.get(group_id) != names:
                 raise ArchiveError(
-                    f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
+                    f"{archive} must hold all trajectories of step {entry.step} in its ledger, {', '.join(names)}, got "
                     f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
                     "lists what else is missing."
                 )

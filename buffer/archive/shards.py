@@ -1,8 +1,8 @@
 """Shards: finished groups as Parquet files that are complete and durable, or absent.
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
-line leaves a file that the manifest does not name: the next start removes it, and the store, which has not forgotten
-its groups yet, offers them again. A crash after the line has the store offer groups that are archived: `has` tells.
+line leaves a file that the manifest does not list: the next start deletes it, and the store, which still has its
+groups, offers them again. If the crash comes after the line, the store offers archived groups, which `has` detects.
 """
 
 import fcntl
@@ -29,15 +29,17 @@ from slipstream.buffer.durable_files import checksum, sync_path, write_durably
 from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
 from slipstream.buffer.records import FinishedGroup
 
+log = structlog.get_logger(__name__)
+
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
-"""Groups that may be trained on: neither quarantined nor rejected, and no answers to evaluations."""
+"""Groups that may be trained on: not quarantined, not rejected, and not evaluation answers."""
 _BATCH_ROWS = 256
-"""Bounds the rows in memory at once."""
+"""Bounds the rows held in memory."""
 
 
 @contextmanager
 def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
-    """Open a shard to read its columns; defects, of the reading too, become a ShardError."""
+    """Open a shard to read its columns. Maps all defects, including those found while reading, to ShardError."""
     try:
         yield _open(folder, shard)
     except (pa.ArrowException, OSError) as error:
@@ -46,7 +48,7 @@ def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
 
 
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
-    """Yield the trajectories for which `where` (over the columns) holds, in order. Raises ShardError."""
+    """Yield the trajectories that satisfy `where` (over the columns), in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         columns = known_columns(dataset.schema)
         for batch in dataset.to_batches(columns=columns, filter=where, batch_size=_BATCH_ROWS, use_threads=False):
@@ -54,7 +56,7 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 
 def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
-    """Return a column of text of the trajectories for which `where` holds, in order. Raises ShardError."""
+    """Return a text column of the trajectories that satisfy `where`, in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
 
@@ -65,7 +67,7 @@ _ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
 def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
     path = folder / shard.file
     if not path.is_file():
-        raise ShardError(shard.file, f"must lie in {folder}, but there is no such file: restore it from a copy.")
+        raise ShardError(shard.file, f"must be in {folder}, but there is no such file: restore it from a copy.")
     found = path.stat()
     if found.st_size != shard.bytes:
         raise ShardError(
@@ -83,20 +85,18 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
 
 @cache
 def _checksum(path: Path, _size: int, _modified_ns: int) -> str:
-    """Checksum of a file, computed once per process while size and time of modification stay the same."""
+    """Checksum of a file, cached as long as size and modification time stay the same."""
     return checksum(path)
 
 
-log = structlog.get_logger(__name__)
-
 LOCK = "writer.lock"
-"""File that the writer of an archive holds."""
+"""Lock file held by the writer of an archive."""
 
 # --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
 OVERFLOW = "overflow"
-"""Folder of these groups in the archive's."""
+"""Subfolder of the archive for these groups."""
 _FOLDERS = (OVERFLOW, "set_aside")
-"""Folders that are read: archives are kept for years, and in the first ones the folder had the second name."""
+"""Folders to read. The first archives used the second name."""
 _PREFIX, _SUFFIX = "group-", ".msgpack"
 
 
@@ -109,23 +109,23 @@ def overflow_groups(archive: Path) -> set[str]:
 # --- shards ----------------------------------------------------------------------------------------------------------
 _ROWS_PER_ROW_GROUP = 1024
 _REMEMBERED_SHARDS = 16
-"""A store that came back from its disk may offer groups again that it had forgotten in its last two seconds."""
+"""A restarted store may offer groups again that it had deleted in its last two seconds."""
 _LOGPROBS = "generator_logprobs.list.element"
-"""Values are all different, so a dictionary would not help; their exponents compress well apart from the rest."""
+"""All values differ, so a dictionary would not help, but their exponents compress well when split off."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
 
 
 class ShardWriter:
-    """The one writer of an archive's folder. Not thread-safe.
+    """The single writer of an archive's folder. Not thread-safe.
 
     Example: writer = ShardWriter(folder); writer.write(store.finished(limit=1024)); writer.close()
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Create the folder if it is missing, and remove the leftovers of a crash.
+        """Create the folder if missing, and remove the leftovers of a crash.
 
-        `clock` returns seconds since 1970. Raises ArchiveError when another process writes here, or for shards that no
+        `clock` returns seconds since 1970. Raises ArchiveError if another process writes here, or for shards that no
         crash explains; OSError.
         """
         self._folder = folder
@@ -141,7 +141,6 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """All shards ever written, in order."""
         return self.manifest.shards
 
     def has(self, group_id: str) -> bool:
@@ -149,14 +148,14 @@ class ShardWriter:
         return any(group_id in groups for groups in self._recent)
 
     def groups_since(self, step: int) -> set[str]:
-        """Return the archived groups of every shard with a group that `step` or a later one trained on."""
+        """Return the archived groups of every shard with a group that `step` or a later step trained on."""
         shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
         return overflow_groups(self._folder).union(*map(self._groups_in, shards))
 
     def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
-        """Write one shard; durable on return. Groups that do not fit the columns go to the overflow.
+        """Write one shard, durable on return. Groups that do not fit the columns go to the overflow.
 
-        Returns None if no group fits. Raises OSError, and can be called again then.
+        Returns None if no group fits. Can be retried after an OSError.
         """
         now = self._clock()
         table, groups = self._tabulate(groups, archived_at=now)
@@ -174,14 +173,14 @@ class ShardWriter:
             checksum=xxhash.xxh3_64_hexdigest(data),
             archived_at=now,
         )
-        # The shard before its line: a line without its shard would be an archive that lost data.
+        # Write the shard before its line: a line without its shard would mean lost data.
         write_durably(self._folder / shard.file, data)
         self.manifest.append(shard)
         self._recent.append({group.id for group in groups})
         return shard
 
     def close(self) -> None:
-        """Release the lock, so that another process may write here."""
+        """Release the lock, so that another process can write here."""
         self._lock.close()
 
     def _recover(self) -> ManifestWriter:
@@ -196,19 +195,19 @@ class ShardWriter:
         try:
             return set(read_column(self._folder, shard, "group_id"))
         except ShardError as error:
-            # A damaged old shard must not keep new groups from being archived.
+            # A damaged old shard must not block archiving new groups.
             log.warning("shard_refused", reason=str(error))
             return set()
 
     def _tabulate(self, groups: list[FinishedGroup], *, archived_at: float) -> tuple[pa.Table, list[FinishedGroup]]:
-        """Return (table, the groups in it): one bad group is left out by bisection, and the shard is written."""
+        """Return (table, the groups in it), moving groups that do not fit to the overflow."""
         try:
             return to_table(groups, archived_at=archived_at), groups
         except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
             if len(groups) == 1:
                 self._write_overflow(groups[0], error)
                 return SCHEMA.empty_table(), []
-        # Bisection: one bad group among N costs about log N further conversions, not N.
+        # Bisect: one bad group among N costs about log N more conversions instead of N.
         half = len(groups) // 2
         parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]

@@ -1,7 +1,7 @@
-"""StepTokens: numbers that the learner computed of the tokens of a step, one Parquet file per step in the run folder.
+"""StepTokens: per-token numbers that the learner computed in a step, one Parquet file per step in the run folder.
 
-token_stats/step-00000012.parquet   a row per trajectory: `id`, and `log_ratio` and `entropy` with an entry per token,
-                                    null where it was not trained on; 4 bytes per token that was
+token_stats/step-00000012.parquet   a row per trajectory: `id`, and `log_ratio` and `entropy` with one entry per token,
+                                    null where it was not trained on; 4 bytes per trained token
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,25 @@ FOLDER = "token_stats"
 _PREFIX = "step-"
 
 TokenNumbers = dict[str, list[float | None]]
-"""Name -> a number per token of a trajectory; None where there is none."""
+"""Name -> one number per token of a trajectory; None if missing."""
 
 
 class StepTokens(NamedTuple):
-    """Numbers of the N tokens that a step trained on, trajectory after trajectory.
+    """Numbers of the N tokens that a step trained on, concatenated over trajectories.
 
     Example: StepTokens(["17-0-3"], lengths=[12], positions=[np.arange(6, 12)], columns={"entropy": np.array([...])})
     """
 
     ids: list[str]
-    """The trajectories."""
     lengths: list[int]
-    """Tokens of each, trained on or not."""
+    """Tokens per trajectory, trained on or not."""
     positions: list[np.ndarray]
-    """int64[W] of each: indices of its tokens that were trained on."""
+    """int64[W] per trajectory: indices of the tokens trained on."""
     columns: dict[str, np.ndarray]
-    """Float[N]: `log_ratio`, log(pi_learner / pi_generator), and `entropy`, nats."""
+    """Float[N] each: `log_ratio`, log(pi_learner / pi_generator), and `entropy`, nats."""
 
     def to_table(self) -> pa.Table:
-        """Build a table with one row per trajectory; numbers that are not finite are null."""
+        """Build a table with one row per trajectory. Non-finite numbers become null."""
         ends = np.cumsum([0, *self.lengths])
         indices = np.concatenate([np.empty(0, np.int64), *map(np.add, self.positions, ends)])
         columns: dict[str, pa.Array] = {"id": pa.array(self.ids, pa.string())}
@@ -54,7 +53,7 @@ class StepTokens(NamedTuple):
 
 
 def write_step(folder: Path, step: int, tokens: StepTokens) -> int:
-    """Write the file of a step, whole or not at all; returns its size in bytes. Raises OSError."""
+    """Write the file of a step atomically; return its size in bytes. Raises OSError."""
     folder.mkdir(exist_ok=True)
     sink = pa.BufferOutputStream()
     pq.write_table(tokens.to_table(), sink, compression="zstd")
@@ -76,21 +75,21 @@ def keep_newest(folder: Path, *, max_bytes: float) -> None:
 
 
 def drop_steps(folder: Path, *, after: int) -> None:
-    """Delete the files of the steps after that one, which a roll back has undone. Raises OSError."""
+    """Delete the files of steps after `after`, which a rollback has undone. Raises OSError."""
     for file in _files(folder):
         if file > _file(folder, after):
             file.unlink()
 
 
 def read_steps(folder: Path, last_steps: Mapping[str, int | None]) -> dict[str, TokenNumbers]:
-    """Return id -> numbers, named `learner_...`, of trajectories with these last steps that trained on them.
+    """Return id -> numbers, named `learner_...`, from the last step that trained on each trajectory.
 
-    Those whose file is gone, or damaged, are missing.
+    Trajectories with a missing or damaged file are left out.
     """
     found: dict[str, TokenNumbers] = {}
     for step in {step for step in last_steps.values() if step is not None}:
         ids = [name for name, last_step in last_steps.items() if last_step == step]
-        # Without them a trajectory can still be shown.
+        # The trajectory can still be shown without these numbers.
         with suppress(OSError, pa.ArrowException):
             table = pq.read_table(_file(folder, step), filters=pc.field("id").isin(ids), partitioning=None)
             for row in table.to_pylist():
@@ -104,5 +103,4 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of all steps, in order."""
     return sorted(folder.glob(f"{_PREFIX}*.parquet"))

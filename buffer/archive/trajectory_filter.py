@@ -18,7 +18,7 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError, Record
 
 GROUP_STATES: tuple[str, ...] = (*get_args(get_args(GroupState)[0]), *get_args(Outcome))
-"""In the order in which a group goes through them."""
+"""In life-cycle order."""
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
@@ -29,33 +29,32 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
 
     trajectory: Trajectory
     state: GroupState
-    """State of its group, or how it ended."""
+    """State or outcome of its group."""
     reason: str
-    """Reason of the group's end; empty for retired groups and those that are not over."""
+    """Reason of the group's outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     archived_at: float | None = None
-    """Time of archiving, seconds since 1970; None in a live store."""
+    """Seconds since 1970; None in a live store."""
 
     @cached_property
     def versions(self) -> list[int]:
-        """Policy versions that sampled its model-written tokens, in ascending order."""
+        """Policy versions that sampled its model-written tokens, ascending."""
         trajectory = self.trajectory
         return np.unique(trajectory.token_versions()[trajectory.model_mask]).tolist()
 
     @property
     def oldest_version(self) -> int:
-        """Version from which its lag is counted."""
+        """Version that determines its lag."""
         return self.versions[0]
 
     @property
     def newest_version(self) -> int:
-        """Largest version of a token, usually that of its last ones."""
+        """Newest version of a token, usually of the last ones."""
         return self.versions[-1]
 
     @property
     def response_tokens(self) -> int:
-        """Number of tokens that the model wrote."""
         return int(np.count_nonzero(self.trajectory.model_mask))
 
 
@@ -64,66 +63,63 @@ Decode = Callable[[np.ndarray], str]
 
 
 _EQUAL = ("id", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason")
-"""Fields of a filter that must equal those of the trajectory."""
+"""Filter fields that are compared for equality with the trajectory's fields."""
 
 
 class TrajectoryFilter(Record):
-    """Conditions that a trajectory must meet, all that are set.
+    """Conditions on a trajectory. All that are set must hold.
 
     Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")
     """
 
     id: str | None = None
-    """Id of the one trajectory."""
     min_reward: float | None = None
-    """Least total reward, itself included."""
+    """Minimum total reward, inclusive."""
     max_reward: float | None = None
-    """Greatest total reward, itself included."""
+    """Maximum total reward, inclusive."""
     min_tokens: int | None = None
-    """Fewest tokens of prompt and response, inclusive."""
+    """Minimum number of prompt and response tokens, inclusive."""
     max_tokens: int | None = None
-    """Most tokens of prompt and response, inclusive."""
+    """Maximum number of prompt and response tokens, inclusive."""
     version: int | None = None
-    """Policy version that sampled at least one of its tokens."""
+    """Policy version that sampled at least one token."""
     min_version: int | None = None
-    """Least of the policy versions of which one sampled a token, inclusive."""
+    """First version of a range, inclusive; a version in the range must have sampled a token."""
     max_version: int | None = None
-    """Greatest of these versions, inclusive."""
+    """Last version of this range, inclusive."""
     step: int | None = None
     """Step that trained on it."""
     min_step: int | None = None
-    """First of the steps of which one trained on it."""
+    """First step of a range, inclusive; a step in the range must have trained on it."""
     max_step: int | None = None
-    """Last of these steps."""
+    """Last step of this range, inclusive."""
     group_id: str | None = None
-    """Its group."""
     prompt_uid: str | None = None
-    """Name of its prompt's row, in full."""
+    """Full name of the prompt's row."""
     generator_id: str | None = None
-    """Generator that made it."""
     data_source: str | None = None
-    """Name of the kind of task, in full."""
+    """Full name of the task type."""
     outcome: str | None = None
-    """State of its group, or how it ended."""
+    """State or outcome of its group."""
     reward_status: str | None = None
-    """Status of its reward: `ok`, `error` or `timeout`."""
+    """Reward status: `ok`, `error` or `timeout`."""
     stop_reason: str | None = None
-    """Reason why the answer ended, such as `stop` or `length`."""
+    """Reason for the end of the response, such as `stop` or `length`."""
     text: str | None = None
-    """Part of the decoded prompt and response."""
+    """Substring of the decoded prompt and response."""
 
     @property
     def steps(self) -> tuple[int | None, int | None] | None:
-        """First and last of the steps of which one must have trained on it, inclusive; None: any or none."""
+        """Range of steps that must include one that trained on it, inclusive; None: any or none."""
         return _narrowed(self.step, self.min_step, self.max_step)
 
     @property
     def versions(self) -> tuple[int | None, int | None] | None:
-        """Least and greatest of the versions of which one must have sampled a token, inclusive; None: any."""
+        """Range of versions that must include one that sampled a token, inclusive; None: any."""
         return _narrowed(self.version, self.min_version, self.max_version)
 
     def matches(self, stored: StoredTrajectory, *, decode: Decode | None) -> bool:
-        """Whether the trajectory meets all conditions. `decode` must be given when `text` is set."""
+        """Whether the trajectory meets all conditions. `decode` is required if `text` is set."""
         trajectory = stored.trajectory
         equal = {name: getattr(trajectory, name) for name in _EQUAL} | {
             "outcome": stored.state,
@@ -139,7 +135,7 @@ class TrajectoryFilter(Record):
         )
 
     def may_be_in(self, shard: ShardEntry) -> bool:
-        """Whether the shard may hold a matching trajectory, by its line in the manifest."""
+        """Whether the shard may hold a matching trajectory, judging by its manifest line."""
         if self.steps is None:
             return True
         if shard.first_step is None or shard.last_step is None:
@@ -148,7 +144,7 @@ class TrajectoryFilter(Record):
         return (first is None or first <= shard.last_step) and (last is None or last >= shard.first_step)
 
     def expression(self) -> pc.Expression | None:
-        """Return the conditions that columns can decide without building trajectories; `matches` decides the rest."""
+        """Return the conditions that can be evaluated on columns; `matches` evaluates the rest."""
         least, greatest = self.versions or (None, None)
         equal = {name: getattr(self, name) for name in (*_EQUAL, "outcome", "reward_status")}
         bounds = [
@@ -166,9 +162,9 @@ def _is_within(value: float, low: float | None, high: float | None) -> bool:
 
 
 def _narrowed(value: int | None, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
-    """Return the range [low, high], of one value if that is given; None for no condition."""
+    """Intersect `value` (if given) with [low, high]; None for no condition."""
     if value is not None:
-        # Outside of the range nothing is left of it: bounds that cross.
+        # A value outside the range yields bounds that cross.
         low, high = (value if low is None else max(low, value)), (value if high is None else min(high, value))
     return None if low is None and high is None else (low, high)
 
@@ -178,6 +174,7 @@ def _bounds(column: str, low: float | None, high: float | None) -> list[pc.Expre
     return ([field >= low] if low is not None else []) + ([field <= high] if high is not None else [])
 
 
+# --- conditions as text -----------------------------------------------------------------------------------------------
 _RANGES = ("reward", "tokens", "version", "step")
 _EQUALS = {
     "id": "id",
@@ -196,7 +193,7 @@ _CONDITION = re.compile(r"(\w+)(>=|<=|=)(.+)", re.DOTALL)
 
 
 def parse_conditions(line: str) -> TrajectoryFilter:
-    """Read conditions that must all hold: `NAME=VALUE`, and `>=`, `<=` for numbers. Raises ConfigError."""
+    """Parse conditions that must all hold: `NAME=VALUE`, and `>=`, `<=` for numbers. Raises ConfigError."""
     fields: dict[str, str] = {}
     try:
         words = shlex.split(line)
@@ -214,7 +211,7 @@ def parse_conditions(line: str) -> TrajectoryFilter:
 
 
 def format_conditions(where: TrajectoryFilter) -> str:
-    """Return the line that `parse_conditions` reads as this filter."""
+    """Inverse of `parse_conditions`."""
     values = {name: value for name, value in msgspec.structs.asdict(where).items() if value is not None}
     words = [f"{word}={shlex.quote(values[field])}" for word, field in _EQUALS.items() if field in values]
     for word in _RANGES:

@@ -1,4 +1,4 @@
-"""RedisStore, the learner's side: claims, commits, checkpoints, roll backs, the step ledger."""
+"""RedisStore, learner side: claims, commits, checkpoints, rollbacks, the step ledger."""
 
 import time
 from collections import Counter
@@ -24,13 +24,15 @@ from slipstream.buffer.store_rules import (
 from slipstream.buffer.trajectory import Trajectory, make_lease_id
 
 _FETCHED_AT_ONCE = 16
-"""Groups whose payloads are in the connection's buffers together."""
+"""Groups whose payloads are buffered by the connection at once."""
 _LONGEST_BLOCK_S = 1.0
-"""One blocking call: another waiter may have taken the bell's only element, so the queue is checked again after it."""
+"""Maximum duration of a blocking call. Another waiter may take the bell's only element, so recheck the queue after
+it.
+"""
 _SHORTEST_BLOCK_S = 0.01
-"""Redis cuts to whole milliseconds and takes 0 for "forever"; 6.2 makes 0 even of 0.001."""
+"""Redis truncates to milliseconds and treats 0 as "forever"; 6.2 truncates even 0.001 to 0."""
 _CLAIM_TRIES = 8
-"""Attempts before another claimer of the same groups is reported."""
+"""Attempts before reporting another claimer of the same groups."""
 
 
 class RedisBatches(RedisConnection):
@@ -40,10 +42,10 @@ class RedisBatches(RedisConnection):
     """Step -> its groups, in a replay."""
 
     def load(self, groups: list[FinishedGroup], *, samples: Mapping[int, Sample]) -> None:
-        """Take groups of an earlier run in as ready, in the order given; they count as accepted and admitted.
+        """Load groups of an earlier run as ready, in the order given. They count as accepted and admitted.
 
-        Ordinals between them are marked as over, so that no prompt is leased. `samples`: the groups that these steps
-        claim, whatever the sampler says. For the process that opened the run, before another uses it. Raises
+        Ordinals between them are marked as finished, so no prompt is leased. `samples`: the groups that these steps
+        claim, overriding the sampler. Call it in the process that opened the run, before any other uses it. Raises
         RecordRefusedError for a damaged payload.
         """
         self._planned = samples
@@ -75,7 +77,7 @@ class RedisBatches(RedisConnection):
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        # Sampling happens here, between two scripts; the claim is refused when one of the groups has moved in between.
+        # Sampling happens between two scripts. The claim is refused if one of the groups moved in between.
         for _ in range(_CLAIM_TRIES):
             newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
             if step <= newest:
@@ -128,7 +130,7 @@ class RedisBatches(RedisConnection):
         return groups
 
     def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
-        # Outside a script: payloads are written once, and megabytes in a script would block every other client.
+        # Not in a script: payloads never change, and megabytes in a script would block every other client.
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
@@ -157,8 +159,8 @@ class RedisBatches(RedisConnection):
             raise out_of_order(claim, newest=newest)
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        # The pointer first, then one script per step, so that a long checkpoint interval does not block the server:
-        # steps that the pointer covers and that a crash left unretired are retired with the next checkpoint.
+        # Set the pointer first, then retire one step per script, so that a long checkpoint interval does not block the
+        # server. If a crash interrupts this, the next checkpoint retires the remaining steps.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
         if pointer.step > step:
             raise not_yet_committed(pointer, step=step)
@@ -175,16 +177,16 @@ class RedisBatches(RedisConnection):
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         key, entries = self._key("ledger"), list[bytes | None]()
         with self._mapped_errors():
-            # The names first: a long run has hundreds of megabytes of entries, and most callers want the newest.
+            # Names first: the entries of a long run take hundreds of megabytes, and most callers want the newest.
             steps = sorted(step for name in self._client.hkeys(key) if (step := int(name)) >= first_step)
             for start in range(0, len(steps), _FETCHED_AT_ONCE):
                 entries += self._client.hmget(key, steps[start : start + _FETCHED_AT_ONCE])
-        # A roll back may have removed some in between.
+        # A rollback may have removed some in between.
         return [decode(entry, StepEntry) for entry in entries if entry is not None]
 
 
 def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
-    """Fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them; it has no lag in this run."""
+    """Return the fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]
     rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]
@@ -204,17 +206,8 @@ def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, i
 
 
 def _candidates(packed: bytes) -> list[Candidate]:
-    return [_candidate(*fields.split()) for fields in text(packed).split(";") if fields]
-
-
-def _candidate(
-    group_id: str, sequence: str, oldest: str, answered: str, reward_sum: str, reward_squares: str
-) -> Candidate:
-    return Candidate(
-        id=group_id,
-        sequence=int(sequence),
-        oldest_version=int(oldest),
-        answered=int(answered),
-        reward_sum=float(reward_sum),
-        reward_squares=float(reward_squares),
-    )
+    rows = (fields.split() for fields in text(packed).split(";") if fields)
+    return [
+        Candidate(group_id, int(sequence), int(oldest), int(answered), float(reward_sum), float(reward_squares))
+        for group_id, sequence, oldest, answered, reward_sum, reward_squares in rows
+    ]

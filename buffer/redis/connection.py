@@ -1,8 +1,6 @@
-"""The one door to Redis and Valkey: connects, checks the server, runs scripts, maps Redis's errors to ours.
+"""The only access to Redis and Valkey: connects, checks the server, runs scripts, and maps Redis errors to ours.
 
-RetryPolicy: repeats commands that the store did not answer, until it is back or the time is up.
-
-Every operation of the store may be repeated after a lost answer: docs/decisions/0008-what-survives-a-killed-store.md.
+Every store operation may be repeated after a lost answer: docs/decisions/0008-what-survives-a-killed-store.md.
 """
 
 import os
@@ -32,9 +30,9 @@ from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
-"""Between two attempts: the delay added for a store that is back."""
+"""Maximum wait between attempts, which delays noticing that the store is back."""
 _COOLDOWN_S = 1.0
-"""After an answer that did not come in time, for clients that do not retry."""
+"""Pause after a timed-out answer, for clients that do not retry."""
 _LOG_EVERY_S = 5.0
 _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 
@@ -42,18 +40,18 @@ log = structlog.get_logger(__name__)
 
 
 class RetryPolicy(Retry):
-    """Repeats a client's commands for `timeout_s` after the first failure; with 0, not at all. Thread-safe.
+    """Retries a client's commands for `timeout_s` after the first failure; with 0, not at all. Thread-safe.
 
-    A full disk does not count: its commands are repeated until somebody has made room.
+    Time with a full disk does not count: commands are retried until space is freed.
 
-    With 0, one unanswered command makes all commands of the next second fail at once: a suspended server delays a loop
-    that must not block now and then, not with every command.
+    With 0, a timed-out command makes all commands of the next second fail immediately, so that a suspended server
+    delays a non-blocking loop once per second instead of on every command.
 
     Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, target="the store at unix:///run/redis.sock"))
     """
 
     def __init__(self, timeout_s: float, *, target: str) -> None:
-        """`target` names the server in status and log."""
+        """`target` names the server in status and logs."""
         super().__init__(NoBackoff(), 0)
         self.timeout_s = timeout_s
         self._target = target
@@ -64,12 +62,12 @@ class RetryPolicy(Retry):
         self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: redis-py copies the policy into each connection, and they must share its state."""
+        """Return itself: redis-py copies the policy into each connection, but they must share its state."""
         return self
 
     @property
     def reason(self) -> str:
-        """The longest wait under way, such as `waiting for the store at ... for 3 s of 60 s`; empty when none."""
+        """The longest current wait, such as `waiting for the store at ... for 3 s of 60 s`; empty without any."""
         since = min(list(self._waiting_since.values()), default=None)
         if since is None:
             return ""
@@ -78,9 +76,9 @@ class RetryPolicy(Retry):
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        """Run a command; called by redis-py for every command, and for the connecting within it."""
+        """Run a command. redis-py calls it for every command, and again to connect within a command."""
         attempt = super().call_with_retry
-        # Connecting is part of the command that is repeated already: its time must not count twice.
+        # Connecting is part of a command that is being retried, so its time must not count twice.
         if getattr(self._thread, "in_command", False):
             return attempt(*arguments, **named)
         self._thread.in_command = True
@@ -120,7 +118,7 @@ class RetryPolicy(Retry):
 
 
 class _StopAfter:
-    """Ends the attempts of one command `timeout_s` after the first, or after the last that met a full disk."""
+    """Stops retrying a command `timeout_s` after its first attempt, or after the last one that found a full disk."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -135,40 +133,40 @@ class _StopAfter:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same command may succeed later: the store is away, still loads its data, or refuses writes."""
+    """Whether a retry may succeed: the store is unreachable, is loading its data, or refuses writes."""
     if isinstance(error, redis.AuthenticationError):
         return False
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError) or refuses_writes(error)
 
 
 def refuses_writes(error: BaseException) -> bool:
-    """Whether the server refuses all writes: disk full, memory full, or a replica (a script's error has no type)."""
+    """Whether the server refuses all writes: disk full, memory full, or a replica. A script's error has no type."""
     if isinstance(error, redis.ReadOnlyError | redis.OutOfMemoryError):
         return True
     return isinstance(error, redis.ResponseError) and any(word in str(error) for word in _WRITES_REFUSED)
 
 
+# --- connecting -------------------------------------------------------------------------------------------------------
 OLDEST_REDIS = (6, 2)
 """First version with every command that the scripts use."""
 ANSWER_TIMEOUT_S = 30.0
-"""Default limit for one answer; above the longest blocking call of RedisStore."""
+"""Default timeout of one answer; longer than any blocking call of RedisStore."""
 _POLL_S = 0.1
 _DENIED = ("NOPERM", "no permissions", "executing the script can't", "ACL failure")
-"""Parts of the errors of a user that lacks a right; inside a script the error's type is lost."""
+"""Parts of the errors for missing permissions; inside a script the error's type is lost."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-"""Reasons of a TLS client to which a server answers in plain text."""
+"""Errors of a TLS client when the server answers in plain text."""
 
 
-# --- connecting ------------------------------------------------------------------------------------------------------
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
-    """Return a client that answers in bytes and connects with its first command.
+    """Return a client that returns bytes and connects with its first command.
 
-    Without `retry` it never repeats a command: only the caller knows whether one whose answer was lost may be repeated.
-    Raises StoreUnavailableError for an address that is none.
+    Without `retry` it never repeats a command, because only the caller knows whether repeating is safe after a lost
+    answer. Raises StoreUnavailableError for an invalid address.
     """
     options: dict[str, Any] = {
         "protocol": 2,
-        # Without it, redis-py would repeat commands by a default of its own.
+        # Otherwise redis-py would retry by its own default.
         "retry": retry or RetryPolicy(0.0, target=url),
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),
@@ -184,9 +182,9 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
 
 
 def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
-    """Block until the server answers, also while it loads its data. Raises StoreUnavailableError after `timeout_s`.
+    """Block until the server has loaded its data and answers. Raises StoreUnavailableError after `timeout_s`.
 
-    A server that refuses writes counts as answering: it can be read, and writes are retried on their own terms.
+    A server that refuses writes counts as answering: reads work, and writes have their own retries.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -194,7 +192,7 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
             client.ping()
             return
         except redis.AuthenticationError:
-            # A ConnectionError for redis-py, but waiting does not cure a wrong password.
+            # redis-py treats it as a ConnectionError, but waiting does not fix a wrong password.
             raise
         except redis.ResponseError as error:
             if refuses_writes(error):
@@ -212,9 +210,9 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
 
 
 def await_usable_server(url: str, *, timeout_s: float) -> str:
-    """Block until a server answers at `url` that cannot lose trajectories silently; return its `address_of`.
+    """Block until a server answers at `url` that cannot silently lose trajectories; return its `address_of`.
 
-    Raises StoreUnavailableError when none answers in time, the password is wrong, it is too old, or it may evict keys.
+    Raises StoreUnavailableError if none answers in time, the password is wrong, it is too old, or it may evict keys.
     """
     client = connect(url)
     deadline, left_s = time.monotonic() + timeout_s, timeout_s
@@ -225,7 +223,7 @@ def await_usable_server(url: str, *, timeout_s: float) -> str:
                 _check_server(client)
                 return address_of(client)
             except (redis.ConnectionError, redis.TimeoutError):
-                # The server died between its first answer and this one: its owner may be restarting it.
+                # The server died between its first answer and this one. Its owner may be restarting it.
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
@@ -249,20 +247,20 @@ def _check_server(client: redis.Redis) -> None:
         raise StoreUnavailableError(
             f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
         )
-    # A server without a limit never evicts, whatever its policy says.
+    # Without a memory limit a server never evicts, whatever its policy.
     policy = info.get("maxmemory_policy", "noeviction")
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
         raise StoreUnavailableError(
             f"maxmemory-policy of the store at {address_of(client)} must be noeviction, got {policy}: Redis would "
             "drop trajectories silently; run `CONFIG SET maxmemory-policy noeviction`, set it among the parameters of "
-            "a managed server, or use another one."
+            "a managed server, or use another server."
         )
 
 
 def _tls_failure(error: BaseException) -> str:
-    """Return what the server of a failed TLS handshake must do, for a sentence; empty for another failure.
+    """Return what the server must do after a failed TLS handshake, as part of a sentence; empty for other failures.
 
-    A handshake that only broke off, as when the server restarts, is another failure.
+    An interrupted handshake, as when the server restarts, is another failure.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
@@ -278,7 +276,7 @@ def _tls_failure(error: BaseException) -> str:
 
 
 def is_denied(error: Exception) -> bool:
-    """Whether the server's access control list denies its user a command or a key."""
+    """Whether the server's access control list denies the user a command or a key."""
     return any(words in str(error) for words in _DENIED)
 
 
@@ -303,19 +301,19 @@ def describe_store_disk(client: redis.Redis) -> str:
     path = client.connection_pool.connection_kwargs.get("path")
     if path is None:
         return f"that of the store at {address_of(client)}"
-    # An embedded server's own folder: its socket may be elsewhere, where paths are shorter.
+    # Use an embedded server's own folder: its socket may be in another one with a shorter path.
     return describe_disk(Path(client.config_get("dir").get("dir") or path))
 
 
 class CommandPacker:
-    """Packs a command into one piece, so that it leaves with one write.
+    """Packs a command into one piece, which is sent with one write.
 
-    redis-py's own packer starts a new piece, and so a new write, for every argument above 6 kB: two per trajectory.
+    redis-py's own packer starts a new piece, and thus a new write, for every argument above 6 kB: two per trajectory.
     """
 
     def pack(self, *args: EncodableT) -> list[bytes]:
-        """Encode the command in RESP. Raises TypeError for an argument that is not bytes, text or a number."""
-        # A command's name may be two words, such as SCRIPT LOAD.
+        """Encode the command in RESP. Raises TypeError for an argument other than bytes, text, or a number."""
+        # A command name may be two words, such as SCRIPT LOAD.
         words = [*_as_bytes(args[0]).split(), *map(_as_bytes, args[1:])]
         pieces = [b"*%d\r\n" % len(words)]
         for word in words:
@@ -345,13 +343,13 @@ class RedisConnection:
         retry: RetryPolicy | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`client` must return bytes, not text; `retry` is the policy it was made with.
+        """`client` must return bytes, not text. `retry` is the policy that it was created with.
 
         `clock` (seconds) replaces the server's in tests. `on_close` is called after the connections are closed.
         """
         self._client = client
         self._run_id = run_id
-        # One hash tag, so that all keys of a run share a slot, also on a cluster.
+        # One hash tag puts all keys of a run into one slot of a cluster.
         self._prefix = f"{{{run_id}}}:"
         self._max_attempts = max_attempts
         self._clock = clock
@@ -368,11 +366,11 @@ class RedisConnection:
 
     @property
     def waiting_for(self) -> str:
-        """The wait of an operation that is being retried now, for a role's status; empty when there is none."""
+        """Reason for retrying the current operation, for a role's status; empty otherwise."""
         return self._retry.reason if self._retry else ""
 
     def close(self) -> None:
-        """Release the connections, and stop the server that was started for this store, if any."""
+        """Close the connections, and stop the server that was started for this store, if any."""
         self._client.close()
         if self._on_close:
             on_close, self._on_close = self._on_close, None
@@ -382,8 +380,8 @@ class RedisConnection:
         return self._prefix + name
 
     def _run(self, script: str, *arguments: Any) -> Any:
-        """Run `<script>.lua` by its SHA; it is sent in full only when the server does not know it."""
-        # Empty in production: the server's own clock is the only one that all roles share.
+        """Run `<script>.lua` by its SHA, sending the text only if the server does not have it."""
+        # Empty in production, where the server's clock is the only one that all roles share.
         now = "" if self._clock is None else str(int(self._clock() * 1000))
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(load_script(script))
@@ -391,7 +389,7 @@ class RedisConnection:
             return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
 
     def _run_as_chief(self, script: str, fence: int, *arguments: Any) -> Any:
-        """Run a script that is for the chief. Raises StaleFenceError unless `fence` is the chief's."""
+        """Run a script reserved for the chief. Raises StaleFenceError unless `fence` is the chief's."""
         try:
             return self._run(script, fence, *arguments)
         except StoreUnavailableError as error:
@@ -401,7 +399,7 @@ class RedisConnection:
             raise
 
     def _rows_and_seed(self) -> tuple[RowCount, int]:
-        """Read them once: `open_run` refuses to change them."""
+        """Return both, cached because `open_run` refuses to change them."""
         if self._constants is None:
             with self._mapped_errors():
                 num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
@@ -418,7 +416,7 @@ class RedisConnection:
             raise self._as_ours(error) from error
 
     def _as_ours(self, error: Exception) -> RunConflictError | StoreUnavailableError:
-        # Inside a script the type of an error is lost, so that only its text tells.
+        # Inside a script the type of an error is lost, so match its text.
         if "NORUN" in str(error):
             return no_run(self._run_id)
         where = address_of(self._client)
@@ -426,7 +424,7 @@ class RedisConnection:
         if refuses_writes(error):
             return StoreCannotWriteError(
                 f"the store at {where} takes no writes{retried} ({error}): make room on its disk, give it more memory "
-                "(maxmemory), or name a primary; it goes on as soon as it can."
+                "(maxmemory), or name a primary; the run continues as soon as it can."
             )
         if is_denied(error):
             return StoreUnavailableError(_lacks_right(self._client, error))
@@ -438,15 +436,15 @@ class RedisConnection:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Redis refused a write because `maxmemory` is reached (inside a script the error's type is lost)."""
+    """Whether Redis refused a write because `maxmemory` is reached. Inside a script the error's type is lost."""
     return "OOM command not allowed" in str(error)
 
 
 def decode_row_count(stored: bytes) -> RowCount:
-    """Decode `num_rows` of a run."""
+    """Decode the run's `num_rows`."""
     return msgspec.json.decode(stored, type=RowCount)
 
 
 def text(value: bytes | None) -> str:
-    """Decode a field known to be text; empty when absent."""
+    """Decode a text field; empty if absent."""
     return (value or b"").decode()

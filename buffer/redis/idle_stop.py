@@ -1,9 +1,9 @@
-"""Program that ends an embedded server which no role has used for a while; started beside each server.
+"""Program that stops an idle embedded server. One instance runs per server.
 
-A server outlives the processes that started it, so that the death of one costs the others nothing. When all of them are
-gone, this program remains, and has the server save its data and end.
+A server outlives the process that started it, so that one role's death does not affect the others. When all roles are
+gone, this program has the server save its data and exit.
 
-It imports the standard library alone, and is run by its path: it starts in milliseconds, and stays small.
+It imports only the standard library and is run by path, so it starts in milliseconds and stays small.
 
 python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 """
@@ -23,25 +23,25 @@ _LOOK_EVERY_S = 0.2
 
 
 def main(path: str, lock: str, idle_s: float) -> None:
-    """Detach from the parent, then watch the server at the unix socket `path` until it has ended."""
+    """Detach from the parent, then watch the server at the Unix socket `path` until it exits."""
     tick_s = min(_LONGEST_TICK_S, idle_s / 4)
     connection = _connect(path, timeout_s=tick_s)
     if connection is None:
         return
     server = _find_server(connection)
-    # The parent waits for its child only, which has found the server: no zombie is left to it, whenever this ends.
+    # The parent waits only for its child, which has found the server. No zombie remains, whenever this program exits.
     if os.fork():
         os._exit(0)
     unused_since: float | None = None
     while not server.has_ended(within_s=tick_s):
         connection = connection or _connect(path, timeout_s=tick_s)
-        # Without its socket nobody finds it any more.
+        # Without its socket, no client can reach the server.
         is_used = Path(path).exists()
         if connection:
             try:
                 is_used = _count_users(connection) > 0
             except OSError:
-                # Suspended, or overloaded: a late answer would be taken for the next one.
+                # Suspended or overloaded. Reconnect, because a late answer would be taken for the next one.
                 connection.close()
                 connection, is_used = None, True
         if is_used:
@@ -54,7 +54,7 @@ def main(path: str, lock: str, idle_s: float) -> None:
 
 
 class _Server:
-    """A process, told from later ones of the same id by its start: many builds of Python cannot open a pidfd."""
+    """A process identified by pid and start time, which detects pid reuse. Many Python builds cannot open a pidfd."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -76,7 +76,7 @@ class _Server:
 
 
 def _started_at(pid: int) -> str | None:
-    """Return when a process was started, in the kernel's ticks; None for one that has ended, be it a zombie."""
+    """Return a process's start time in kernel ticks; None if it has ended, even if it is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
     except (OSError, ValueError):
@@ -85,21 +85,21 @@ def _started_at(pid: int) -> str | None:
 
 
 def _stop(server: _Server, connection: socket.socket | None, lock: str) -> None:
-    # The lock of those who start or adopt a server: nobody may adopt this one between the last look and its end.
+    # Take the lock used to start or adopt a server, so that none adopts this one between the last check and its end.
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
-        # Its folder was deleted: it has nowhere to save to.
+        # Its folder was deleted, so it cannot save its data.
         server.send(signal.SIGKILL)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if connection is None or _count_users(connection) == 0:
-            # Redis saves its data before it ends.
+            # Redis saves its data before it exits.
             server.send(signal.SIGTERM)
             server.has_ended(within_s=_SHUTDOWN_TIMEOUT_S)
     except OSError:
-        # Somebody starts or adopts it now; or it has ended.
+        # The server is being started or adopted, or has ended.
         pass
     finally:
         os.close(descriptor)
@@ -117,7 +117,7 @@ def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
 
 
 def _find_server(connection: socket.socket) -> _Server:
-    """Return the one that listens, as the kernel knows it."""
+    """Return the process that listens, according to the kernel."""
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return _Server(pid)
@@ -129,10 +129,10 @@ def _count_users(connection: socket.socket) -> int:
     with connection.makefile("rb") as answer:
         head = answer.readline()
         if not head.startswith(b"$"):
-            # Still loading its data, for somebody who has just started it; or the connection's end.
+            # Still loading its data for a client that just started it, or the connection was closed.
             return 1
         listed = answer.read(int(head[1:]) + 2)
-    # One line each, this connection's among them; the answer itself ends with a line end, too.
+    # One line per connection, including this one; the answer itself also ends with a newline.
     return listed.count(b"\n") - 2
 
 

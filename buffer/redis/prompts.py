@@ -1,4 +1,4 @@
-"""RedisStore, the generators' side: leases, arriving trajectories, evaluations."""
+"""RedisStore, generator side: leases, arriving trajectories, evaluations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,12 +34,12 @@ from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
 
 _REAPED_AT_ONCE = 500
-"""Bounds how long one script keeps the server busy."""
+"""Bounds how long one script blocks the server."""
 _BEATS_AT_ONCE = 64
 
 
 class RedisPrompts(RedisConnection):
-    """Operations on leases, trajectories and evaluations, see `Store`."""
+    """Operations on leases, trajectories, and evaluations, see `Store`."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -65,12 +65,7 @@ class RedisPrompts(RedisConnection):
         leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
         return [
             make_lease(
-                text(group),
-                attempt=int(attempt),
-                purpose=text(purpose),
-                indices=missing,
-                num_rows=num_rows,
-                seed=seed,
+                text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, num_rows=num_rows, seed=seed
             )
             for group, attempt, purpose, missing in leased
         ]
@@ -78,7 +73,7 @@ class RedisPrompts(RedisConnection):
     def put_images(self, images: Mapping[str, bytes]) -> None:
         key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
         with self._mapped_errors():
-            # Asked first: they are large, and a full server refuses also a write that would change nothing.
+            # Check first: images are large, and a full server refuses even a write that would change nothing.
             for name in images:
                 pipeline.hexists(key, name)
             for name, is_stored in zip(images, pipeline.execute(), strict=True):
@@ -146,7 +141,7 @@ class RedisPrompts(RedisConnection):
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[Packed], *, guest: str = "") -> list[Insertion]:
-        # Training trajectories share calls; answers to evaluations are few, and go one by one.
+        # Training trajectories share calls. Evaluation answers are few and sent one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
         words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk, guest))
         return [
@@ -167,20 +162,20 @@ class RedisPrompts(RedisConnection):
         return {text(guest): text(reason) for guest, reason in stored.items()}
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
-        """Return reason and first bytes of the newest rejected frames, newest first."""
+        """Return (reason, first bytes) of the newest rejected frames, newest first."""
         with self._mapped_errors():
             entries = self._client.lrange(self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
     def _insert_chunk(self, chunk: list[Packed], guest: str) -> list[str]:
-        """Insert in one call. The server serves nobody else meanwhile, and checks only once whether memory is full."""
+        """Insert in one call, which blocks the server and checks only once whether memory is full."""
         arguments = (argument for header, payload in chunk for argument in (_header_argument(header), payload))
         try:
             return text(self._run("insert", guest, *arguments)).split()
         except StoreUnavailableError as error:
             if not is_out_of_memory(error):
                 raise
-            # Not an error of the store: the senders keep the trajectories until the learner has made room.
+            # Not an error of the store: senders keep the trajectories until the learner has made room.
             return ["store_full"] * len(chunk)
 
     def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> str:
@@ -204,16 +199,8 @@ class RedisPrompts(RedisConnection):
             stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
         if not stored:
             return None
-        fields = {name.decode(): value.decode() for name, value in stored.items()}
-        return EvaluationResult(
-            id=evaluation_id,
-            purpose=fields["purpose"],
-            version=int(fields["version"]),
-            num_asked=int(fields["num_asked"]),
-            num_answered=int(fields["num_answered"]),
-            num_correct=int(fields["num_correct"]),
-            num_failed=int(fields["num_failed"]),
-        )
+        fields = {text(name): text(value) for name, value in stored.items()}
+        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         with self._mapped_errors():
@@ -222,7 +209,7 @@ class RedisPrompts(RedisConnection):
 
 
 def _insertion(word: str) -> Insertion:
-    """Build the outcome from the word with which a script answers."""
+    """Build the outcome from a script's one-word answer."""
     if word in ("inserted", "ready"):
         return Insertion(outcome="inserted", group_is_ready=word == "ready")
     if word in ("duplicate", "superseded"):
@@ -231,7 +218,7 @@ def _insertion(word: str) -> Insertion:
 
 
 def _header_argument(header: TrajectoryHeader) -> bytes:
-    """Pack the header for `insert.lua`; numbers as text, because a script's numbers are doubles."""
+    """Pack the header for `insert.lua`. Numbers are sent as text, because a script's numbers are doubles."""
     fields = (
         header.id,
         header.group_id,

@@ -1,4 +1,4 @@
-"""open_run_store: opens the store of a run, by its address or by its run folder."""
+"""open_run_store: opens the store of a run by address or by run folder."""
 
 import ssl
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from slipstream.configs.run import RunConfig, read_config
 from slipstream.runtime.run_folder import is_held
 
 COMMAND_TIMEOUT_S = 3.0
-"""Limit of commands that look at a live run: for connecting, and for one answer."""
+"""Connect and answer timeout of commands that inspect a live run."""
 
 
 def open_run_store(
@@ -36,14 +36,14 @@ def open_run_store(
 ) -> RedisStore:
     """Open the store of a run: of `run_id` at the address `where`, or of the run folder `where`.
 
-    Blocks at most `timeout_s` for the server to answer. `retry_timeout_s`: how long each operation is repeated when the
-    server goes away or takes no writes; a role that must not block leaves it at 0 and sets an `answer_timeout_s` that
-    it can afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start
-    the embedded server of a run that is over, and stop it again when the store is closed and no process holds the run;
-    with `idle_timeout_s` it ends by itself once nobody has been connected for so long.
+    Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: how long each operation is retried while
+    the server is unreachable or refuses writes. A role that must not block leaves it at 0 and sets `answer_timeout_s`.
+    `max_attempts`: leases or claims per group before it is quarantined. `starts_server`: start the embedded server of a
+    finished run, and stop it when the store is closed and no process holds the run. With `idle_timeout_s` it exits on
+    its own after this time without connections.
 
-    With a run folder: raises ConfigError when it is none or its run kept nothing, RunConflictError when the run is
-    stored under another key layout. Always: StoreUnavailableError as `await_usable_server` does.
+    For a run folder, raises ConfigError if it is not one or its run kept no data, and RunConflictError if the run is
+    stored under another key layout. Always raises StoreUnavailableError as `await_usable_server` does.
     """
     if isinstance(where, Path):
         run = read_config(where)
@@ -59,7 +59,7 @@ def open_run_store(
         on_close = partial(_stop_unless_held, server) if server and idle_timeout_s is None else None
         store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
         if isinstance(where, Path):
-            # Refuses a key layout that this version would misread, before a reader does.
+            # Fail here if this version would misread the key layout.
             store.run_state()
         return store
     except Exception:
@@ -69,7 +69,7 @@ def open_run_store(
 
 
 def begin_run(store: Store, run: RunConfig, *, num_rows: RowCount) -> RunState:
-    """Create the run in its store, with its settings, or find it again. Raises as `Store.open_run`."""
+    """Create the run in its store with its settings, or find the existing one. Raises as `Store.open_run`."""
     return store.open_run(
         run.name,
         config_json=msgspec.json.encode(run).decode(),
@@ -90,7 +90,7 @@ def open_own_store(
     max_attempts: int = 5,
     clock: Callable[[], float] | None = None,
 ) -> RedisStore:
-    """Start a server for this process alone, which keeps nothing on disk, and open a store there.
+    """Start a server for this process only, which keeps nothing on disk, and open a store on it.
 
     Closing the store stops the server. `clock` as for `RedisConnection`. Raises StoreUnavailableError.
     """
@@ -100,24 +100,24 @@ def open_own_store(
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Return the address of the run's store. Raises ConfigError when it has none, or one for its own process alone."""
+    """Return the address of the run's store. Raises ConfigError if it has none, or keeps it private to its process."""
     config = run.buffer.store
     if run.mode == "sft":
         raise ConfigError(
-            f"run {run.name!r} must have a store to look into, but mode=sft has none: see {folder / 'metrics.jsonl'}."
+            f"run {run.name!r} must have a store to inspect, but mode=sft has none: see {folder / 'metrics.jsonl'}."
         )
     if isinstance(config, RedisConfig):
         return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
     if run.is_one_process:
         raise ConfigError(
-            f"run {run.name!r} must have a store to look into, but mode={run.mode} keeps it to itself and no longer "
-            f"than it lasts: what it has archived is in {folder / 'archive'}."
+            f"run {run.name!r} must have a store to inspect, but with mode={run.mode} it is private and exists only "
+            f"while the run does: the archived data is in {folder / 'archive'}."
         )
     return EmbeddedRedis(folder / "store").url
 
 
 def _with_authority(url: str, path: Path) -> str:
-    """Add the file of the authorities in the form that redis-py reads. Raises ConfigError."""
+    """Add the CA file in the form that redis-py reads. Raises ConfigError."""
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
@@ -128,7 +128,7 @@ def _with_authority(url: str, path: Path) -> str:
 
 
 def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeout_s: float) -> EmbeddedRedis | None:
-    """Start the run's embedded server; None when it runs already, or the run uses a server of somebody else."""
+    """Start the run's embedded server; None if it is running, or if the run uses an external server."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
@@ -147,6 +147,6 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeou
 
 
 def _stop_unless_held(server: EmbeddedRedis) -> None:
-    # A run that was resumed meanwhile goes on with the server.
+    # A run that was resumed in the meantime keeps using the server.
     if not is_held(server.directory.parent):
         server.stop()

@@ -34,30 +34,30 @@ from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, Ze
 from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
-"""Raised when the meaning of a key changes; a run stored under another layout is refused."""
+"""Increment when the meaning of a key changes. A run stored under another layout is refused."""
 
 _STATE_FIELDS = (
     "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
     "stepped_at", "learner_fence", "next_ordinal", "admitted",
 )  # fmt: skip
 _READ_AT_ONCE = 32
-"""Groups whose payloads are in memory together."""
+"""Groups whose payloads are in memory at once."""
 
 
 class GroupPlace(NamedTuple):
-    """Place of a group, which changes with all of it but the members of an open one. Example: ("used", 12)."""
+    """Location of a group. Every change of a group changes it, except new members. Example: ("used", 12)."""
 
     state: GroupState | None
-    """None: the group is over, and its record says how it ended."""
+    """None: the group is finished, and its record has the outcome."""
     step: int
-    """Step that holds or used it last; 0 in other states."""
+    """Step that holds or last used it; 0 in other states."""
 
 
 class RedisStore(RedisPrompts, RedisBatches):
-    """Every operation of `buffer.store.Store`. Safe to share among threads.
+    """Every operation of `buffer.store.Store`. Thread-safe.
 
-    Life cycle: `open_run_store` connects, `open_run` creates the run or finds it again, `close` releases the
-    connections. This process caches only what never changes: the run's seed and number of rows.
+    Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` closes the connections. This
+    process caches only constants: the run's seed and number of rows.
     """
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         _check_layout(run_id, int(layout))
         stored = (text(stored_config), decode_row_count(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
-        # Only settings that may change differ here; the stored config is that of the newest start.
+        # Only settings that may change differ here. Keep the config of the newest start.
         if stored[0] != config_json:
             self._run("replace_config", stored[0], config_json)
         return self.run_state()
@@ -93,7 +93,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, *admission = fields
         if phase is None:
             raise no_run(self._run_id)
-        # Before any other field: under another layout they may mean something else.
+        # Check before any other field, which may have another meaning under another layout.
         _check_layout(self._run_id, int(layout))
         return RunState(
             run_id=self._run_id,
@@ -135,11 +135,11 @@ class RedisStore(RedisPrompts, RedisBatches):
         with self._mapped_errors():
             return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
 
-    # --- groups that are over, and all groups for inspection ---------------------------------------------------------
+    # --- finished groups, and all groups for inspection --------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
-        # Another archiver may have had one deleted in between.
+        # Another archiver may have deleted one in between.
         return [
             FinishedGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
             for group_id, (outcome, reason, steps), payloads in found
@@ -150,7 +150,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return self._run_as_chief("forget", fence, *group_ids)
 
     def audit(self) -> Audit:
-        # Refuses another key layout before anything is counted by it.
+        # Fail on another key layout before counting.
         self.run_state()
         next_ordinal, max_uses, accepted, done, states, outcomes, ledger = self._run("snapshot")
         sized = {text(state): list(zip(*[iter(flat)] * 3, strict=True)) for state, flat in states}
@@ -168,10 +168,10 @@ class RedisStore(RedisPrompts, RedisBatches):
         return audit(snapshot)
 
     def groups(self, *, group_ids: Collection[str] | None = None, state: str | None = None) -> Iterator[StoredGroup]:
-        """Yield all groups, or those with these ids or in a state; groups that are over come first.
+        """Yield all groups, or those with these ids or in a state; finished groups come first.
 
-        For inspection: it blocks nobody, so a group that moves meanwhile is found in one of its states, and one that
-        leaves the store meanwhile is left out.
+        For inspection. It does not block writers: a group that moves in the meantime is found in one of its states, and
+        a group that leaves the store is left out.
         """
         found = {
             name: place.state
@@ -187,7 +187,7 @@ class RedisStore(RedisPrompts, RedisBatches):
                     yield StoredGroup(name, at, reason, steps, payloads)  # type: ignore[arg-type]
 
     def group_places(self) -> dict[str, GroupPlace]:
-        """Return the place of every group, by its id; those that are over come first."""
+        """Return group id -> place, finished groups first."""
         places = dict.fromkeys(self._sorted("finished"), GroupPlace(None, 0))
         for steps, prefix, state in (("used_steps", "used:", "used"), ("claims", "claimed:", "claimed")):
             for step in self._sorted(steps):
@@ -198,7 +198,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return places | dict.fromkeys(self._sorted("open"), GroupPlace("open", 0))
 
     def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
-        """Members of a sorted set, the first `limit` of them if that is not 0."""
+        """Return the members of a sorted set, or its first `limit`."""
         with self._mapped_errors():
             return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
 
@@ -292,19 +292,19 @@ class RedisStore(RedisPrompts, RedisBatches):
     def full_disk(self) -> str:
         with self._mapped_errors():
             info = self._client.info("persistence")
-        # Set by the first write that fails, and cleared by the server itself once it can write again.
+        # The first failed write sets it; the server clears it once it can write again.
         if info.get("aof_last_write_status", "ok") == "ok":
             return ""
         return describe_store_disk(self._client)
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:
-    """Turn a hash as a script answers it (name, number, name, number) into a dict."""
+    """Convert a script's hash (name, number, name, number) to a dict."""
     return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
 
 
 def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
-    """Return (kind, low, high) as the run keeps them; a bound that a kind has not is 0."""
+    """Return (kind, low, high) as stored by the run; unused bounds are 0."""
     match group_filter:
         case ZeroSignalConfig(min_spread=least):
             return "zero_signal", least, 0.0
@@ -318,5 +318,5 @@ def _check_layout(run_id: str, layout: int) -> None:
     if layout != LAYOUT:
         raise RunConflictError(
             f"run {run_id!r} is stored with key layout {layout}, this version of Slipstream reads {LAYOUT}: "
-            "go on with the version that began it or choose another name."
+            "continue with the version that started it or choose another name."
         )

@@ -1,9 +1,7 @@
-"""RedisSupervisor: restarts the embedded server when it dies, and makes its log durable, while a run goes on.
+"""RedisSupervisor: restarts the embedded server if it dies and makes its log durable. Fsyncer: does the latter.
 
-Fsyncer: brings the log of a Redis server onto the disk, about once a second.
-
-Done outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it has written while
-an fsync is under way: docs/decisions/0008-what-survives-a-killed-store.md.
+The fsync happens outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it has
+written while an fsync is in progress: docs/decisions/0008-what-survives-a-killed-store.md.
 """
 
 import os
@@ -19,13 +17,13 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 SYNC_EVERY_S = 1.0
 """From the end of one sync to the start of the next."""
 _SLOW_S = 2.0
-"""A sync that takes longer is reported: its duration is the data that a dying machine may lose."""
+"""Longer syncs are reported, because their duration is the amount of data that a machine crash may lose."""
 
 
 class Fsyncer:
-    """Syncs the append-only files of one data folder, in a thread of its own: the disk may be slow.
+    """Syncs the append-only files of a data folder about once a second, in its own thread because the disk may be slow.
 
-    A rewrite of the log replaces files; they are found again by inode, and their folder is synced then, too.
+    A log rewrite replaces files. They are tracked by inode, and their folder is synced after a change.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,18 +38,18 @@ class Fsyncer:
         self._thread.start()
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """End after the sync under way; block at most `timeout_s`."""
+        """Stop after the current sync; block for at most `timeout_s`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s)
 
     def take_warnings(self) -> list[str]:
-        """Return the syncs that failed or were slow since the last call, as sentences for the user."""
+        """Return a sentence for each failed or slow sync since the last call."""
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def sync(self) -> None:
-        """Sync once. Raises OSError when the disk fails."""
-        # Redis 6 writes one file, Redis 7 and Valkey a folder of them.
+        """Sync once. Raises OSError if the disk fails."""
+        # Redis 6 writes one file, Redis 7 and Valkey write a folder of files.
         paths = [*self._directory.glob("appendonly.aof"), *self._directory.glob("appendonlydir/*")]
         inodes = {path.stat().st_ino: path for path in paths}
         self._close(set(self._open) - set(inodes))
@@ -82,20 +80,21 @@ class Fsyncer:
             os.close(self._open.pop(inode))
 
 
+# --- restarts ---------------------------------------------------------------------------------------------------------
 _POLL_EVERY_S = 0.1
 _MAX_DEATHS = 5
 _WITHIN_S = 60.0
 
 
 class RedisSupervisor:
-    """Owner of an embedded server: restarts it on its data when it dies, whatever the cause.
+    """Owner of an embedded server, which restarts it with its data whenever it dies.
 
-    Life cycle: start -> (death -> restart)* -> stop. A store that keeps nothing (`fast`), or dies again and again, is
-    not restarted: `poll` raises StoreLostError from then on.
+    Life cycle: start -> (death -> restart)* -> stop. A store without data on disk (`fast`), or one that keeps dying, is
+    not restarted, and every later `poll` raises StoreLostError.
     """
 
     def __init__(self, server: EmbeddedRedis, *, start_timeout_s: float = 60.0) -> None:
-        """`start_timeout_s` bounds the time in which the server loads its data and answers."""
+        """`start_timeout_s`: time for the server to load its data and answer."""
         self._server = server
         self._start_timeout_s = start_timeout_s
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
@@ -108,25 +107,25 @@ class RedisSupervisor:
 
     @property
     def url(self) -> str:
-        """Address at which `open_run_store` reaches the server."""
+        """Address for `open_run_store`."""
         return self._server.url
 
     def start(self) -> None:
-        """Start the server, or adopt the one that runs, and supervise it. Raises StoreUnavailableError."""
+        """Start the server, or adopt a running one, and supervise it. Raises StoreUnavailableError."""
         self._server.start(timeout_s=self._start_timeout_s)
         self._thread.start()
         if self._fsyncer:
             self._fsyncer.start()
 
     def poll(self) -> list[str]:
-        """Return the events since the last call, as sentences for the user. Raises StoreLostError; never blocks."""
+        """Return a sentence for each event since the last call. Raises StoreLostError; never blocks."""
         if self._lost:
             raise self._lost
         events = [self._events.popleft() for _ in range(len(self._events))]
         return events + (self._fsyncer.take_warnings() if self._fsyncer else [])
 
     def release(self) -> None:
-        """End the supervision; the server runs on for its other users."""
+        """Stop supervising; the server keeps running for its other users."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=self._start_timeout_s)
@@ -134,7 +133,7 @@ class RedisSupervisor:
             self._fsyncer.stop()
 
     def stop(self) -> None:
-        """End the supervision and the server, which writes its data first."""
+        """Stop supervising and stop the server, which writes its data first."""
         self.release()
         self._server.stop()
 
@@ -157,7 +156,7 @@ class RedisSupervisor:
         try:
             self._server.start(timeout_s=self._start_timeout_s)
         except StoreUnavailableError as error:
-            # Counts as another death at the next poll.
+            # Counts as another death at the next check.
             self._events.append(str(error))
             return
         self.num_restarts += 1
@@ -169,7 +168,7 @@ class RedisSupervisor:
     def _check_restartable(self, reason: str) -> None:
         if self._server.durability == "fast":
             raise StoreLostError(
-                f"the store died ({reason}) and buffer.store.durability=fast keeps nothing: start the run anew, with "
+                f"the store died ({reason}) and buffer.store.durability=fast keeps nothing: start the run again, with "
                 "buffer.store.durability=standard if it must survive this."
             )
         if len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] <= _WITHIN_S:

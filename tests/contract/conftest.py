@@ -1,4 +1,4 @@
-"""A store of either kind, on a clock the test moves."""
+"""Fixtures: a store of either kind, on a clock controlled by the test."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Both stores, and the checks that hold for any store at any time."""
+"""Both stores, and the invariants that hold for any store at any time."""
 
 import atexit
 import itertools
@@ -39,17 +39,17 @@ def make_memory_store(clock: Callable[[], float]) -> MemoryStore:
 
 
 def make_redis_store(clock: Callable[[], float]) -> RedisStore:
-    """A store of a new run on the one server of this test session, as a user with the rights of docs/cluster.md."""
+    """Create a store of a new run on the session's shared server, as a user with the rights in docs/cluster.md."""
     url = as_limited_user(shared_server(), keys="{run-*}:*")
     return RedisStore(connect(url), f"run-{next(_run_numbers)}", max_attempts=MAX_ATTEMPTS, clock=clock)
 
 
 def as_limited_user(server: EmbeddedRedis, *, keys: str, password: str = "", without: str = "") -> str:
-    """Make a user with the rights of docs/cluster.md, and without one; returns the address that names it."""
+    """Create a user with the rights in docs/cluster.md, with or without a password; return its address."""
     (line,) = re.findall(r"^ACL SETUSER trainer on >PASSWORD ~\{mine\}:\* (.*)$", PAGE.read_text(), re.MULTILINE)
     assert without in line
     rights = line.replace(without, "") if without else line
-    # Not by `connect`, which takes the password of the environment.
+    # Not `connect`, which takes the password from the environment.
     admin = redis.Redis.from_url(server.url)
     secret = f">{password}" if password else "nopass"
     admin.execute_command("ACL SETUSER", "trainer", "reset", "on", secret, f"~{keys}", *rights.split())
@@ -60,7 +60,7 @@ def as_limited_user(server: EmbeddedRedis, *, keys: str, password: str = "", wit
 @cache
 def shared_server() -> EmbeddedRedis:
     folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    # Longer than any file of tests that does not use it.
+    # Longer than any test file that does not use it.
     server = EmbeddedRedis(folder, durability="fast", max_memory_mib=256, idle_timeout_s=3600.0)
     server.start(timeout_s=20)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -69,7 +69,7 @@ def shared_server() -> EmbeddedRedis:
 
 
 def check_state(store: AnyStore) -> None:
-    """No key of a Redis store contradicts another."""
+    """Check that no key of a Redis store contradicts another."""
     if isinstance(store, RedisStore):
         admin = redis.Redis.from_url(shared_server().url)
         assert find_state_problems(read_snapshot(admin, store._prefix)) == []
@@ -77,7 +77,7 @@ def check_state(store: AnyStore) -> None:
 
 
 def open_run(store: AnyStore, **overrides: object) -> AnyStore:
-    """Open the run the tests work on; returns the store."""
+    """Open the run that the tests work on and return the store."""
     run_id = store._run_id if isinstance(store, RedisStore) else "run"
     settings = {"config_json": "{}", "num_rows": NUM_ROWS, "seed": SEED} | overrides
     store.open_run(run_id, **settings)  # type: ignore[arg-type]
@@ -93,12 +93,14 @@ def renew(store: AnyStore, lease_ids: list[str], *, owner: str = "generator-0", 
 
 
 def fill(store: AnyStore, lease: Lease) -> None:
-    """Insert every member the lease asks for."""
+    """Insert every member that the lease asks for."""
     store.insert([answer(lease, index) for index in lease.indices])
 
 
 def answer(lease: Lease, index: int = 0, *, has_baseline: bool = False, **overrides: object) -> tuple:
-    """The packed trajectory a generator would send for a member of the lease; the last is greedy in a run with one."""
+    """Pack the trajectory that a generator would send for a member of the lease. The last is greedy in a run with a
+    baseline.
+    """
     group_size = GROUP_SIZE if lease.purpose == "train" else 1
     if has_baseline and lease.purpose == "train" and index == group_size - 1:
         overrides |= {"sampling": GREEDY}
@@ -107,7 +109,7 @@ def answer(lease: Lease, index: int = 0, *, has_baseline: bool = False, **overri
 
 
 def make_ready(store: AnyStore, count: int) -> list[str]:
-    """Lease and fill `count` groups; their ids in order of readiness."""
+    """Lease and fill `count` groups; return their ids in order of readiness."""
     leases = lease(store, count)
     for each in leases:
         fill(store, each)
@@ -127,7 +129,7 @@ def commit(store: AnyStore, claim: Claim) -> None:
 
 
 def entry_of(claim: Claim) -> StepEntry:
-    """The ledger entry of a step whose groups are complete at their first attempt."""
+    """Build the ledger entry of a step with groups that were complete at their first attempt."""
     names = [[f"{group_id}-0-{index}" for index in range(GROUP_SIZE)] for group_id in claim.group_ids]
     return StepEntry(claim.step, claim.step - 1, claim.fence, SEED, "hash", claim.group_ids, names)
 
@@ -137,7 +139,7 @@ def checkpoint(store: AnyStore, step: int) -> int:
 
 
 def audit(counts: StoreCounts) -> None:
-    """Every accepted trajectory is in exactly one place."""
+    """Check that every accepted trajectory is in exactly one place."""
     complete = counts.ready + counts.claimed + counts.used
     over = sum(counts.outcome_members.values())
     assert counts.accepted == counts.open_members + GROUP_SIZE * complete - counts.short_members + over, counts

@@ -1,4 +1,4 @@
-"""Folders in an object store, over a mounted folder and over S3: whole or not counted, wherever an upload ends."""
+"""Folders in an object store, on a mounted folder and on S3: complete or ignored, wherever an upload stops."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 class Interrupted(StorageWait):
-    """Ends the process, as it were, instead of the `count`-th operation, or after it."""
+    """Simulates the end of the process in place of the `count`-th operation, or after it."""
 
     def __init__(self, count: int, *, is_done: bool) -> None:
         super().__init__(0)
@@ -159,7 +159,7 @@ def test_a_file_that_changed_on_the_disk_is_not_sent(tmp_path, uri):
     assert root.names() == []
 
 
-def test_what_is_not_kept_and_what_was_cut_short_is_deleted(tmp_path, uri):
+def test_prune_deletes_unkept_folders_and_interrupted_uploads(tmp_path, uri):
     folder, root = make_folder(tmp_path / "step", {"weights": b"1"}), ObjectFolder(uri, StorageWait(0))
     for step in range(1, 5):
         send(folder, root.child(f"step-{step}"))

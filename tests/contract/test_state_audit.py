@@ -1,4 +1,4 @@
-"""The audit of the store's state finds each contradiction that is planted in a sound store."""
+"""The state audit finds each contradiction planted in a sound store."""
 
 import pytest
 import redis
@@ -39,7 +39,7 @@ def store(clock):
 
 
 def snapshot(store, *commands: tuple) -> Snapshot:
-    """The store's state after commands that no script of it would do; the second word of each is a key."""
+    """Return the store's state after commands that no script would issue; the second word of each is a key."""
     admin = redis.Redis.from_url(shared_server().url)
     for name, key, *words in commands:
         admin.execute_command(name, store._prefix + key, *words)

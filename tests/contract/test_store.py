@@ -1,4 +1,4 @@
-"""Every store, one list of tests: the run, leases, trajectories, claims, steps, evaluations, groups that are over."""
+"""Every store: the run, leases, trajectories, claims, steps, evaluations, finished groups."""
 
 import threading
 
@@ -67,7 +67,7 @@ def test_a_run_starts_at_zero_and_is_found_again_where_it_stands(fresh_store):
     assert (state.phase, state.detail, state.version) == ("training", "first batch", 4)
 
 
-def test_a_run_keeps_its_settings_but_for_how_it_ends(fresh_store):
+def test_only_settings_of_the_end_of_a_run_may_change(fresh_store):
     opened = '{"learner": {"groups_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
     for changes, key in (
@@ -110,7 +110,7 @@ def test_leases_follow_the_seeded_permutation_of_rows(store):
     )
 
 
-def test_leases_follow_the_mixture_of_files_and_a_restart_goes_on_with_it(fresh_store):
+def test_leases_follow_the_mixture_of_files_across_a_restart(fresh_store):
     files = [FileShare(3, 0.25), FileShare(NUM_ROWS, 0.75)]
     store = open_run(fresh_store, num_rows=files)
     rows = [each.row for each in lease(store, 5)]
@@ -138,12 +138,12 @@ def test_a_returned_prompt_is_leased_again_before_new_ones(store):
     assert [(each.id, each.ordinal, each.attempt) for each in again] == [("0-1", 0, 1), ("1-1", 1, 1), ("2-0", 2, 0)]
     assert again[1].indices == [1], "it keeps the members it has"
     assert store.counts().admitted == 3
-    assert store.return_leases(lease_ids=[first.id], reason="drain") == 0, "the lease of before"
+    assert store.return_leases(lease_ids=[first.id], reason="drain") == 0, "an earlier lease"
     assert store.counts().leased == 3
     assert store.insert([answer(again[1], 1)]) == [READY]
 
 
-def test_an_owner_returns_its_own_leases_alone(store):
+def test_an_owner_returns_only_its_own_leases(store):
     held, *_ = lease(store, 3, owner="a")
     lease(store, 2, owner="b")
     assert store.return_leases(lease_ids=[held.id], reason="drain", owner="stranger") == 0
@@ -184,7 +184,7 @@ def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(sto
     clock.now += jump_s
     store.follow_clock(jump_s=max(jump_s, 0.0), lease_s=30, claim_lease_s=120)
     clock.now += 29
-    # Without a jump it changes nothing.
+    # No-op without a jump.
     store.follow_clock(jump_s=0.0, lease_s=30, claim_lease_s=120)
     assert store.reap(group_deadline=late) == []
     clock.now += 2
@@ -194,7 +194,7 @@ def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(sto
     assert store.reap() == ["claim of step 1 lapsed: 1 groups are ready again"]
 
 
-def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(store, clock):
+def test_a_prompt_that_lapses_too_often_is_quarantined_with_its_members(store, clock):
     for attempt in range(MAX_ATTEMPTS):
         (each,) = lease(store, lease_s=1)
         assert each.id == f"0-{attempt}"
@@ -205,7 +205,7 @@ def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(stor
     counts = store.counts()
     assert (counts.outcomes, counts.outcome_members) == ({"quarantined": 1}, {"quarantined": 1})
     assert (counts.open, counts.returned) == (0, 0)
-    assert counts.admitted == 0, "its admission is given back"
+    assert counts.admitted == 0, "its admission is returned"
     assert store.insert([answer(each, 1)]) == [SUPERSEDED]
     assert lease(store)[0].ordinal == 1
 
@@ -379,7 +379,7 @@ def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
 
 
 @pytest.mark.parametrize("ending", ["lapse", "roll back"])
-def test_a_group_that_ends_every_learner_goes_to_quarantine(store, clock, ending):
+def test_a_group_that_crashes_every_learner_is_quarantined(store, clock, ending):
     make_ready(store, 2)
     for _ in range(MAX_ATTEMPTS):
         claim(store, 1, 1, lease_s=1)
@@ -393,7 +393,7 @@ def test_a_group_that_ends_every_learner_goes_to_quarantine(store, clock, ending
     assert claim(store, 1, 1).group_ids == ["1"]
 
 
-def test_a_rejected_group_leaves_the_claim_and_gives_its_admission_back(store):
+def test_a_rejected_group_leaves_the_claim_and_returns_its_admission(store):
     first, second, third = make_ready(store, 3)
     taken = claim(store, 1, 2)
     assert store.reject(taken, group_ids=[first, first, third], reason="unfit") == 1
@@ -421,7 +421,7 @@ def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
     assert answers == [True]
 
 
-def test_a_claim_of_groups_that_move_meanwhile_takes_none_of_them(clock):
+def test_a_claim_takes_no_group_if_one_has_moved(clock):
     store = open_run(make_redis_store(clock))
     make_ready(store, 3)
     run, moved = store._run, []
@@ -448,7 +448,7 @@ def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
     commit(store, taken)
     assert store.counts() == counts, "a repeated commit changes nothing"
     commit(store, ahead)
-    with pytest.raises(StaleFenceError, match="got step 2 with step 2 the last one committed"):
+    with pytest.raises(StaleFenceError, match="got step 2, but step 2 is the last one committed"):
         claim(store, 2, 1)
 
 
@@ -465,7 +465,7 @@ def test_a_checkpoint_retires_the_steps_it_covers(store):
     assert len(store.fetch(["2"])[0]) == GROUP_SIZE
 
 
-def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(store):
+def test_a_rollback_returns_the_groups_after_the_checkpoint(store):
     make_ready(store, 5)
     assert store.run_state().checkpoint is None
     entries = []
@@ -475,7 +475,7 @@ def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(s
         entries.append(entry_of(taken))
     claim(store, 4, 1)
     store.commit_version(3)
-    with pytest.raises(StaleFenceError, match=r"got step 4 .* with step 3 the last one committed"):
+    with pytest.raises(StaleFenceError, match=r"got step 4 .* but step 3 is the last one committed"):
         checkpoint(store, 4)
     checkpoint(store, 1)
     assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
@@ -529,10 +529,10 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     assert (result.purpose, result.version, result.num_asked, result.num_answered) == ("sampled", 4, 2, 2)
     assert (result.num_correct, result.num_failed) == (1, 1)
     counts = store.counts()
-    assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
+    assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations do not count as buffered"
 
 
-def test_each_sample_of_an_evaluation_row_is_an_answer_of_its_own(store, clock):
+def test_each_sample_of_an_evaluation_row_is_a_separate_answer(store, clock):
     store.announce_version(0)
     store.open_evaluation("e", purpose="hard.set-2", version=0, rows=[7, 3], samples=3)
     leases = lease(store, 4)
@@ -566,7 +566,7 @@ def test_answers_to_no_row_of_an_evaluation_are_refused(store):
     assert store.evaluation("of nothing").is_complete
 
 
-def test_an_evaluation_is_answered_by_the_version_that_it_names_alone(store):
+def test_an_evaluation_accepts_answers_only_from_its_version(store):
     store.announce_version(3)
     for version in (2, 3):
         store.open_evaluation(f"at-{version}", purpose="greedy", version=version, rows=[0, 1])
@@ -586,21 +586,21 @@ def test_an_evaluation_is_answered_by_the_version_that_it_names_alone(store):
     assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0, 1]
 
 
-def test_evaluations_leave_training_its_share_and_take_what_it_leaves(store):
+def test_evaluations_leave_training_its_share_and_take_the_rest(store):
     store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(8)))
     ask = {"owner": "generator-0", "group_size": GROUP_SIZE, "lease_s": 60.0, "version": 0}
 
     def purposes(**limits: int) -> list[str]:
         return [each.purpose for each in store.lease(**ask, **limits)]
 
-    # Two rows have the room of a group of two.
+    # Two rows fit into the slot of a group of two.
     assert purposes(max_groups=3, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
     assert purposes(max_groups=3, max_evaluations=1, admission_limit=3) == ["greedy", "train", "greedy", "greedy"]
     assert purposes(max_groups=4, max_evaluations=2, admission_limit=0) == ["greedy"] * 3
-    assert store.counts().admitted == 3, "evaluations take nothing of the budget of training"
+    assert store.counts().admitted == 3, "evaluations do not use the training budget"
 
 
-def test_answers_to_evaluations_are_kept_like_groups_that_are_over(fresh_store):
+def test_evaluation_answers_are_kept_like_finished_groups(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     store.open_evaluation("e", purpose="greedy", version=0, rows=[4])
     (each,) = store.lease(owner="a", max_groups=1, group_size=GROUP_SIZE, lease_s=60.0, admission_limit=0)
@@ -628,7 +628,7 @@ def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):
     assert store.counts().outcomes == {}
 
 
-# --- groups that are over --------------------------------------------------------------------------------------------
+# --- finished groups -------------------------------------------------------------------------------------------------
 def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     used, unfit = lease(store, 2)

@@ -1,4 +1,4 @@
-"""Every store: the living brokers, their one chief, and the fence of its operations."""
+"""Every store: live brokers, their chief, and the fence of its operations."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def test_the_first_broker_is_the_chief_and_stays_it_while_it_reports(store, cloc
     assert report(store, "broker").living == {"broker": {}, "broker-1": {}}
 
 
-def test_another_is_the_chief_once_the_lease_has_lapsed_with_a_fence_of_its_own(store, clock):
+def test_another_broker_becomes_chief_with_a_new_fence_when_the_lease_lapses(store, clock):
     report(store, "broker")
     clock.now += LEASE_S
     assert report(store, "broker-1") == Brokers("broker-1", 2, {"broker-1": {}})
@@ -69,7 +69,7 @@ def test_work_for_all_needs_the_fence_of_the_chief(store, clock, operation):
         operation(store, first)
 
 
-def test_a_chief_whose_lease_has_lapsed_takes_no_lease_back(store, clock):
+def test_a_chief_with_a_lapsed_lease_cannot_reap(store, clock):
     fence = report(store, "broker").fence
     lease(store, 1, lease_s=1.0)
     clock.now += LEASE_S

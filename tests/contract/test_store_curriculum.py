@@ -1,4 +1,4 @@
-"""Every store: the success rates of rows, and the prompts that are skipped because of them."""
+"""Every store: success rates of rows, and the prompts skipped because of them."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_rows_outside_the_band_are_skipped_and_not_admitted(store: AnyStore):
     assert "explored" not in counts
 
 
-def test_pacing_is_filled_whatever_is_skipped(store: AnyStore):
+def test_skipped_prompts_leave_pacing_full(store: AnyStore):
     first = epoch(store)
     answer_all(store, first[:5], WRONG, WRONG)
     limit = store.counts().admitted + 2
@@ -95,12 +95,12 @@ def test_explored_prompts_are_leased_and_counted(store: AnyStore):
     assert counts["rows_too_hard"] == 6, "measured again, it is back in the band"
 
 
-def test_a_look_ahead_bounds_what_is_skipped(store: AnyStore):
+def test_the_look_ahead_bounds_the_skipped_prompts(store: AnyStore):
     answer_all(store, epoch(store), RIGHT, RIGHT)
     leases = lease(store, 2, skips=5)
     assert [each.ordinal for each in leases] == [NUM_ROWS + 5, NUM_ROWS + 6]
     assert counted(store)["skipped_too_easy"] == 5
-    # What is looked at may lie behind, or ahead by then: other prompts are leased as they come.
+    # The look-ahead may be behind or ahead of the next ordinal: other prompts are leased as they come.
     assert lease(store, upcoming=Upcoming(0, [False] * NUM_ROWS))[0].ordinal == NUM_ROWS + 7
     assert lease(store, upcoming=Upcoming(100, [False]))[0].ordinal == NUM_ROWS + 8
     assert lease(store, upcoming=NOTHING_SKIPPED)[0].ordinal == NUM_ROWS + 9
@@ -158,7 +158,7 @@ def test_a_group_made_ready_short_is_measured(store: AnyStore, clock):
     assert counted(store) == {"rows": 2}, "one answer each, and two are needed"
 
 
-def test_a_group_is_measured_once_whatever_is_repeated(fresh_store):
+def test_repeats_do_not_measure_a_group_twice(fresh_store):
     store = open_run(fresh_store, num_rows=1, curriculum=BAND, keeps_finished=True)
     (only,) = lease(store)
     packed = [answer(only, index, reward=RIGHT if index else WRONG) for index in (0, 1)]

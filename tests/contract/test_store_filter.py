@@ -1,4 +1,4 @@
-"""Every store: groups without a signal are rejected when they become complete, and the greedy member of a group."""
+"""Every store: groups without a signal are rejected when complete, and the greedy member of a group."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_a_complete_group_is_ready_or_rejected_with_a_reason(fresh_store, group_
     assert_balanced(store)
 
 
-def test_a_rejected_group_gives_its_admission_back_and_another_prompt_is_admitted(fresh_store):
+def test_a_rejected_group_returns_its_admission_to_another_prompt(fresh_store):
     store = open_run(fresh_store, group_filter=ZeroSignalConfig())
     window = 4
     leases = leased(store, 10, limit=window)
@@ -171,7 +171,7 @@ def test_a_group_with_a_baseline_is_ready_when_its_greedy_member_is_present(fres
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 @pytest.mark.parametrize(("has_baseline", "index"), [(True, 3), (True, 2), (False, 2)])
-def test_a_greedy_answer_is_accepted_at_its_index_alone(fresh_store, has_baseline, index, is_greedy):
+def test_a_greedy_answer_is_accepted_only_at_its_index(fresh_store, has_baseline, index, is_greedy):
     (lease,) = leased(open_run(fresh_store), has_baseline=has_baseline)
     sampling = {"sampling": GREEDY} if is_greedy else {}
     (insertion,) = fresh_store.insert([answer(lease, index, group_size=SIZE + has_baseline, **sampling)])
@@ -209,7 +209,7 @@ def test_groups_that_stay_open_do_not_keep_later_ones_from_their_deadline(fresh_
     assert line.startswith(f"group {enough.group_id} has 2 of 3 members")
 
 
-def test_a_group_deadline_counts_sampled_members_alone(fresh_store, clock):
+def test_a_group_deadline_counts_only_sampled_members(fresh_store, clock):
     store = open_run(fresh_store)
     without, too_few, only_greedy = leased(store, 3, has_baseline=True)
     store.insert(pack(without, rewards(1, 0, 1)))

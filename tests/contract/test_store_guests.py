@@ -1,4 +1,4 @@
-"""Every store, one list of tests: what guests wrote, and what becomes of it when one of them is quarantined."""
+"""Every store: trajectories written by guests, and the quarantine of a guest."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def assert_reconciled(store: AnyStore) -> None:
     assert store.audit().is_sound, store.audit()
 
 
-def test_ready_and_open_groups_of_a_quarantined_guest_end_and_those_of_others_stay(store):
+def test_quarantining_a_guest_ends_only_its_ready_and_open_groups(store):
     first, second, third = lease(store, 3)
     ready, honest = fill(store, first, guest="mallory"), fill(store, second, guest="alice")
     store.insert([answer(third, 0)], guest="mallory")
@@ -46,7 +46,7 @@ def test_ready_and_open_groups_of_a_quarantined_guest_end_and_those_of_others_st
     assert_reconciled(store)
 
 
-def test_one_member_of_a_quarantined_guest_is_enough_and_late_ones_of_others_are_superseded(store):
+def test_one_member_of_a_quarantined_guest_ends_a_group_and_later_members_are_superseded(store):
     (first,) = lease(store)
     store.insert([answer(first, 0)], guest="mallory")
     store.return_leases_of(owner="generator-0", reason="gone")
@@ -118,7 +118,7 @@ def test_used_groups_are_not_sampled_again_and_retire_with_the_next_checkpoint(f
     assert_reconciled(store)
 
 
-def test_a_quarantined_group_gives_its_place_back_and_is_archived_with_its_reason(fresh_store):
+def test_a_quarantined_group_returns_its_admission_and_is_archived_with_its_reason(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     fill(store, *lease(store), guest="mallory")
     store.quarantine_guest("mallory", reason="lies")

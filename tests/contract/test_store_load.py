@@ -1,4 +1,4 @@
-"""Groups of an earlier run in a store of Redis: what a replay claims, and what is read of its ledger."""
+"""Groups of an earlier run in a Redis store: claims of a replay, and reads of its ledger."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ def test_groups_are_claimed_in_the_order_in_which_they_were_loaded(store: RedisS
     assert counts.payload_bytes == sum(map(len, GROUPS[2].payloads)), "what is retired is gone"
 
 
-def test_a_planned_step_claims_its_own_groups_whatever_the_rules(store: RedisStore):
+def test_a_planned_step_claims_its_groups_under_any_rules(store: RedisStore):
     store.load(GROUPS, samples={1: Sample(["9", "5"], weights=[1.0, 2.0], reused=[False, False])})
     taken = claim(store, 1, 1, rules=SamplingRules(FreshestConfig()))
     assert (taken.group_ids, taken.weights) == (["9", "5"], [1.0, 2.0])

@@ -1,4 +1,4 @@
-"""Every store: reports of roles, events, metrics, requests, the queue by age."""
+"""Every store: role reports, events, metrics, requests, the queue by age."""
 
 from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows
 from slipstream.buffer.trajectory import VersionSpan
@@ -57,7 +57,7 @@ def test_above_the_cap_the_role_that_is_silent_for_longest_is_forgotten(store, c
 def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_role(store, clock):
     held = {f"generator-{number}": lease(store, 2, owner=f"generator-{number}", lease_s=10) for number in range(100)}
     clock.now += 9
-    # Each names its own first lease, the second of its neighbour, and one that nobody has.
+    # Each names its own first lease, the second of its neighbor, and one that does not exist.
     stolen = [leases[1].id for leases in held.values()]
     beats = [
         Heartbeat(owner, {"state": "ready", "number": number}, owner, [leases[0].id, stolen[number - 1], "777-0"])

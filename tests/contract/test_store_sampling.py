@@ -1,4 +1,4 @@
-"""Every store: samplers, reuse, staleness, groups short of members, and the counters of what is trained on."""
+"""Every store: samplers, reuse, staleness, incomplete groups, and counters of training."""
 
 import pytest
 
@@ -44,14 +44,14 @@ def take_step(store: AnyStore, step: int, count: int, rules: SamplingRules = TWI
 
 @pytest.fixture
 def reusing(fresh_store):
-    """A store whose groups may be used three times."""
+    """A store in which groups may be used three times."""
     yield open_run(fresh_store, max_uses=3, keeps_finished=True)
     audit(fresh_store.counts())
     assert fresh_store.audit().is_sound
 
 
 # --- samplers --------------------------------------------------------------------------------------------------------
-def test_freshest_takes_the_group_whose_oldest_token_is_newest(store):
+def test_freshest_takes_the_group_with_the_newest_oldest_token(store):
     store.announce_version(3)
     for each, version in zip(lease(store, 3), (1, 3, 2), strict=True):
         fill_with(store, each, version=version)
@@ -212,7 +212,7 @@ def test_length_bias_compares_trained_with_accepted_lengths(store):
     assert biases == pytest.approx([1.0, 6 / 9, 1.0])
 
 
-def test_what_is_never_trained_on_is_waste(store):
+def test_groups_never_trained_on_count_as_waste(store):
     make_ready(store, 4)
     taken = claim(store, 1, 2)
     store.reject(taken, group_ids=[taken.group_ids[0]], reason="unfit")

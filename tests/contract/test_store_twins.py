@@ -1,4 +1,4 @@
-"""Random operations on both stores at once: after each, answers, counters and run state must agree."""
+"""Random operations on both stores: after each one, answers, counters, and run state must agree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ CURRICULA = pick([None, CurriculumConfig(0.3, 0.7, decay=0.3, min_answers=1), Cu
 REWARDS = st.builds(
     Reward, total=pick([0.5, 0.1, 0.25]), status=pick(["ok", "ok", "ok", "timeout"]), is_correct=st.booleans()
 )
-# One member is enough here: groups of two are never short otherwise.
+# Minimum 1, because groups of two could not be incomplete otherwise.
 DEADLINES = pick([None, RefillConfig(), TrainShortConfig(5.0, 1), TrainShortConfig(0.5, 1), DropShortConfig(5.0)])
 
 

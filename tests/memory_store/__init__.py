@@ -1,1 +1,1 @@
-"""The store in memory: the same operations as the Redis store, under the same contract tests."""
+"""The store in memory: the same operations as the Redis store, checked by the same contract tests."""

@@ -1,4 +1,4 @@
-"""MemoryStore, the learner's side: claims, commits, checkpoints, roll backs, the step ledger."""
+"""MemoryStore, learner side: claims, commits, checkpoints, rollbacks, the step ledger."""
 
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
@@ -26,7 +26,7 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if step <= run.step:
                 raise already_committed(step, newest=run.step)
-            # A learner whose answer was lost asks again, and must not hold two claims of one step.
+            # A learner that retries after a lost answer must not hold two claims of one step.
             if earlier := self._claims.pop(step, None):
                 self._enqueue_all(earlier.group_ids)
             selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
@@ -34,7 +34,7 @@ class MemoryBatches(MemoryState):
                 return selected
             for group_id in selected.group_ids:
                 self._dequeue(group_id)
-            # The fence grows with every claim, also of the same step: it tells the live claim from older ones.
+            # The fence grows with every claim, even of the same step, to tell the live claim from older ones.
             run.fence += 1
             self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
             lag = self._lag(selected.group_ids, version=version)
@@ -71,7 +71,7 @@ class MemoryBatches(MemoryState):
             sequence=group.sequence,
             oldest_version=group.oldest_version,
             answered=len(rewards),
-            # In the order of arrival, as Redis adds them up: floating-point sums depend on it.
+            # In order of arrival, like Redis, because floating-point sums depend on the order.
             reward_sum=sum(rewards),
             reward_squares=sum(reward * reward for reward in rewards),
         )
@@ -87,7 +87,7 @@ class MemoryBatches(MemoryState):
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         with self._changed:
-            # All or nothing: a batch that lacks a group must not be trained on.
+            # All or nothing: an incomplete batch must not be trained on.
             for group_id in group_ids:
                 if group_id not in self._groups or not self._groups[group_id].members:
                     raise not_stored(group_id)
@@ -119,18 +119,18 @@ class MemoryBatches(MemoryState):
     # --- steps -------------------------------------------------------------------------------------------------------
     def commit(self, claim: Claim, entry: StepEntry) -> None:
         with self._changed:
-            # A repeat of the accepted commit is accepted: its answer may have been lost.
+            # Repeating an accepted commit is accepted, because its answer may have been lost.
             if claim.step in self._used and self._used[claim.step].fence == claim.fence:
                 return
             run, live = self._opened(), self._live(claim)
-            # Steps are committed without gaps, so that a checkpoint of step N covers every group used up to N.
+            # Steps are committed without gaps, because a checkpoint of step N covers every group used up to N.
             if claim.step != run.step + 1:
                 raise out_of_order(claim, newest=run.step)
             del self._claims[claim.step]
             self._used[claim.step] = UsedStep(claim.fence, live.group_ids)
             for group_id in live.group_ids:
                 self._use(self._groups[group_id], step=claim.step)
-            # Kept per step, because a version is committed later, when the learner may be a step further.
+            # Stored per step, because the version may be committed when the learner is a step further.
             self._consumed_at[claim.step] = run.consumed
             self._ledger[claim.step] = entry
             run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
@@ -153,11 +153,11 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if pointer.step > run.step:
                 raise not_yet_committed(pointer, step=run.step)
-            # A learner that was replaced may still finish a checkpoint; its steps are no longer those of the run.
+            # A replaced learner may still finish a checkpoint of steps that the run has undone.
             if fence != run.learner_fence:
                 raise superseded_learner(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
-            # No step follows that could use a group again.
+            # No later step can reuse a group.
             if run.phase == "finishing":
                 self._reusable.clear()
             return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
@@ -166,7 +166,7 @@ class MemoryBatches(MemoryState):
         used = self._used.pop(step)
         kept = [group_id for group_id in used.group_ids if self._groups[group_id].sequence in self._reusable]
         if kept:
-            # Without a fence: the step is covered, so its commit is not repeated any more.
+            # No fence: the step is covered, so its commit cannot be repeated.
             self._used[step] = UsedStep(None, kept)
         for group_id in used.group_ids:
             if group_id not in kept:
@@ -176,7 +176,7 @@ class MemoryBatches(MemoryState):
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         with self._changed:
             run = self._opened()
-            # In the order of the sorted set in Redis: groups must come back in the same order in both stores.
+            # In the order of Redis's sorted set, so that groups return in the same order in both stores.
             by_deadline = sorted(self._claims, key=lambda step: (self._claims[step].deadline, str(step)))
             num_returned = sum(self._fail_claim(step)[0] for step in by_deadline)
             for step in sorted(step for step in self._used if step > to_step):
@@ -184,7 +184,7 @@ class MemoryBatches(MemoryState):
             self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
             self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
             run.step, run.version = to_step, to_version
-            # A new fence shuts out the learner of before: its commits and checkpoints are refused from now on.
+            # The new fence locks out the previous learner.
             run.fence += 1
             run.learner_fence = run.fence
             run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)

@@ -12,17 +12,17 @@ class GroupRewards:
     """Summary of a group's rewards. Example: GroupRewards(answered=8, correct=2, least=0.0, most=1.0)."""
 
     answered: int
-    """Sampled members whose reward function answered."""
+    """Sampled members with a reward."""
     correct: int
-    """Answered members that are entirely right."""
+    """Fully correct members among them."""
     least: float
-    """Smallest reward of an answered member, the greedy one included; 0 without any."""
+    """Smallest reward of any member, including the greedy one; 0 without any."""
     most: float
-    """Largest reward of an answered member, the greedy one included; 0 without any."""
+    """Largest reward of any member, including the greedy one; 0 without any."""
 
 
 def rejection_reason(rewards: GroupRewards, group_filter: FilterConfig) -> str:
-    """Return why the filter rejects the group; empty when it passes."""
+    """Return why the filter rejects the group; empty if it passes."""
     if isinstance(group_filter, ZeroSignalConfig | AccuracyConfig) and not rewards.answered:
         return "no_reward"
     match group_filter:
@@ -36,22 +36,22 @@ def rejection_reason(rewards: GroupRewards, group_filter: FilterConfig) -> str:
 
 
 class SuccessRate(Record):
-    """Success rate of a row, with later groups weighing more. Example: SuccessRate(answers=16, weight=12, right=3)."""
+    """Success rate of a row, weighted toward recent groups. Example: SuccessRate(answers=16, weight=12, right=3)."""
 
     answers: int = 0
-    """Sampled answers that a reward function scored, over all of its groups."""
+    """Sampled answers with a reward, over all groups of the row."""
     weight: float = 0.0
-    """The same, each group's weighed with `decay` to the power of the number of groups measured after it."""
+    """The same, with each group discounted by `decay` for every group measured after it."""
     right: float = 0.0
-    """Those of `weight` that are entirely right."""
+    """Fully correct answers, discounted like `weight`."""
 
     def after(self, group: GroupRewards, curriculum: CurriculumConfig) -> "SuccessRate":
-        """Return the rate after one more complete group."""
+        """Return the rate after another complete group."""
         weight, right = self.weight * curriculum.decay + group.answered, self.right * curriculum.decay + group.correct
         return SuccessRate(self.answers + group.answered, weight, right)
 
     def flaw(self, curriculum: CurriculumConfig) -> str:
-        """Return on which side of the band the row lies; empty inside it, and while it has too few answers."""
+        """Return on which side of the band the row lies; empty inside the band, or with too few answers."""
         if self.answers < curriculum.min_answers:
             return ""
         share = self.right / self.weight

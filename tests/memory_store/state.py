@@ -1,4 +1,4 @@
-"""State of the in-memory store: the facts that Redis keeps under its keys, as dicts, and the transitions they share."""
+"""State of the in-memory store, as dicts in place of Redis keys, and the transitions that several operations share."""
 
 import threading
 import time
@@ -34,9 +34,9 @@ class Member:
     payload: bytes
     header: TrajectoryHeader
     in_flight: int = 0
-    """Versions that all generators applied between sampling its oldest token and its arrival."""
+    """Versions applied by all generators between the sampling of its oldest token and its arrival."""
     publish: int = 0
-    """Versions announced at its arrival and not yet applied by all."""
+    """Versions announced at its arrival but not applied by all generators."""
     arrived: int = 0
     """Version announced at its arrival."""
 
@@ -49,7 +49,7 @@ class Group:
     purpose: Purpose
     size: int
     sequence: int = 0
-    """Number among ready groups; of an evaluation row: among pending rows."""
+    """Position among ready groups; of an evaluation row: among pending rows."""
     attempt: int = 0
     owner: str = ""
     first_at: int = 0
@@ -58,22 +58,22 @@ class Group:
     steps: list[int] = field(default_factory=list)
     """Steps that trained on it, in order."""
     is_closed: bool = False
-    """Made ready short of members."""
+    """Made ready while incomplete."""
     has_baseline: bool = False
     """Whether its last member is decoded greedily."""
     row: int | None = None
     """Row whose success rate it measures; None without a curriculum."""
     outcome: Outcome | None = None
-    """None until it is over."""
+    """None until it is finished."""
     reason: str = ""
     members: dict[int, Member] = field(default_factory=dict)
     """By index, in the order of arrival."""
     guests: set[str] = field(default_factory=set)
-    """Guests who wrote members."""
+    """Guests that wrote members."""
 
     @property
     def oldest_version(self) -> int | None:
-        """Smallest version of a token of any member; None without members."""
+        """Oldest version of a token of any member; None without members."""
         return min((member.header.oldest_version for member in self.members.values()), default=None)
 
     @property
@@ -82,7 +82,7 @@ class Group:
 
     @property
     def num_sampled(self) -> int:
-        """Members without the greedy one."""
+        """Members except the greedy one."""
         return sum(not member.header.is_greedy for member in self.members.values())
 
     @property
@@ -99,13 +99,13 @@ class Group:
 
     @property
     def payloads(self) -> list[bytes]:
-        """Encoded trajectories, ordered by index."""
+        """Encoded trajectories by index."""
         return [self.members[index].payload for index in sorted(self.members)]
 
 
 @dataclass
 class Run:
-    """State of the run, beside its groups."""
+    """State of the run, without its groups."""
 
     id: str
     config_json: str
@@ -118,9 +118,9 @@ class Run:
     consumed: int = 0
     """Groups trained on for the first time."""
     consumed_by_version: int = 0
-    """Groups trained on for the first time in the steps that are in `version`."""
+    """Groups trained on for the first time in the steps included in `version`."""
     uses: int = 0
-    """Uses of groups in the committed steps."""
+    """Uses of groups in committed steps."""
     checkpoint: CheckpointPointer | None = None
     phase: str = "starting"
     detail: str = ""
@@ -133,7 +133,7 @@ class Run:
     ready_sequence: int = 0
     evaluation_sequence: int = 0
     fence: int = 0
-    """Newest fencing token handed out."""
+    """Newest fencing token."""
     learner_fence: int = 0
     """Fence of the last commit or rollback."""
 
@@ -149,7 +149,7 @@ class LiveClaim:
 
 @dataclass
 class UsedStep:
-    """Groups that a committed step was the last to train on, until it is retired."""
+    """Groups last trained on by a committed step, until it is retired."""
 
     fence: int | None
     """Fence that committed the step; None once a checkpoint covers it."""
@@ -158,7 +158,7 @@ class UsedStep:
 
 @dataclass
 class OpenEvaluation:
-    """Running totals of an evaluation, and the answers that are in."""
+    """Running totals of an evaluation, and the answers so far."""
 
     purpose: Purpose
     version: int
@@ -170,7 +170,7 @@ class OpenEvaluation:
 
 @dataclass
 class Chief:
-    """The broker that does what must be done once."""
+    """The broker that does the work shared by all."""
 
     name: str
     incarnation: str
@@ -226,7 +226,7 @@ class MemoryState:
         self._metrics: deque[bytes] = deque(maxlen=METRICS_KEPT)
 
     def close(self) -> None:
-        """Release nothing: the state lives as long as the store."""
+        """No-op: the state lives as long as the store."""
 
     def _check_chief(self, fence: int) -> None:
         """Raise StaleFenceError unless the run has never had a chief, or `fence` is the chief's."""
@@ -247,10 +247,10 @@ class MemoryState:
 
     # --- queue and claims --------------------------------------------------------------------------------------------
     def _enqueue(self, group_id: str, *, is_released: bool = False) -> bool:
-        """Put a group back where it waits to be claimed; return whether it does.
+        """Put a group back in the queue; return whether it is there.
 
-        A used one that `is_released` is not sampled again; nor is one that a quarantined guest wrote, which goes to
-        quarantine if it was not used.
+        A used group that `is_released`, or that a quarantined guest wrote, is not sampled again. An unused group of a
+        quarantined guest goes to quarantine.
         """
         group = self._groups[group_id]
         authors = sorted(group.guests & self._quarantined.keys())
@@ -277,10 +277,10 @@ class MemoryState:
             self._used[group.steps[-1]].group_ids.remove(group_id)
 
     def _fail_claim(self, step: int) -> tuple[int, list[str]]:
-        """Take back a claim that was not committed; return (number of groups in the queue again, quarantined groups).
+        """Take back an uncommitted claim; return (number of groups back in the queue, quarantined groups).
 
-        Groups that were claimed too often go to quarantine, because they may be what ends their learners; one that was
-        trained on before is not, and is only released.
+        Groups that were claimed too often go to quarantine, because they may be crashing their learners; those that
+        were trained on before are only released.
         """
         kept, quarantined = [], []
         for group_id in self._claims.pop(step).group_ids:
@@ -295,7 +295,7 @@ class MemoryState:
                 quarantined.append(group_id)
         return self._enqueue_all(kept), quarantined
 
-    # --- the end of a group ------------------------------------------------------------------------------------------
+    # --- finished groups ---------------------------------------------------------------------------------------------
     def _complete(self, group: Group) -> bool:
         """Make a group ready, or reject it by the run's filter; return whether it is ready."""
         self._leases.pop(group.id, None)
@@ -305,14 +305,14 @@ class MemoryState:
         if reason := rejection_reason(group.rewards, run.group_filter):
             self._end(group.id, "rejected", reason)
             return False
-        # Given once and kept for good: a group that comes back to the queue gets its old position.
+        # Assigned once: a group that returns to the queue gets its old position.
         run.ready_sequence += 1
         group.sequence = run.ready_sequence
         self._enqueue_all([group.id])
         return True
 
     def _measure(self, group: Group) -> None:
-        """Enter a complete group into its row's success rate, before any filter sees it."""
+        """Add a complete group to its row's success rate, before any filter."""
         curriculum, rewards = self._opened().curriculum, group.rewards
         if curriculum is None or group.row is None or not rewards.answered:
             return
@@ -325,16 +325,16 @@ class MemoryState:
                 self._curriculum[f"rows_{flaw}"] += change
 
     def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
-        """End a group that the caller has removed from every queue, lease and claim."""
+        """End a group that the caller has removed from every queue, lease, and claim."""
         run, group = self._opened(), self._groups[group_id]
-        # Outlives the record, so that a late answer is recognised as superseded.
+        # Outlives the record, so that a late answer is recognized as superseded.
         self._done.add(int(group_id))
         self._outcomes[outcome] += 1
         self._outcome_members[outcome] += len(group.members)
         if outcome != "retired":
             self._reasons[f"{outcome}: {reason}"] += 1
             self._counters["wasted_tokens"] += group.written_tokens
-            # A group that was never trained on gives its place in the pacing budget back.
+            # A group that was never trained on returns its pacing budget.
             run.admitted -= 1
         if run.keeps_finished and group.members:
             group.outcome, group.reason = outcome, reason

@@ -1,4 +1,4 @@
-"""MemoryStore: the store on dicts, the oracle that the Redis store is tested against and the store of unit tests."""
+"""MemoryStore: the store on dicts, used as the oracle for the Redis store and as the store of unit tests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -99,14 +99,14 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             run.announced_version = max(run.announced_version, version)
             if version > run.version:
                 run.version = version
-                # Pacing counts what is in the version, not what was trained on since.
+                # Pacing counts the steps included in the version, not later ones.
                 step = self._version_steps.get(version, run.step)
                 run.consumed_by_version = self._consumed_at.get(step, 0)
 
     def record_version(self, entry: VersionEntry) -> None:
         with self._changed:
             self._opened()
-            # A version may be entered again after a resume, but a repeat after a lost answer counts once.
+            # A version may be recorded again after a resume, but a repeat after a lost answer counts once.
             if self._versions[-1:] != [entry]:
                 self._versions.append(entry)
             self._version_steps[entry.version] = entry.step
@@ -116,7 +116,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             self._opened()
             return list(self._versions)
 
-    # --- groups that are over, and groups of an earlier run ----------------------------------------------------------
+    # --- finished groups, and groups of an earlier run ---------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         with self._changed:
             self._opened()
@@ -213,7 +213,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             return sum(self._renew_leases(each.owner, each.lease_ids, lease_s=lease_s) for each in roles)
 
     def _report(self, role_id: str, gauges: dict[str, Any]) -> None:
-        # Encoded, so that a role that changes its dict later does not change what it reported.
+        # Encoded, so that later changes of the caller's dict do not affect the report.
         self._roles[role_id] = (encode(gauges), self._now())
         mark = progress_mark(gauges)
         if mark and self._progress.get(role_id, ("", 0))[0] != mark:

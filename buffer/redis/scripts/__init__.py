@@ -1,4 +1,4 @@
-"""Lua scripts of the Redis store: one file per operation, each run behind the shared `prelude.lua`."""
+"""Lua scripts of the Redis store: one file per operation, each appended to the shared `prelude.lua`."""
 
 import re
 from functools import cache
@@ -9,8 +9,8 @@ from importlib import resources
 def load_script(name: str) -> str:
     """Return the text of `<name>.lua` after the prelude, as the server runs it.
 
-    Comment lines are blanked, not removed: the server appends the text to its log and sends it to replicas, and line
-    numbers in its error messages stay those of the files put together.
+    Comment lines are blanked to keep the text short, because the server writes it to its log and sends it to replicas.
+    They are not removed, so that line numbers in error messages match those of the concatenated files.
     """
     folder = resources.files(__name__)
     text = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

@@ -1,8 +1,8 @@
 -- Appends a row of metrics.
 -- Keys: metrics, counters
--- Arguments: encoded row, most rows kept
+-- Arguments: encoded row, maximum rows kept
 -- Returns: nothing
--- Atomic because the count of rows ever appended must move with the list.
+-- Atomic because the total row count must move with the list.
 if not run_exists() then return NORUN end
 allow_when_full()
 redis.call('RPUSH', key('metrics'), ARGV[2])

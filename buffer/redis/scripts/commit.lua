@@ -1,10 +1,10 @@
--- Commits a claim: its groups are used, and the run is at the claim's step.
+-- Commits a claim: its groups are used, and the run moves to the claim's step.
 -- Keys: run, claims, claim_fences, claimed:<step>, used:<step>, used_steps, commit_fences, ledger, consumed_at,
 --   reusable, counters, group:*
 -- Arguments: step, fence, encoded StepEntry
--- Returns: 1 if the claim is live or committed, else 0; the newest step: the claim's own when it was committed
--- Atomic because a lapsed claim must never commit, and the run's step and its ledger must move with its groups. A
--- repeat of the commit that was accepted is accepted: its answer may have been lost.
+-- Returns: 1 if the claim is live or committed, else 0; the newest step, which is the claim's own if it was committed
+-- Atomic because a lapsed claim must never commit, and the run's step and ledger must move with the groups. Repeating
+-- an accepted commit is accepted, because its answer may have been lost.
 if not run_exists() then return NORUN end
 allow_when_full()
 local step, fence, entry = ARGV[2], ARGV[3], ARGV[4]
@@ -26,9 +26,9 @@ local function use(group)
 end
 
 local newest = tonumber(redis.call('HGET', run, 'step'))
--- The order of the checks matters. A repeat first: its claim is gone, so that the check of the fence would refuse it.
--- Then the fence, so that a claim that lapsed is reported as such. At last the step: steps are committed without gaps,
--- because a checkpoint of step N covers every group used up to N; `newest` tells the caller that this is not the next.
+-- The order of the checks matters. First a repeat: its claim is gone, so the fence check would refuse it. Then the
+-- fence, so that a lapsed claim is reported as such. Then the step: steps are committed without gaps, because a
+-- checkpoint of step N covers every group used up to N. `newest` tells the caller that this is not the next one.
 if redis.call('HGET', key('commit_fences'), step) == fence then return {1, tonumber(step)} end
 if redis.call('HGET', key('claim_fences'), step) ~= fence then return {0, newest} end
 if tonumber(step) ~= newest + 1 then return {1, newest} end
@@ -37,13 +37,13 @@ redis.call('HDEL', key('claim_fences'), step)
 for _, group in ipairs(redis.call('LRANGE', key('claimed:' .. step), 0, -1)) do use(group) end
 redis.call('HINCRBY', run, 'uses', used)
 redis.call('HSET', key('consumed_at'), step, redis.call('HINCRBY', run, 'consumed', fresh))
--- A claim whose groups were all rejected has no list.
+-- A claim with all groups rejected has no list.
 if redis.call('EXISTS', key('claimed:' .. step)) == 1 then
   redis.call('RENAME', key('claimed:' .. step), key('used:' .. step))
 end
 redis.call('ZADD', key('used_steps'), step, step)
 redis.call('HSET', key('commit_fences'), step, fence)
 redis.call('HSET', key('ledger'), step, entry)
--- From here on only the holder of this fence may declare a checkpoint.
+-- Only the holder of this fence may record a checkpoint from now on.
 redis.call('HSET', run, 'step', step, 'stepped_at', now(), 'learner_fence', fence)
 return {1, tonumber(step)}

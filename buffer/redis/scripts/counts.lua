@@ -1,9 +1,9 @@
--- Reads the counters of the store.
+-- Reads the store's counters.
 -- Keys: run, counters, leases, returned, open, ready, reusable, finished, claims, claimed:*, used_steps, used:*,
 --   refused, outcomes, outcome_members, reasons, curriculum
 -- Arguments: none
 -- Returns: name, number, name, number, ...; then refused, outcomes, outcome_members, reasons and curriculum
--- Atomic because the counts must reconcile with each other.
+-- Atomic because the counts must reconcile.
 if not run_exists() then return NORUN end
 
 local function total(steps, list)

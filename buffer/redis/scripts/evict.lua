@@ -1,6 +1,6 @@
 -- Removes groups from the queue: stale ones expire, released ones are not used again.
 -- Keys: ready, reusable, and as end_group of prelude.lua
--- Arguments: number that expire, groups (those that expire, then those released)...
+-- Arguments: number of expiring groups, groups (first those that expire, then those released)...
 -- Returns: nothing
 -- Atomic because a group must not be claimed while it leaves the queue; one that moved since the queue was read is
 -- skipped.

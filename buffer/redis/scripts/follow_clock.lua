@@ -1,6 +1,6 @@
--- Keeps deadlines right after the clock has jumped.
+-- Corrects deadlines after the clock has jumped.
 -- Keys: leases, evaluation_leases, claims, open
--- Arguments: the chief's fence, ms that it jumped forward, or 0; ms of the longest lease, of the longest claim
+-- Arguments: the chief's fence, ms that it jumped forward, or 0; longest lease in ms, longest claim in ms
 -- Returns: nothing
 -- Atomic because a deadline that is renewed in between must not be moved twice.
 if not run_exists() then return NORUN end
@@ -10,7 +10,7 @@ local at, jump, longest_lease, longest_claim = now(), tonumber(ARGV[3]), tonumbe
 
 local function follow(name, longest)
   local latest = at + longest
-  -- Without a jump forward, only what a clock that went back has put too far ahead.
+  -- Without a jump forward, only deadlines that a clock set back has put too far ahead.
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', key(name), jump > 0 and '-inf' or '(' .. latest, '+inf')) do
     local deadline = tonumber(redis.call('ZSCORE', key(name), member)) + jump
     redis.call('ZADD', key(name), math.min(deadline, latest), member)

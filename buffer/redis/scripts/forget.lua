@@ -1,8 +1,8 @@
--- Deletes groups that are over and archived.
+-- Deletes groups that are finished and archived.
 -- Keys: finished, group:*, payloads:*, counters
 -- Arguments: the chief's fence, groups...
 -- Returns: number deleted
--- Atomic because a group must be in the list as long as its record is stored.
+-- Atomic because a group must be in the list exactly as long as its record is stored.
 if not run_exists() then return NORUN end
 if not is_chief(ARGV[2]) then return STALE end
 allow_when_full()

@@ -1,11 +1,11 @@
--- Renews the leases that owners still hold, and stores the newest gauges of their roles; above the cap, the role that
---   was not heard of for longest is forgotten.
+-- Renews the leases that owners still hold, and stores the latest gauges of their roles. Above the cap, the role with
+--   the oldest report is dropped.
 -- Keys: group:*, leases, evaluation_leases, leases_of:<owner>, roles, role_times, role_marks, role_progress_times
--- Arguments: most roles kept, lease_ms, then for each role MessagePack of [role id, progress mark or '', owner or '',
---   [lease id, ...]], and its encoded gauges
+-- Arguments: maximum roles kept, lease_ms, then for each role MessagePack of [role id, progress mark or '', owner or
+--   '', [lease id, ...]], and its encoded gauges
 -- Returns: number of leases renewed
--- Atomic because a lease must not be renewed after it was given to another owner in between, gauges and times are read
--- together, and no more roles may stay than the cap. Many roles share a call, because the call costs more than a role.
+-- Atomic because a lease must not be renewed after it was given to another owner, gauges and times are read together,
+-- and the number of roles is capped. Many roles share a call, because a call costs more than a role.
 if not run_exists() then return NORUN end
 allow_when_full()
 local most, at, renewed = tonumber(ARGV[2]), now(), 0
@@ -41,7 +41,7 @@ for i = 4, #ARGV, 2 do
   local role, mark, owner, leases = unpack(cmsgpack.unpack(ARGV[i]))
   for _, lease in ipairs(leases) do
     local group = leased_group(lease)
-    -- `leased_group` compares the attempt: a prompt that was leased again is not extended by its former holder.
+    -- `leased_group` compares the attempt, so a former holder does not extend a prompt that was leased again.
     if group and redis.call('SISMEMBER', key('leases_of:' .. owner), group) == 1 then
       redis.call('ZADD', leases_key(group), deadline, group)
       renewed = renewed + 1

@@ -1,13 +1,14 @@
 -- Stores trajectories; a group that becomes complete is made ready, or rejected by the run's filter.
 -- Keys: run, guests, group:*, payloads:*, open, ready, leases, returned, counters, done
--- Arguments: the guest who wrote them, or '', (header, payload)...; a header is MessagePack of [id, group, index, group_size, oldest_version,
---   newest_version, checksum, attempt, written_tokens, reward, 1 if it was answered, 1 if it is right, 1 if it is
---   greedy], all as text: one argument, because thirteen cost client and server as much as thirteen small commands
+-- Arguments: the guest that wrote them or '', (header, payload)...; a header is MessagePack of [id, group, index,
+--   group_size, oldest_version, newest_version, checksum, attempt, written_tokens, reward, 1 if it has a reward, 1 if
+--   it is correct, 1 if it is greedy], all as text: one argument, because thirteen small ones cost client and server as
+--   much as thirteen small commands
 -- Returns: one word each, separated by spaces: inserted | ready (inserted, and its group became ready) | duplicate |
 --   superseded | the reason of a refusal
--- Atomic because of two copies of one trajectory, and of two answers for one index, exactly one may be stored, and the
--- member that completes a group must make it ready in the same instant. Several trajectories share a call, because the
--- call itself costs as much as storing one.
+-- Atomic because exactly one of two copies of a trajectory, or of two answers for one index, may be stored, and the
+-- member that completes a group must make it ready. Several trajectories share a call, because the call itself costs as
+-- much as storing one.
 if not run_exists() then return NORUN end
 
 -- Fields of a group that are summed over its members, for sampling, filter and accounting.
@@ -19,18 +20,18 @@ local announced_version, applied_version = tonumber(versions[1]), tonumber(versi
 local guest = ARGV[2]
 local is_quarantined = guest ~= '' and redis.call('HEXISTS', key('guests'), guest) == 1
 
--- Counters are added up over all trajectories of a call and written once.
+-- Counters are summed over all trajectories of a call and written once.
 local counted = {}
 local function count(counter, number) counted[counter] = (counted[counter] or 0) + number end
 
--- A group that is over leaves one bit behind. The bound keeps a made-up id from stretching the bitmap.
+-- A finished group leaves one bit. The bound keeps a forged id from growing the bitmap.
 local function is_done(group)
   local ordinal = string.match(group, '^%d+$') and tonumber(group)
   if not ordinal or ordinal >= tonumber(redis.call('HGET', key('run'), 'next_ordinal')) then return false end
   return redis.call('GETBIT', key('done'), ordinal) == 1
 end
 
--- The record of a group is read once in a call, and written once: its members mostly come together.
+-- A group's record is read and written once per call, because its members usually arrive together.
 local records = {}
 local function record_of(group)
   if records[group] then return records[group] end
@@ -49,7 +50,7 @@ local function add_field(record, name, value)
   table.insert(record.fields, value)
 end
 
--- Forgets the record too: it is read again when the group comes up once more.
+-- Also drops the cached record, which is read again when needed.
 local function write_record(group)
   local record = records[group]
   records[group] = nil
@@ -58,8 +59,8 @@ local function write_record(group)
   redis.call('HSET', key('group:' .. group), unpack(record.fields))
 end
 
--- Why a trajectory is not stored, or nil. `checksum` is that of the trajectory stored under its id, `taken_by` the id
--- of the trajectory at its index.
+-- Why a trajectory is not stored, or nil. `checksum`: of the trajectory stored under the same id; `taken_by`: id of the
+-- trajectory stored at the same index.
 local function objection_to(new, group, checksum, taken_by)
   if checksum then return checksum == new.checksum and 'duplicate' or 'content_conflict' end
   if taken_by or group.outcome or group.closed then return 'superseded' end
@@ -80,7 +81,7 @@ local function add_to_sums(sums, new, payload)
     sums.least = math.min(reward, sums.least or reward)
     sums.most = math.max(reward, sums.most or reward)
   end
-  -- A greedy member is a baseline: its reward counts for least and most alone, in no mean.
+  -- A greedy member is a baseline: its reward counts only for least and most, not for means.
   local sampled = new.greedy == '1' and 0 or 1
   answered = sampled * answered
   sums.oldest = math.min(oldest, sums.oldest or oldest)
@@ -92,8 +93,8 @@ local function add_to_sums(sums, new, payload)
   add('correct', answered * new.correct)
   add('reward_sum', answered * reward)
   add('reward_squares', answered * reward * reward)
-  -- Lag is that of the oldest token: up to the version that all generators had applied it grew in flight, from there
-  -- to the announced one in publishing, and what comes after the arrival is time in the queue.
+  -- Lag of the oldest token. Versions up to the one applied by all generators count as in flight, those from there to
+  -- the announced one as publishing, and those after the arrival as time in the queue.
   local applied = math.max(oldest, applied_version)
   add('in_flight', applied - oldest)
   add('publish', math.max(0, announced_version - applied))
@@ -102,16 +103,16 @@ local function add_to_sums(sums, new, payload)
   count('payload_bytes', #payload)
 end
 
--- Returns 'ready', or 'inserted' when the filter rejects the group.
+-- Returns 'ready', or 'inserted' if the filter rejects the group.
 local function complete(group, record)
   local members = record.sums.members
   end_lease(group, record.owner)
   measure(group, record.sums.answered, record.sums.correct)
   local reason = rejection_reason(record.sums)
   if reason then
-    -- `end_group` takes all members off `open_members`, so this one is counted too; a group of one never was open.
+    -- `end_group` subtracts all members from `open_members`, so add this one; a group of one was never open.
     if members > 1 then count('open_members', 1) end
-    -- Written before the end: `end_group` reads the members and tokens from the stored record, and may delete it.
+    -- Write first: `end_group` reads members and tokens from the stored record, and may delete it.
     write_record(group)
     end_group(group, 'rejected', reason)
     return 'inserted'

@@ -1,10 +1,10 @@
--- Counts an answer of an evaluation; it is over at once, and stays for the archive.
+-- Counts an evaluation answer, which is finished at once and stays stored for the archive.
 -- Keys: evaluation:<id>, answers:<id>, group:<id>:<answer>, payloads:<id>:<answer>, finished, counters,
 --   evaluation_leases, evaluation_pending, leases_of:*
--- Arguments: group, evaluation id, answer (row, or row.sample), newest_version, '1' if right, '1' if the reward failed,
---   purpose, attempt, oldest_version, encoded EvaluationAnswer, encoded trajectory
--- Returns: a word as insert.lua does; ready for the last answer of the evaluation
--- Atomic because each answer must count once, whoever gives it.
+-- Arguments: group, evaluation id, answer (row, or row.sample), newest_version, '1' if correct, '1' if its reward
+--   failed, purpose, attempt, oldest_version, encoded EvaluationAnswer, encoded trajectory
+-- Returns: a word as in insert.lua; ready for the last answer of the evaluation
+-- Atomic because each answer must count once, whoever sends it.
 if not run_exists() then return NORUN end
 allow_when_full()
 -- The learner reads the answers within seconds.
@@ -14,7 +14,7 @@ local evaluation, answers = key('evaluation:' .. ARGV[3]), key('answers:' .. ARG
 local asked, answered, purpose, version =
   unpack(redis.call('HMGET', evaluation, 'num_asked', 'num_answered', 'purpose', 'version'))
 if purpose ~= ARGV[8] then return 'unknown_group' end
--- Before the group is looked up: that of an answer that is in is gone, and a repeat of its answer must be acknowledged.
+-- Check before looking up the group: after an answer is stored its group is gone, and a repeat must be acknowledged.
 if asked == answered or redis.call('HEXISTS', answers, answer) == 1 then return 'duplicate' end
 local owner, attempt = unpack(redis.call('HMGET', key('group:' .. group), 'owner', 'attempt'))
 if not attempt then return 'unknown_group' end

@@ -1,10 +1,10 @@
--- Leases prompts: open evaluations first, then returned prompts, then new ones but for those the curriculum skips.
+-- Leases prompts: open evaluations first, then returned prompts, then new ones that the curriculum does not skip.
 -- Keys: run, success, curriculum, done, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
--- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline, least and
---   greatest sequence of rows of evaluations, most of them that come before prompts to train on; of the upcoming
---   prompts the first ordinal, '1' for each that is explored or '0', as one text, and their rows...
+-- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline, minimum
+--   and maximum sequence of evaluation rows, maximum number of rows leased ahead of training prompts; for the upcoming
+--   prompts the first ordinal, one text with '1' for each that is explored or else '0', and their rows...
 -- Returns: {group, attempt, purpose, {missing index, ...}}, ...
--- Atomic because a prompt must go to one generator only, and the admission limit must hold between concurrent callers.
+-- Atomic because a prompt must go to one generator only, and concurrent callers share the admission limit.
 if not run_exists() then return NORUN end
 allow_when_full()
 local run, owner, room, group_size = key('run'), ARGV[2], tonumber(ARGV[3]), ARGV[4]
@@ -46,7 +46,7 @@ local function is_skipped(row, place)
 end
 
 hand_out_rows(math.min(tonumber(ARGV[10]), room * group_size))
--- A row is one answer, so that a group's place is enough for as many rows as it has members.
+-- A row is one answer, so one group's slot holds as many rows as the group has members.
 room = room + #leased - math.ceil(#leased / group_size)
 if trains then hand_out_waiting('returned', '-inf', '+inf', room - #leased) end
 while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
@@ -60,10 +60,10 @@ while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')
     if row then redis.call('HSET', key('group:' .. group), 'row', row) end
     hand_out(group)
   else
-    -- Over without ever being leased, so that it is accounted for like any other prompt.
+    -- Finished without ever being leased, so it is accounted for like any other prompt.
     redis.call('SETBIT', key('done'), group, 1)
   end
 end
--- What training leaves.
+-- Leftover room goes to evaluations.
 hand_out_rows((room - #leased) * group_size)
 return leased

@@ -1,4 +1,4 @@
--- Creates the run, or finds it again.
+-- Creates the run, or finds the existing one.
 -- Keys: run
 -- Arguments: config_json, num_rows, seed, layout, keeps_finished, max_uses, filter, filter_low, filter_high,
 --   curriculum (see prelude.lua)

@@ -1,7 +1,7 @@
--- Shared beginning of every script: the loader puts it before the script's own text.
+-- Shared beginning of every script: the loader prepends it to the script's text.
 --
--- KEYS[1] is the prefix `{run}:` of the run's keys: one hash tag, so one slot also on a cluster. ARGV[1] is the time in
--- milliseconds in tests, and empty otherwise; a script's own arguments follow from ARGV[2] on.
+-- KEYS[1] is the prefix `{run}:` of the run's keys: one hash tag, so one slot even on a cluster. ARGV[1] is the time in
+-- milliseconds in tests, and empty otherwise; the script's own arguments start at ARGV[2].
 --
 -- Keys, after the prefix:
 --   run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
@@ -12,16 +12,16 @@
 --                               metrics, and tokens: accepted_, superseded_, wasted_, trained_tokens
 --   refused             hash    reason -> trajectories
 --   group:<id>          hash    attempt, size, baseline ('1': its last member is greedy), purpose, owner, sequence,
---                               claim_attempts, steps ("3,17"), closed (made ready short of members), outcome, reason, row (with a
---                               curriculum), guest:<name> (a guest wrote members);
+--                               claim_attempts, steps ("3,17"), closed (made ready while incomplete), outcome, reason,
+--                               row (with a curriculum), guest:<name> (a guest wrote members);
 --                               sums over its members (see insert.lua); at:<index> -> trajectory id,
 --                               sum:<trajectory id> -> checksum
---   success             hash    row -> its success rate, MessagePack of {answers, weighted answers, weighted right ones}
+--   success             hash    row -> success rate, MessagePack of {answers, weighted answers, weighted correct ones}
 --   curriculum          hash    skipped_too_easy, skipped_too_hard, explored, rows, rows_too_easy, rows_too_hard
 --   payloads:<id>       hash    index -> encoded trajectory
 --   leases              zset    training group -> deadline       evaluation_leases  zset  row group -> deadline
 --   leases_of:<owner>   set     groups                           returned           zset  group -> ordinal
---   open                zset    group short of members -> ms of its first member
+--   open                zset    incomplete group -> ms of its first member
 --   ready               zset    group -> ready sequence
 --   reusable            zset    group in a used:<step> that may be sampled again -> ready sequence
 --   bell                list    at most one element, pushed when groups become ready, for `wait_ready`
@@ -30,18 +30,18 @@
 --   used_steps          zset    step -> step                     commit_fences      hash  step -> fence
 --   versions            list    encoded VersionEntry             version_steps      hash  version -> step
 --   consumed_at         hash    step -> groups first trained on up to it
---   ledger              hash    step -> encoded StepEntry        done               bitmap  ordinals of groups over
---   finished            zset    group that is over -> sequence   outcomes           hash  outcome -> groups
+--   ledger              hash    step -> encoded StepEntry        done               bitmap  ordinals of finished groups
+--   finished            zset    finished group -> sequence       outcomes           hash  outcome -> groups
 --   outcome_members     hash    outcome -> trajectories          reasons            hash  outcome: reason -> groups
 --   evaluation:<id>     hash    the EvaluationResult             evaluation_pending zset  row group -> sequence
---   answers:<id>        hash    answer -> encoded EvaluationAnswer, for a day after the last
+--   answers:<id>        hash    answer -> encoded EvaluationAnswer, for a day after the last answer
 --   quarantine          list    rejected frames
---   roles, role_times   hash    newest gauges, and their time    metrics            list  newest rows
+--   roles, role_times   hash    latest gauges, and their time    metrics            list  newest rows
 --   role_marks, role_progress_times  hash  progress of each role, and when it last changed
 --   events              list    newest events
 --   guests              hash    quarantined guest -> reason
 --   brokers, broker_deadlines  hash  broker -> encoded facts, and when it counts as gone
---   chief               hash    name, incarnation, fence, deadline: of the broker that does what must be done once
+--   chief               hash    name, incarnation, fence, deadline of the broker that does the work shared by all
 --   launcher_requests, broker_requests, learner_requests  hash  subject -> value, until taken
 
 local prefix = KEYS[1]
@@ -55,31 +55,31 @@ local function now()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- A script is never rolled back: what was written before an error stays. Every script therefore checks all that can
--- refuse it before its first write.
+-- Scripts are not rolled back: writes before an error stay. So every script makes all checks that can refuse it before
+-- its first write.
 local function run_exists() return redis.call('EXISTS', key('run')) == 1 end
 
--- Redis refuses the first write of a script while memory is full, unless that write can only free memory; later writes
--- pass. Operations that empty the store, or write little, must go on then, so they begin with such a write.
+-- While memory is full, Redis refuses a script's first write unless that command can only free memory; later writes
+-- pass. Operations that free memory, or write little, must keep working, so they begin with such a command.
 local function allow_when_full() redis.call('DEL', prefix) end
 
--- An operation of the chief names its fence; '0' is enough as long as the run has never had a chief.
+-- A chief operation passes its fence; '0' is accepted as long as the run has never had a chief.
 local STALE = redis.error_reply('STALE')
 local function is_chief(fence)
   local chief = redis.call('HMGET', key('chief'), 'fence', 'deadline')
   return not chief[1] or (chief[1] == fence and tonumber(chief[2]) > now())
 end
 
--- --- groups that are over -------------------------------------------------------------------------------------------
+-- --- finished groups ------------------------------------------------------------------------------------------------
 local function drop_record(group)
-  -- `0 - bytes`, because `-bytes` of nothing is "-0", which Redis does not take for an integer.
+  -- `0 - bytes`, because `-bytes` of 0 is "-0", which Redis does not accept as an integer.
   local bytes = redis.call('HGET', key('group:' .. group), 'bytes') or 0
   redis.call('HINCRBY', key('counters'), 'payload_bytes', 0 - bytes)
   redis.call('UNLINK', key('group:' .. group), key('payloads:' .. group))
 end
 
--- Ends a group that the caller has removed from every queue, lease and claim. Its ordinal is marked in the same
--- instant, so that a late answer is recognised when the record is gone.
+-- Ends a group that the caller has removed from every queue, lease, and claim. Its ordinal is marked in the same
+-- operation, so that a late answer is recognized after the record is gone.
 local function end_group(group, outcome, reason)
   local group_key, counters = key('group:' .. group), key('counters')
   local f = redis.call('HMGET', group_key, 'members', 'size', 'tokens', 'closed')
@@ -92,7 +92,7 @@ local function end_group(group, outcome, reason)
   if outcome ~= 'retired' then
     redis.call('HINCRBY', key('reasons'), outcome .. ': ' .. reason, 1)
     redis.call('HINCRBY', counters, 'wasted_tokens', f[3] or 0)
-    -- A group that was never trained on gives its place in the pacing budget back.
+    -- A group that was never trained on returns its pacing budget.
     redis.call('HINCRBY', key('run'), 'admitted', -1)
   end
   if members > 0 and redis.call('HGET', key('run'), 'keeps_finished') == '1' then
@@ -112,7 +112,7 @@ end
 
 local function success_of(row) return cmsgpack.unpack(redis.call('HGET', key('success'), row) or '\147\0\0\0') end
 
--- On which side of the band a row lies; nil inside it, and while it has too few answers.
+-- The side of the band on which a row lies; nil inside the band, or with too few answers.
 local function flaw_of(rate, curriculum)
   if rate[1] < curriculum.min_answers then return nil end
   local share = rate[3] / rate[2]
@@ -120,7 +120,7 @@ local function flaw_of(rate, curriculum)
   if share > curriculum.high then return 'too_easy' end
 end
 
--- Enters a complete group into its row's success rate, before any filter sees it.
+-- Adds a complete group to its row's success rate, before any filter.
 local function measure(group, answered, correct)
   local row, curriculum = redis.call('HGET', key('group:' .. group), 'row'), curriculum_of_run()
   if not row or not curriculum or answered == 0 then return end
@@ -139,7 +139,7 @@ local function is_evaluation(group) return string.find(group, ':', 1, true) ~= n
 
 local function leases_key(group) return key(is_evaluation(group) and 'evaluation_leases' or 'leases') end
 
--- Group of the lease "17-2", group 17 at attempt 2 (`make_lease_id`); nil unless that is the lease the group has now.
+-- Group of the lease "17-2": group 17 at attempt 2 (`make_lease_id`); nil unless it is the group's current lease.
 local function leased_group(lease)
   local group, attempt = string.match(lease, '^(.*)%-(%d+)$')
   if not group or not redis.call('ZSCORE', leases_key(group), group) then return nil end
@@ -147,8 +147,8 @@ local function leased_group(lease)
   return group
 end
 
--- Ends a lease whose group is not complete. Evaluation rows are leased again without limit: the opener of the
--- evaluation has a deadline of its own. Returns {group, attempt, owner, 'returned' | 'quarantined'}.
+-- Ends the lease of an incomplete group. Evaluation rows can be leased without limit, because the role that opened the
+-- evaluation has its own deadline. Returns {group, attempt, owner, 'returned' | 'quarantined'}.
 local function return_lease(group, max_attempts, reason)
   local f = redis.call('HMGET', key('group:' .. group), 'attempt', 'owner', 'sequence')
   redis.call('ZREM', leases_key(group), group)
@@ -178,7 +178,7 @@ local function end_lease(group, owner)
   redis.call('ZREM', key('returned'), group)
 end
 
--- Why the run's filter rejects a group of these sums (`accounting.REJECTION_REASONS`); nil when it passes.
+-- Why the run's filter rejects a group with these sums (`accounting.REJECTION_REASONS`); nil if it passes.
 local function rejection_reason(sums)
   local f = redis.call('HMGET', key('run'), 'filter', 'filter_low', 'filter_high')
   local kind, low, high = f[1], tonumber(f[2]), tonumber(f[3])
@@ -199,23 +199,23 @@ local function make_ready(group)
 end
 
 -- --- queue and claims -----------------------------------------------------------------------------------------------
--- `steps` of a group are those that trained on it, as "3,17".
+-- The steps that trained on a group, as "3,17".
 local function steps_of(group) return redis.call('HGET', key('group:' .. group), 'steps') or '' end
 
 local function last_of(steps) return string.match(steps, '(%d+)$') end
 
 local function make_reusable(group, sequence) redis.call('ZADD', key('reusable'), sequence, group) end
 
--- A quarantined guest that wrote members of the group; nil without one.
+-- A quarantined guest that wrote members of the group, else nil.
 local function quarantined_author(group)
   for _, guest in ipairs(redis.call('HKEYS', key('guests'))) do
     if redis.call('HEXISTS', key('group:' .. group), 'guest:' .. guest) == 1 then return guest end
   end
 end
 
--- Puts a group back where it waits to be claimed. Its ready sequence never changes, so it gets its old position in the
--- order. A used group that `is_released` is kept until a checkpoint covers it, and not sampled again; nor is one that a
--- quarantined guest wrote, which goes to quarantine if it was not used. Returns whether it is in the queue.
+-- Puts a group back in the queue. Its ready sequence never changes, so it returns to its old position. A used group
+-- that `is_released`, or that a quarantined guest wrote, is kept until a checkpoint covers it but not sampled again. An
+-- unused group of a quarantined guest goes to quarantine. Returns whether the group is in the queue.
 local function enqueue(group, is_released)
   local f = redis.call('HMGET', key('group:' .. group), 'sequence', 'steps')
   local sequence, steps, author = f[1], f[2] or '', quarantined_author(group)
@@ -254,9 +254,9 @@ local function release_claim(step)
   return enqueue_all(key('claimed:' .. step))
 end
 
--- Takes back a claim that was not committed. Groups that were claimed too often go to quarantine, because they may be
--- what ends their learners; one that was trained on before is not, and is only released.
--- Returns the number of groups back in the queue, and the quarantined ones.
+-- Takes back an uncommitted claim. Groups that were claimed too often go to quarantine, because they may be crashing
+-- their learners; those that were trained on before are only released.
+-- Returns the number of groups back in the queue, and the quarantined groups.
 local function fail_claim(step, max_attempts)
   local list, quarantined = key('claimed:' .. step), {}
   for _, group in ipairs(redis.call('LRANGE', list, 0, -1)) do

@@ -1,6 +1,6 @@
--- Keeps the beginning of a rejected frame.
+-- Keeps the first bytes of a rejected frame.
 -- Keys: quarantine, refused
--- Arguments: reason, MessagePack of [reason, first bytes], most frames kept
+-- Arguments: reason, MessagePack of [reason, first bytes], maximum frames kept
 -- Returns: nothing
 -- Atomic because the list must stay capped.
 if not run_exists() then return NORUN end

@@ -1,8 +1,8 @@
--- Quarantines a guest: nothing of it is stored any more, and no group that it wrote members of is claimed again.
+-- Quarantines a guest: none of its trajectories are stored any longer, and no group with its members is claimed again.
 -- Keys: guests, ready, open, leases, leases_of:*, returned, reusable, and as end_group of prelude.lua
 -- Arguments: guest, reason
--- Returns: number of groups that went to quarantine
--- Atomic because no group may become ready, or be claimed, between the guest's refusal and the end of its groups.
+-- Returns: number of groups quarantined
+-- Atomic because no group may become ready, or be claimed, between banning the guest and ending its groups.
 if not run_exists() then return NORUN end
 allow_when_full()
 local ended = 0

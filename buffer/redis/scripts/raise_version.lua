@@ -1,9 +1,9 @@
--- Announces a version, and commits it too if asked; lower ones change nothing.
+-- Announces a version, and commits it if asked; lower versions have no effect.
 -- Keys: run, version_steps, consumed_at
 -- Arguments: version, '1' to commit it
 -- Returns: nothing
--- Atomic because versions only grow, also when two roles report at the same time, and `consumed_by_version`, which
--- pacing counts from, must move with the committed version.
+-- Atomic because versions only grow, even if two roles report at the same time, and `consumed_by_version`, from which
+-- pacing counts, must move with the committed version.
 if not run_exists() then return NORUN end
 allow_when_full()
 local run, version, is_committed = key('run'), tonumber(ARGV[2]), ARGV[3] == '1'

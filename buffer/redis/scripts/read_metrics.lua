@@ -1,4 +1,4 @@
--- Reads the rows of metrics after a number of rows.
+-- Reads the metrics rows after the first N.
 -- Keys: metrics, counters
 -- Arguments: rows to skip, counted from the first ever appended
 -- Returns: number of rows ever appended, {row, ...}

@@ -1,10 +1,10 @@
 -- Reads every group that may be sampled.
 -- Keys: run, ready, reusable, group:*
 -- Arguments: none
--- Returns: groups that ever became ready, uses, ready candidates, reusable candidates. Candidates come as one text,
---   `id sequence oldest_version answered reward_sum reward_squares` each, separated by `;`: a client takes ten times as
---   long over thousands of small answers
--- Atomic because a sample must be taken from the queue at one instant. It reads every group in it, which pacing and
+-- Returns: groups that ever became ready, uses, ready candidates, reusable candidates. Candidates are one text, each
+--   `id sequence oldest_version answered reward_sum reward_squares`, separated by `;`, because a client takes ten times
+--   as long to parse thousands of small answers
+-- Atomic because a sample needs a consistent queue. It reads every group in the queue, which pacing and
 -- `reuse.max_groups` bound.
 if not run_exists() then return NORUN end
 allow_when_full()

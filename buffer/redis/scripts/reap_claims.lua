@@ -1,4 +1,4 @@
--- Takes lapsed claims back.
+-- Takes back lapsed claims.
 -- Keys: claims, bell, and as fail_claim of prelude.lua
 -- Arguments: the chief's fence, max_attempts
 -- Returns: {step, number of groups back in the queue, {quarantined group, ...}}, ...

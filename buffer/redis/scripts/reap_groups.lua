@@ -1,9 +1,9 @@
--- Ends the wait of groups whose last members do not arrive: they become ready without them, or expire.
+-- Ends groups that have waited too long for their last members: they become ready without them, or expire.
 -- Keys: open, group:*, leases, returned, ready, counters
--- Arguments: the chief's fence, ms since the first member came, sampled members needed to train on (0: the group
---   expires), most groups
+-- Arguments: the chief's fence, ms since the first member arrived, sampled members needed to train on (0: the group
+--   expires), maximum number of groups
 -- Returns: {group, members, size}, ...
--- Atomic because a member that arrives in between must find the group waiting, or over.
+-- Atomic because a member that arrives in between must find the group either open or ended.
 if not run_exists() then return NORUN end
 if not is_chief(ARGV[2]) then return STALE end
 allow_when_full()
@@ -19,7 +19,7 @@ local function complete_short(group, members, size, sums)
   make_ready(group)
 end
 
--- The limit counts groups that end: those with too few sampled members stay, and must not hide the younger ones.
+-- The limit counts groups that end: those with too few sampled members stay, and must not hide younger ones.
 for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[3])) do
   if #events == tonumber(ARGV[5]) then break end
   local f = redis.call('HMGET', key('group:' .. group), 'members', 'size', 'owner', 'sampled', 'answered', 'correct',

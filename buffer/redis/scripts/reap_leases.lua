@@ -1,6 +1,6 @@
 -- Returns the prompts of lapsed leases.
 -- Keys: leases or evaluation_leases, and as return_lease of prelude.lua
--- Arguments: the chief's fence, max_attempts, 'leases' | 'evaluation_leases', most leases to reap
+-- Arguments: the chief's fence, max_attempts, 'leases' | 'evaluation_leases', maximum number of leases
 -- Returns: {group, attempt, owner, 'returned' | 'quarantined'}, ...
 -- Atomic because a lease found lapsed must not be renewed or completed before it is taken back.
 if not run_exists() then return NORUN end

@@ -1,6 +1,6 @@
 -- Appends an event.
 -- Keys: events
--- Arguments: role id, text, most events kept
+-- Arguments: role id, text, maximum events kept
 -- Returns: nothing
 -- Atomic because the time must be the store's, and the list must stay capped.
 if not run_exists() then return NORUN end

@@ -1,8 +1,8 @@
--- Replaces the run's config, unless another role has changed it meanwhile.
+-- Replaces the run's config, unless another role changed it in the meantime.
 -- Keys: run
--- Arguments: expected config_json, its replacement
+-- Arguments: expected config_json, replacement
 -- Returns: 1 if replaced, else 0
--- Atomic because the config may only replace the one it was compared with.
+-- Atomic because the config may replace only the one that it was compared with.
 if not run_exists() then return NORUN end
 allow_when_full()
 if redis.call('HGET', key('run'), 'config_json') ~= ARGV[2] then return 0 end

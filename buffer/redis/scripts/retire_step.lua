@@ -1,15 +1,15 @@
--- Retires the groups of a step that a checkpoint covers; those that may be used again stay.
+-- Retires the groups of a step covered by a checkpoint; groups that may be used again stay.
 -- Keys: used:<step>, used_steps, commit_fences, reusable, and as end_group of prelude.lua
 -- Arguments: step
 -- Returns: number retired
--- Atomic because a group must be recognised as over from the instant its record is gone.
+-- Atomic because a group must be recognized as finished from the moment its record is gone.
 if not run_exists() then return NORUN end
 allow_when_full()
 local step, list, retired = ARGV[2], key('used:' .. ARGV[2]), 0
 local groups = redis.call('LRANGE', list, 0, -1)
--- The checkpoint makes the commit final: a repeat of it can only come from a learner that was replaced.
+-- The checkpoint makes the commit final: only a replaced learner could repeat it.
 redis.call('HDEL', key('commit_fences'), step)
--- Emptied first, then filled with the groups that stay: `end_group` requires a group to be in no list.
+-- Empty the list first, then add the groups that stay: `end_group` requires a group to be in no list.
 redis.call('DEL', list)
 for _, group in ipairs(groups) do
   if redis.call('ZSCORE', key('reusable'), group) then

@@ -1,8 +1,8 @@
--- Returns prompts, to be leased again.
+-- Returns prompts to be leased again.
 -- Keys: as return_lease of prelude.lua
 -- Arguments: max_attempts, reason, owner (empty: any), lease ids...
 -- Returns: number returned
--- Atomic because a prompt must be in exactly one of leased, returned and quarantined.
+-- Atomic because a prompt must be exactly one of leased, returned, and quarantined.
 if not run_exists() then return NORUN end
 allow_when_full()
 local max_attempts, reason, owner, returned = ARGV[2], ARGV[3], ARGV[4], 0

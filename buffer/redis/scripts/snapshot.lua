@@ -1,11 +1,11 @@
--- Reads what an audit recomputes the accounting from.
+-- Reads the input of an audit.
 -- Keys: run, counters, done, leases, returned, ready, claims, claimed:*, used_steps, used:*, group:*, payloads:*,
 --   outcome_members, ledger
 -- Arguments: none
 -- Returns: next_ordinal, max_uses, accepted, done, {{state, {group, members, payloads, ...}}, ...}, outcome_members,
 --   ledger
--- Atomic because a group that moves while it is looked for would be found twice, or not at all. It reads every group
--- once, which an audit may: a person asks for it.
+-- Atomic because a group that moves during the read would be found twice, or not at all. It reads every group, which is
+-- acceptable because audits run only on request.
 if not run_exists() then return NORUN end
 allow_when_full()
 

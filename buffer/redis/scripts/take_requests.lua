@@ -1,9 +1,9 @@
--- Takes requests to the launcher, the brokers or the learner.
+-- Takes requests addressed to a role.
 -- Keys: launcher_requests, broker_requests or learner_requests
 -- Arguments: the key's name, subjects... (none: all)
 -- Returns: subject, value, ...
--- Atomic because a request that comes between reading and deleting must not be lost, and one that several brokers read
---   must be taken by one.
+-- Atomic because a request that arrives between reading and deleting must not be lost, and only one of several brokers
+--   may take it.
 if not run_exists() then return NORUN end
 allow_when_full()
 local stored, taken, wanted = redis.call('HGETALL', key(ARGV[2])), {}, {}

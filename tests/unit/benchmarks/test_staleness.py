@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.staleness.lagging_generator import PastWeights
-from benchmarks.staleness.lagging_run import LaggingRun, Point, summarise
+from benchmarks.staleness.lagging_run import LaggingRun, Point, summarize
 from benchmarks.staleness.model import make_model
 from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
 from benchmarks.staleness.report import final_cell, lowest, seconds_cell
@@ -105,10 +105,10 @@ def test_past_weights_are_copies() -> None:
 def test_the_final_accuracy_is_the_mean_of_the_last_five() -> None:
     accuracies = [0.1, 0.95, 0.5, 0.5, 0.5, 0.5, 1.0]
     points = [Point(20 * n, 100 * n, 2.0 * n, accuracy, 1.0) for n, accuracy in enumerate(accuracies)]
-    summary = summarise(points)
+    summary = summarize(points)
     assert summary["final"] == pytest.approx(0.6)
     assert (summary["goal_step"], summary["goal_samples"], summary["goal_s"], summary["best"]) == (20, 100, 2.0, 1.0)
-    assert summarise(points[:1])["goal_s"] is None
+    assert summarize(points[:1])["goal_s"] is None
 
 
 def test_a_cell_shows_how_many_seeds_reached_the_goal() -> None:

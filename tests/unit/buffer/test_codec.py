@@ -72,7 +72,7 @@ def test_a_trajectory_comes_back_as_it_was_sent():
             assert value == expected
 
 
-def test_arrays_are_little_endian_whatever_the_sender_holds():
+def test_arrays_are_sent_little_endian_from_any_byte_order():
     big_endian = np.arange(12, dtype=">i4")
     assert encode(make_trajectory(token_ids=big_endian)) == encode(make_trajectory())
 
@@ -187,11 +187,11 @@ def test_arrays_of_another_type_or_length_are_refused(changes):
         ({"stop_reason": ""}, "malformed"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_its_reason(changes, reason):
+def test_untrainable_trajectories_are_refused_with_a_reason(changes, reason):
     assert reason_of(encode(make_trajectory(**changes))) == reason
 
 
-def test_what_comes_beside_the_tokens_is_kept():
+def test_arrays_media_and_metrics_survive_a_round_trip():
     experts = np.arange(12 * 2 * 3, dtype=np.int16).reshape(12, 2, 3)
     teacher = np.linspace(-3, 0, 12).astype(np.float16)
     sent = make_trajectory(
@@ -342,6 +342,6 @@ def test_order_is_kept_and_nothing_is_left_out():
     assert sizes(items) == [MAX_TRAJECTORIES, MAX_TRAJECTORIES, 1]
 
 
-def test_a_chunk_is_never_larger_than_allowed_but_for_a_single_trajectory():
+def test_only_a_single_trajectory_may_exceed_the_chunk_limit():
     items = [packed(0, MAX_BYTES // 2), packed(1, MAX_BYTES // 2), packed(2, 1), packed(3, 2 * MAX_BYTES), packed(4, 1)]
     assert sizes(items) == [2, 1, 1, 1]

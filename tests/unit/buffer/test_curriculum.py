@@ -1,4 +1,4 @@
-"""Success rates by hand-computed values, and the look ahead at the next prompts."""
+"""Success rates with hand-computed values, and the look-ahead at the next prompts."""
 
 import msgspec
 import pytest

@@ -4,7 +4,7 @@ from slipstream.buffer.records import Claim, StepEntry, make_entry
 from tests.builders import make_packed
 
 
-def test_an_entry_names_what_was_fetched():
+def test_an_entry_lists_the_fetched_trajectories():
     payloads = [[make_packed("4", index)[1] for index in (0, 1)], [make_packed("2", 0)[1]]]
     claim = Claim(step=3, fence=9, group_ids=["4", "2"])
     entry = make_entry(claim, payloads, version=2, seed=7, config_hash="abc")

@@ -1,4 +1,4 @@
-"""Sampling: the order of prompts, the samplers, what a step claims and why it must wait."""
+"""Sampling: prompt order, samplers, and what a step claims or waits for."""
 
 from collections import Counter
 
@@ -92,7 +92,7 @@ def test_every_window_holds_the_share_of_each_file(files: list[FileShare], start
 
 
 @given(files=MIXTURES, ordinals=st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
-def test_a_row_follows_from_seed_and_ordinal_alone(files: list[FileShare], ordinals: list[int]) -> None:
+def test_a_row_depends_only_on_seed_and_ordinal(files: list[FileShare], ordinals: list[int]) -> None:
     alone = {n: row_of(n, num_rows=files, seed=3) for n in ordinals}
     assert alone == {n: row_of(n, num_rows=files, seed=3) for n in reversed(ordinals)}
 
@@ -247,7 +247,7 @@ def test_groups_are_released_when_they_are_too_old_or_too_many():
     ("num_ready", "num_reusable", "num_fresh", "num_reused"),
     [(9, 9, 2, 2), (9, 1, 3, 1), (1, 9, 1, 3), (9, 0, 4, 0), (0, 9, 0, 4)],
 )
-def test_used_groups_fill_what_fresh_ones_leave(num_ready, num_reusable, num_fresh, num_reused):
+def test_used_groups_fill_the_places_left_by_fresh_ones(num_ready, num_reusable, num_fresh, num_reused):
     groups = queue(ready=[5] * num_ready, reusable=[4] * num_reusable)
     claim = select(groups, rules(max_uses=4, fresh_fraction=0.5), 4)
     assert isinstance(claim, Sample)

@@ -18,7 +18,7 @@ from tests.builders import make_trajectory
 
 
 @pytest.mark.parametrize("group_id", ["17", "step-10-3-sampled:7"])
-def test_an_id_tells_its_lease_and_its_group(group_id):
+def test_ids_contain_their_lease_and_group(group_id):
     lease_id = make_lease_id(group_id, 2)
     trajectory_id = make_trajectory_id(lease_id, 3)
     assert trajectory_id == f"{group_id}-2-3"
@@ -74,7 +74,7 @@ def test_the_histogram_counts_model_written_tokens_per_lag():
 
 
 def test_the_lags_of_a_histogram_are_those_of_the_tokens():
-    # A span without a token of the model's, and one that starts within an observation.
+    # A span without a model-written token, and one that starts within an observation.
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=np.bool_)
     spans = [VersionSpan(2, 1), VersionSpan(4, 3), VersionSpan(5, 4), VersionSpan(8, 6)]
     trajectory = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Reading an archive, whole or damaged."""
+"""Reading an archive, complete or damaged."""
 
 from contextlib import closing
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_missing_shard_is_refused_by_name(folder: Path) -> None:
     (folder / SECOND).unlink()
     groups, (sentence,) = groups_in(folder)
     assert groups == ["0", "2"]
-    assert sentence.startswith(f"{SECOND} must lie in {folder}")
+    assert sentence.startswith(f"{SECOND} must be in {folder}")
 
 
 def test_a_shard_of_a_newer_schema_is_refused_by_name(folder: Path) -> None:

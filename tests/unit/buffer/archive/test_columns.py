@@ -85,7 +85,7 @@ def rows_of(table: pa.Table) -> list[StoredTrajectory]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(trajectories(), min_size=1, max_size=4))
-def test_what_is_read_encodes_to_the_bytes_that_were_archived(sent: list[Trajectory]) -> None:
+def test_archived_trajectories_reencode_to_the_same_bytes(sent: list[Trajectory]) -> None:
     payloads = [encode(trajectory) for trajectory in sent]
     table = to_table([FinishedGroup("0", "retired", "", [1], payloads)], archived_at=7.0)
     assert [encode(stored.trajectory) for stored in rows_of(table)] == payloads
@@ -126,7 +126,7 @@ def test_versions_no_model_written_token_has_do_not_count() -> None:
         ({"version_spans": []}, RecordRefusedError),
     ],
 )
-def test_what_no_column_can_hold_is_refused(fields: dict[str, Any], error: Any) -> None:
+def test_values_that_no_column_can_hold_are_refused(fields: dict[str, Any], error: Any) -> None:
     with pytest.raises(error):
         to_table([make_finished(**fields)], archived_at=7.0)
 

@@ -1,4 +1,4 @@
-"""The step ledger of an archive: exact, append-only, and refused by name when it cannot be read."""
+"""The step ledger of an archive: exact, append-only, and refused if it cannot be read."""
 
 from pathlib import Path
 
@@ -35,9 +35,7 @@ def test_an_archive_without_a_ledger_has_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [20, 0])
-def test_what_a_crash_between_ledger_and_manifest_leaves_is_read_and_recorded_at_the_next_start(
-    tmp_path: Path, cut: int
-) -> None:
+def test_ledger_lines_beyond_the_manifest_are_read_and_recorded_at_the_next_start(tmp_path: Path, cut: int) -> None:
     write(tmp_path, make_step(1, "0"))
     manifest, ledger = tmp_path / MANIFEST, tmp_path / LEDGER
     recorded = manifest.read_bytes()
@@ -92,4 +90,4 @@ def test_a_check_compares_the_shards_with_the_ledger(tmp_path: Path) -> None:
     write(folder, make_step(2, "1", "5"))
     check = Archive(folder).check()
     assert (check.steps, check.missing, check.is_sound) == (2, 2, False)
-    assert check.problems[0].startswith("step 2 must have all it trained on in a shard, got 2 trajectories")
+    assert check.problems[0].startswith("step 2 must have all of its trajectories in shards, got 2 that are in none")

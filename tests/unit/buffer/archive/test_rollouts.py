@@ -26,7 +26,7 @@ def test_each_group_comes_once_an_epoch_and_quarantined_or_rejected_ones_never(f
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_the_order_depends_on_the_seed_alone(folder: Path) -> None:
+def test_the_order_depends_only_on_the_seed(folder: Path) -> None:
     whole = Rollouts(folder, seed=3).take(first=0, count=20)
     parts = Rollouts(folder, seed=3)
     assert [parts.take(first=place, count=1)[1][0] for place in range(20)] == whole[1]

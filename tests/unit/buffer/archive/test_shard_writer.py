@@ -1,4 +1,4 @@
-"""ShardWriter: shards are whole or absent, and a group is archived once."""
+"""ShardWriter: shards are complete or absent, and a group is archived once."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Numbers of the tokens of a step: what comes back of a file, what is deleted, and what is no error."""
+"""Per-token numbers of a step: round trip, deletion, and tolerated damage."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_each_number_comes_back_at_its_token_and_none_elsewhere(tmp_path: Path) 
     }
 
 
-def test_a_trajectory_is_looked_for_in_its_own_step_alone(tmp_path: Path) -> None:
+def test_a_trajectory_is_looked_up_only_in_its_last_step(tmp_path: Path) -> None:
     write(tmp_path, 5)
     assert list(read_steps(tmp_path, {"0-0-0": 5, "0-0-1": 8, "9-0-0": 5, "2-0-0": None})) == ["0-0-0"]
 

@@ -75,7 +75,7 @@ def test_all_conditions_must_hold(archive: Archive, fields: dict[str, Any], want
     assert "".join(stored.trajectory.group_id for stored in found) == wanted
 
 
-def test_columns_alone_never_exclude_a_match(archive: Archive) -> None:
+def test_the_column_expression_never_excludes_a_match(archive: Archive) -> None:
     everything = list(archive.read())
     for fields in ({"version": 4}, {"min_reward": 0.5}, {"max_tokens": 12}, {"outcome": "retired"}, {"step": 8}):
         wanted = TrajectoryFilter(**fields)

@@ -1,4 +1,4 @@
-"""Catalog: what it finds in an archive and in files, in which order, and what it tells of one trajectory."""
+"""Catalog: search and order of an archive's and a file's rows, and the details of one trajectory."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
 def group(
     group_id: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any
 ) -> FinishedGroup:
-    """A group with a member for each reward; `fields` are those of every member."""
+    """Build a group with a member per reward; `fields` apply to every member."""
     members = [
         make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
     ]
@@ -65,7 +65,7 @@ def write_tokenizer(folder: Path, model: Any, decoder: Any) -> Path:
 
 
 def byte_tokenizer(folder: Path, *pieces: str) -> Path:
-    """A byte-level tokenizer whose token `n` is the `n`-th piece, given in the characters that stand for bytes."""
+    """Write a byte-level tokenizer: token `n` is the `n`-th piece, written in the characters that stand for bytes."""
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     return write_tokenizer(folder, BPE(vocabulary, []), decoders.ByteLevel())
 
@@ -86,7 +86,7 @@ def test_every_source_gives_the_same_rows(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # A run whose store is gone shows its archive.
+    # A run without its store shows its archive.
     where = {"archive": str(folder), "run": "test"}.get(kind, kind)
     if "." in kind:
         assert run("export", folder, kind) == 0
@@ -120,7 +120,7 @@ def test_pages_are_pieces_of_the_result(folder: Path) -> None:
         assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
 
 
-def test_a_row_tells_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
+def test_a_row_shows_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
     assert set(CatalogRow.__struct_fields__) == set(ROWS.names)
@@ -244,7 +244,7 @@ def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path: Path, 
         assert found(catalog, text="fé", min_reward=0.9, sort_by="id", is_descending=True) == ["2-0-0", "0-0-1"]
 
 
-def test_text_is_searched_with_tokenizers_whose_pieces_depend_on_their_neighbours(tmp_path: Path, folder: Path) -> None:
+def test_text_search_works_with_context_dependent_tokenizers(tmp_path: Path, folder: Path) -> None:
     vocabulary = {letter: number for number, letter in enumerate(["[UNK]", *"bcdef", "##g", *"hijkl"])}
     path = write_tokenizer(tmp_path / "model", WordPiece(vocabulary, unk_token="[UNK]"), decoders.WordPiece())
     assert not TokenDecoder(path).joins_pieces(np.arange(12))
@@ -307,7 +307,9 @@ def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> No
         assert before.num_rows == 6
 
 
-def test_a_text_is_searched_in_what_is_new_alone(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_text_search_reads_only_new_rows(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     searched = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Conditions as a line of text: what is read, what is refused, and that a filter comes back as it was."""
+"""Conditions as text: parsing, refusals, and the round trip of a filter."""
 
 import pytest
 
@@ -40,6 +40,6 @@ def test_a_single_step_or_version_is_written_as_one() -> None:
         ("text='a", "must have their quotes closed"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(line: str, reason: str) -> None:
+def test_unreadable_input_is_reported_in_one_sentence(line: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_conditions(line)

@@ -1,4 +1,4 @@
-"""Every command that reads an archive refuses or names damage, whatever the damage is, and never reads it as data."""
+"""Every command that reads an archive refuses or names damage and never reads it as data."""
 
 import shutil
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def test_damage_is_named_by_every_command_that_reads_the_file(
     assert name in text
 
 
-def test_a_catalog_marks_what_is_damaged_and_shows_the_rest(archive: Path) -> None:
+def test_a_catalog_marks_damaged_shards_and_shows_the_rest(archive: Path) -> None:
     (archive / SHARD).write_bytes(flip_a_bit((archive / SHARD).read_bytes()))
     (archive / "ledger.jsonl").unlink()
     with open_catalog(str(archive)) as catalog:

@@ -20,6 +20,6 @@ def test_one_piece_is_the_same_as_many(command: tuple) -> None:
 
 
 @pytest.mark.parametrize("argument", [True, None, memoryview(b"x"), [1]])
-def test_what_has_no_bytes_of_its_own_is_refused(argument: object) -> None:
+def test_unsupported_arguments_are_refused(argument: object) -> None:
     with pytest.raises(TypeError, match="bytes, text and numbers"):
         CommandPacker().pack("SET", "key", argument)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Errors of the embedded server's start, before there is a server."""
+"""Errors of the embedded server before it starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""RetryPolicy repeats commands that may succeed later, until its time is up, and reports its wait."""
+"""RetryPolicy retries commands that may succeed later, until its timeout, and reports its wait."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""The Lua scripts as texts: documented, loaded, and each one run by the store."""
+"""The Lua scripts as text: documented, loaded, and each run by the store."""
 
 import re
 from importlib import resources

@@ -56,7 +56,7 @@ def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, de
         ("extras", {"found": 2**64}, "extras: extras must be made of numbers, text"),
         ("metrics", {"score": float("nan")}, "nonfinite_number: metrics must be finite"),
         ("metrics", {"score": "high"}, "could not convert string to float: 'high'"),
-        ("metrics", {"a" * 65: 1.0}, "names: there may be 64 arrays and metrics with names of 1 to 64 characters"),
+        ("metrics", {"a" * 65: 1.0}, "names: arrays and metrics must be at most 64, with names of 1 to 64 characters"),
         ("turn_rewards", [float("inf")], "nonfinite_reward: rewards must be finite"),
         ("stop_reason", "", "names: a stop reason has 1 to 64 characters, got ''"),
     ],

@@ -75,7 +75,7 @@ def test_without_a_name_the_newest_run_is_meant(tmp_path: Path, capsys: pytest.C
         os.utime(folder.path / "config.yaml", (1e9 - age, 1e9 - age))
     code, error = failure(capsys, f"runs_dir={tmp_path}")
     assert code == 2
-    assert "run 'newest' must have a store to look into, but mode=serial keeps it to itself" in error
+    assert "run 'newest' must have a store to inspect, but with mode=serial it is private" in error
 
 
 @pytest.mark.parametrize("words", [[], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]])

@@ -1,4 +1,4 @@
-"""The fsyncer holds the files that exist now, and closes those that were replaced."""
+"""The fsyncer holds the current files and closes replaced ones."""
 
 import psutil
 

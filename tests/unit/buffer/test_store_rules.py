@@ -1,4 +1,4 @@
-"""Rules that both stores share: leases, and what makes a stored run the same run."""
+"""Rules shared by both stores: leases, and the settings that make a stored run the same run."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_an_evaluation_lease_names_the_held_out_row_itself():
     assert (lease.row, lease.ordinal, lease.id) == (40, 40, "final:sampled-3:40-0")
 
 
-def test_the_message_of_a_lapse_says_what_happens_to_the_prompt():
+def test_the_lapse_message_says_what_happens_to_the_prompt():
     line = lapsed_lease_message("4", attempt=1, owner="generator-0", is_quarantined=False)
     assert line == "lease 4-1 of generator-0 lapsed: its prompt will be leased again"
 
@@ -60,7 +60,7 @@ def test_the_first_key_that_differs_is_named(before, now, message):
 
 
 @pytest.mark.parametrize("key", MAY_CHANGE)
-def test_what_a_resumed_run_may_change_is_not_compared(key):
+def test_settings_that_a_resumed_run_may_change_are_not_compared(key):
     def nested(value: object) -> dict:
         for name in reversed(key.split(".")):
             value = {name: value}
