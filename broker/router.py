@@ -66,8 +66,8 @@ from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import TimeAccount, Trace
 
 
-class Vitals:
-    """Belongs to the router's thread."""
+class BrokerGauges:
+    """Gauges and event trace of one broker. Belongs to the router's thread."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Vitals:
         }
 
     # --- profile -------------------------------------------------------------------------------------------------
-    def pass_on(self, order: Profile, generators: Iterable[Peer]) -> None:
+    def relay(self, order: Profile, generators: Iterable[Peer]) -> None:
         """Execute the learner's profiling order here and relay it to the generators."""
         for peer in generators:
             self._send(peer.identity, order)
@@ -196,8 +196,8 @@ class Router:
         )  # fmt: skip
         self._drain_requests = DrainRequests(store, self._peers, send=self._send)
         self._departures = Departures(store, self._peers, run=run, broker=name)
-        self._vitals = Vitals(run, store, self._ingest, send=self._send, name=name, address=address)
-        self._account = self._vitals.account
+        self._gauges = BrokerGauges(run, store, self._ingest, send=self._send, name=name, address=address)
+        self._account = self._gauges.account
         self._inspection = Inspection(run, channel.send, self._peers.weights_at, self.chief.living_for, model=model)
         self._ping_round = PingRound(())
         self._members_changed = False
@@ -215,7 +215,7 @@ class Router:
         for identity, answer in answers:
             self._leases.record_answer(peer := self._peers.get(identity), answer)
             self._try(partial(self._guests.record_answer, peer, answer))
-            self._vitals.record_answer(answer)
+            self._gauges.record_answer(answer)
             self._send(identity, answer)
         self._guests.poll()
         self._try(self._serve_leases)
@@ -295,7 +295,7 @@ class Router:
             case OpenEpoch() | Update() if peer is self._peers.learner():
                 self._relay(message)
             case Profile() if peer is self._peers.learner():
-                self._vitals.pass_on(message, self._peers.generators())
+                self._gauges.relay(message, self._peers.generators())
             # The name in the message must match the connection: a generator answers only for itself.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
@@ -342,7 +342,7 @@ class Router:
                 living=self.chief.living_for(hello.machine),
             ),
         )
-        self._vitals.record_join(identity)
+        self._gauges.record_join(identity)
         # A peer that waited for this broker has queued one Hello per second: log only the first.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
@@ -396,7 +396,7 @@ class Router:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
             began_at, self._next_serve_at = self._clock(), self._clock() + _SERVE_INTERVAL_S
             for identity, prompts in (answers := self._leases.serve()):
-                self._vitals.record_leases(prompts.prompts)
+                self._gauges.record_leases(prompts.prompts)
                 # The generator is gone: return its leases now instead of waiting until they lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
@@ -446,7 +446,7 @@ class Router:
         # Renew only the leases in the last Pong: a lease lost in transit then lapses and is leased again.
         beats = [p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in served]
         if self._ping_round.is_over:
-            own = self._vitals.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
+            own = self._gauges.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
             beats.append(Heartbeat(self.chief.name, own))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
         if self._ping_round.is_over:
