@@ -362,7 +362,7 @@ class ArchiverThread:
         if archiver.num_left_out:
             reason = (
                 f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g}): {archiver.num_left_out} "
-                "groups have left the store without it"
+                "groups were dropped"
             )
         self._status = ArchiverStatus(
             state="full" if reason and state == "archiving" else state,

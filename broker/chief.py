@@ -106,7 +106,7 @@ class Chief:
                 self._reap()
         except StaleFenceError as error:
             # Another broker is probably the chief by now: the next report tells.
-            log.warning("no_chief_any_more", reason=str(error))
+            log.warning("chief_lost", reason=str(error))
             self.fence = NO_FENCE
 
     def _set_fence(self, fence: int, *, chief: str) -> None:
@@ -114,7 +114,7 @@ class Chief:
         if self.has_others:
             log.info("chief", name=chief, fence=fence)
         if self.has_others and fence:
-            self._store.record_event(self.name, "is the chief of all brokers from now on")
+            self._store.record_event(self.name, "became the chief of all brokers")
 
     def _addresses(self) -> dict[str, tuple[str, str]]:
         return {name: (facts["here"], facts["address"]) for name, facts in self._living.items()}

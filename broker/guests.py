@@ -101,9 +101,9 @@ class Guests:
     def reason_to_wait(self, peer: Peer) -> str:
         """Return why a guest may get no lease now; empty if it may."""
         if not self._num_own:
-            return "guests: no generator of the run's own is ready to check answers"
+            return "guests: no trusted generator is ready to check answers"
         num_open = sum(check.guest == peer.guest for check in self._open.values())
-        return f"guests: {num_open} of its answers wait to be checked" if num_open >= _MAX_UNCHECKED else ""
+        return f"guests: {num_open} of its answers wait for a check" if num_open >= _MAX_UNCHECKED else ""
 
     def record_leases(self, peer: Peer, prompts: Iterable[Prompt]) -> None:
         """Choose randomly which groups are checked. All answers of a group are, so that copies within it are found."""
@@ -136,7 +136,7 @@ class Guests:
             or not trajectory.model_mask[-header.written_tokens :].all()
             or has_more
         ):
-            raise RecordRefusedError("guest_answer", f"{header.id} of guest {guest!r} must be what the lease asks for")
+            raise RecordRefusedError("guest_answer", f"{header.id} of guest {guest!r} must match its lease")
         if is_checked:
             self._arriving[header.id] = _Check(guest, prompt, payload)
 
@@ -157,7 +157,7 @@ class Guests:
         """Quarantine a guest with its groups, and disconnect it."""
         num_groups = self._store.quarantine_guest(guest, reason=reason)
         log.warning("guest_quarantined", guest=guest, reason=reason, groups=num_groups)
-        self._store.record_event(guest, f"quarantined, with {num_groups} groups that it wrote in: {reason}")
+        self._store.record_event(guest, f"quarantined, with the {num_groups} groups it contributed to: {reason}")
         peer = self._peers.generator(guest)
         if peer and peer.guest:
             self._send(peer.identity, Drain(f"quarantined: {reason}"))
@@ -206,7 +206,7 @@ class Guests:
             guest.digests.popitem(last=False)
         if first == check.id or check.lie or not check.logprob < _IMPROBABLE:
             return check
-        return msgspec.structs.replace(check, lie=f"{check.id} repeats {first}, which chance does once in a million")
+        return msgspec.structs.replace(check, lie=f"{check.id} repeats {first}, which is no coincidence")
 
     def gauges(self, peer: Peer) -> dict[str, object]:
         """Gauges of a guest for the store."""
@@ -233,19 +233,19 @@ def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
     """Return the reason to quarantine the guest with these checks; empty if it is not convicted."""
     lies = [check.lie for check in checks if check.lie]
     if len(lies) >= _MIN_LIES:
-        return f"{len(lies)} of {len(checks)} answers that were checked are not what they say, the last: {lies[-1]}"
+        return f"{len(lies)} of {len(checks)} checked answers are false, the last one: {lies[-1]}"
     scored = [check for check in checks if check.num_tokens]
     if len(scored) < _MIN_CHECKS:
         return ""
     num_tokens = sum(check.num_tokens for check in scored)
-    of = f"over {num_tokens} tokens of {len(scored)} answers that were scored again"
+    of = f"over {num_tokens} tokens of {len(scored)} answers scored again"
     diff = sum(check.logprob_diff for check in scored) / num_tokens
     own = sum(check.own_logprob_diff * check.num_tokens for check in scored) / num_tokens
     # `not <=` rather than `>`: NaN must convict.
     if not diff <= max_logprob_diff + 2 * own:
         return (
             f"its log-probabilities must be those of the policy within {max_logprob_diff:g} nats on average, got "
-            f"{diff:.3g} {of}; generators of one's own differ by {own:.2g}"
+            f"{diff:.3g} {of}; trusted generators differ by {own:.2g}"
         )
     surplus = sum(check.surplus for check in scored) / num_tokens
     chance = _DEVIATIONS * math.sqrt(sum(check.variance for check in scored)) / num_tokens
@@ -253,6 +253,6 @@ def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
         more = "more" if surplus > 0 else "less"
         return (
             f"its answers must be samples of the policy, got the likeliest token {abs(surplus):.0%} {more} often {of}: "
-            "another model wrote them, or another way of sampling"
+            "they come from another model or other sampling settings"
         )
     return ""

@@ -61,9 +61,9 @@ class Handshake:
         if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
             return Rejection(
                 "network",
-                "weights.transport=collective on another machine needs cluster.trusted_network=true, got it from "
-                f"{hello.peer_id!r} on {hello.host} without: broadcasts are not encrypted. Leave it out, and this "
-                "generator fetches deltas.",
+                "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts "
+                f"are not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch "
+                "deltas.",
             )
         if guest and (reason := _check_guest(hello, guest, quarantined)):
             return Rejection("guest", reason)
@@ -78,9 +78,7 @@ class Handshake:
             return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
         location = self._locate_duplicate(hello)
         if location and hello.role == "learner":
-            return (
-                f"a run has one learner, but {location} is that of this run: stop that process, or choose another run."
-            )
+            return f"a run has one learner, but {location} already is: stop that process, or choose another run."
         if location:
             return (
                 f"peer id {hello.peer_id!r} must be unique, but {location} has it: "
@@ -94,9 +92,9 @@ def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> st
         return f"guest {guest!r} is quarantined and may not join again: {reason}"
     if hello.role != "generator" or hello.peer_id != guest:
         got = f"{hello.role} {hello.peer_id!r}"
-        return f"a guest is one generator with its own name, {guest!r}, got {got}: it needs a token of its own."
+        return f"a guest must be a generator named {guest!r}, got {got}: each guest needs a separate token."
     if hello.weight_transport == "collective":
-        return f"a guest takes part in no broadcast, got weights.transport=collective from {guest!r}: leave it out."
+        return f"a guest must not join broadcasts, got weights.transport=collective from {guest!r}: leave it out."
     return ""
 
 

@@ -212,7 +212,7 @@ class LeaseScheduler:
     def _speed_reason(self, peer: Peer) -> str:
         group_s = self._fair_share.group_s(peer)
         own = f"; a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: faster generators take all prompts that may be leased now{own}"
+        return f"speed: faster generators take all available prompts{own}"
 
     def _admission_reason(self) -> str:
         state = self._run_state()
@@ -231,7 +231,7 @@ class LeaseScheduler:
             self._has_warned = True
             reason = (
                 "the success rate of every row of data.train lies outside data.curriculum.low and high: no prompt is "
-                "skipped until one lies inside; widen the band, or check that the reward tells which answers are right"
+                "skipped until one lies inside; widen the band, or check that the reward tells right from wrong answers"
             )
             log.warning("no_row_in_band", reason=reason, **counts.curriculum)
             self._store.record_event("broker", reason)

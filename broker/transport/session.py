@@ -169,7 +169,7 @@ class BrokerClients:
         if self._is_reachable(address):
             log.info("broker_found", broker=broker, address=address)
         else:
-            reason = "nobody listens there, as seen from here: its generators get no weights until it is reached"
+            reason = "unreachable from this machine: its generators get no weights until the learner reaches it"
             log.warning("broker_not_reached", broker=broker, address=address, reason=reason)
         if link:
             self._leave(link)

@@ -36,8 +36,8 @@ class CheckpointNames:
         if quantized := getattr(module.config, "quantization_config", None):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
             raise WeightTransferError(
-                f"{type(module).__name__} cannot be published: its checkpoint must be unquantised, as the learner's "
-                f"weights are, got {method}; convert it to bfloat16 first"
+                f"{type(module).__name__} cannot be published: its checkpoint must be unquantized, like the learner's "
+                f"weights, got {method}; convert it to bfloat16 first"
             )
         # Use the conversions of the model type, not those that a particular file needed, so that every generator
         # derives the same names regardless of its file's layout.
@@ -74,7 +74,7 @@ class CheckpointNames:
         is_same = {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in self.tensors.items()}
         if not is_same or _size(whole) != _size(meta):
             raise WeightTransferError(
-                f"{type(module).__name__} cannot be published: its layout in transformers must turn into that of its "
+                f"{type(module).__name__} cannot be published: its layout in transformers must convert to that of its "
                 "checkpoint one layer at a time and without loss; train another model"
             )
         strict = sorted(module._keep_in_fp32_modules_strict or ())

@@ -274,10 +274,10 @@ def choose_backend(
     if on_cpu := sum(not device.startswith("cuda:") for device in devices):
         obstacle = f"{on_cpu} of {len(devices)} on a CPU"
     else:
-        obstacle = "two of them on one GPU" if len(set(devices)) < len(devices) else ""
+        obstacle = "two on one GPU" if len(set(devices)) < len(devices) else ""
     if setting == "nccl" and obstacle:
         raise WeightTransferError(
-            f"weights.backend=nccl needs the learner and each generator on a GPU of its own, got {obstacle}: use "
+            f"weights.backend=nccl needs the learner and each generator on separate GPUs, got {obstacle}: use "
             "weights.backend=auto"
         )
     return "gloo" if obstacle or setting == "gloo" else "nccl"

@@ -256,7 +256,7 @@ def test_a_lender_that_is_gone_or_has_moved_on_is_passed_over(scene: Scene) -> N
     scene.publish(2)
     scene.fetch(lender, 2, is_lent=True)
     assert scene.fetch(fetcher, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
-    assert "nobody listens" in fetcher.lender_errors[0].reason
+    assert "no process listens" in fetcher.lender_errors[0].reason
 
 
 @pytest.mark.usefixtures("impatient")
@@ -332,7 +332,7 @@ def until(reached: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "give_up_s", "reason"),
-    [(signal.SIGKILL, 10.0, "nobody listens there any more"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
+    [(signal.SIGKILL, 10.0, "no process listens there now"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
 )
 def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     big: Scene,

@@ -76,7 +76,7 @@ def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
         tick(second)
     assert second.router.chief.fence == 2
     assert (first.store.counts().leased, first.store.counts().returned) == (0, 2)
-    assert ("broker-1", "is the chief of all brokers from now on") in events(first)
+    assert ("broker-1", "became the chief of all brokers") in events(first)
 
 
 def test_a_chief_that_hung_does_nothing_for_all_any_more(first, second):
