@@ -312,21 +312,16 @@ class ArchiverThread:
             return False
         try:
             with closing(self._connect()) as store:
-                return self._archive_until_stopped(store)
+                try:
+                    with suppress(StaleFenceError), closing(self._open(store)) as archiver:
+                        return self._archive(archiver, store)
+                except (ReplayBufferError, OSError) as error:
+                    self._record_error(error)
+                    # The store may still work if the disk is full or another archiver has the folder.
+                    self._report(store)
         except (ReplayBufferError, OSError) as error:
             self._record_error(error)
-            return False
-
-    def _archive_until_stopped(self, store: Store) -> bool:
-        try:
-            with suppress(StaleFenceError), closing(self._open(store)) as archiver:
-                return self._archive(archiver, store)
-            return False
-        except (ReplayBufferError, OSError) as error:
-            self._record_error(error)
-            # Report through the store, which may still work if the disk is full or another archiver has the folder.
-            self._report(store)
-            return False
+        return False
 
     def _open(self, store: Store) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None

@@ -6,12 +6,13 @@ would import torch into the broker.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from tokenizers import Tokenizer
 
-from slipstream.broker.prompt_rows import PromptText, Row, image_sources, make_row, open_rows, place_images
+from slipstream.broker.messages import Row
+from slipstream.broker.prompt_rows import PromptText, image_sources, make_row, open_rows, place_images
 from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError
@@ -82,7 +83,7 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Upper bound on the ratio of a row's bytes in a message to `RowFile.num_bytes`."""
+"""Upper bound on the ratio of a row's bytes in a message to `ParquetRows.num_bytes`."""
 
 
 class Dataset:
@@ -214,30 +215,25 @@ class _PromptFile:
         )
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        if (row := self._find_large(0, len(self._file), most=max_message_bytes // 2)) is not None:
+        if found := self._find_large(0, len(self._file), most=max_message_bytes // 2):
+            row, size = found
             raise ConfigError(
                 f"a row of {self.path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
-                f"{row.size} bytes in row {row.number}: raise broker.max_message_bytes, here and where generators are "
+                f"{size} bytes in row {row}: raise broker.max_message_bytes, here and where generators are "
                 "started by hand, or shorten the row."
             )
 
-    def _find_large(self, start: int, end: int, *, most: int) -> "_LargeRow | None":
-        """Return the first row in this range whose message is too large."""
+    def _find_large(self, start: int, end: int, *, most: int) -> tuple[int, int] | None:
+        """Return the number and encoded bytes of the first row in this range that is too large."""
         # Images may be in separate files, so their bytes are added.
         num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
         if start == end or num_bytes <= most // _MOST_OVERHEAD:
             return None
         if end - start == 1:
             size = len(encode(self._row(start)))
-            return _LargeRow(start, size) if size > most and start in self._rows else None
+            return (start, size) if size > most and start in self._rows else None
         middle = (start + end) // 2
         return self._find_large(start, middle, most=most) or self._find_large(middle, end, most=most)
-
-
-class _LargeRow(NamedTuple):
-    number: int
-    size: int
-    """Encoded bytes in a message."""
 
 
 def read_train(run: RunConfig) -> Dataset:

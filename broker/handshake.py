@@ -78,7 +78,7 @@ class Handshake:
             return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
         location = self._locate_duplicate(hello)
         if location and hello.role == "learner":
-            return f"a run has one learner, but {location} already is: stop that process, or choose another run."
+            return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
         if location:
             return (
                 f"peer id {hello.peer_id!r} must be unique, but {location} has it: "

@@ -78,7 +78,9 @@ class Ingest:
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
         """Add the trajectories of a Put to the batch. Quarantine malformed ones; returns their fatal Nacks."""
         if len(put.headers) != len(payloads):
-            return self._refuse_count(put.headers, payloads)
+            detail = f"a Put of {len(put.headers)} trajectories must have as many payloads, got {len(payloads)}"
+            self._quarantine("frame_count", b"".join(payloads[:1]))
+            return [self._fatal(header, "frame_count", detail=detail) for header in put.headers]
         nacks = (self._add_one(identity, *packed, guest) for packed in zip(put.headers, payloads, strict=True))
         return [nack for nack in nacks if nack]
 
@@ -147,11 +149,6 @@ class Ingest:
                 self._quarantine(insertion.reason, payload)
                 answers.append((identity, self._fatal(header, insertion.reason)))
         return [*answers, *((identity, Ack(ids)) for identity, ids in acks.items())]
-
-    def _refuse_count(self, headers: list[TrajectoryHeader], payloads: list[bytes]) -> list[Nack]:
-        detail = f"a Put of {len(headers)} trajectories must have as many payloads, got {len(payloads)}"
-        self._quarantine("frame_count", b"".join(payloads[:1]))
-        return [self._fatal(header, "frame_count", detail=detail) for header in headers]
 
     def _defer(self, header: TrajectoryHeader) -> Nack:
         self.deferred[self.reason] += 1

@@ -11,9 +11,8 @@ from slipstream.broker.chief import Chief
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.fair_share import FairShare
 from slipstream.broker.guests import Guests
-from slipstream.broker.messages import Ack, Message, Prompt, Prompts
+from slipstream.broker.messages import Ack, Message, Prompt, Prompts, Row
 from slipstream.broker.peers import Peer
-from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreUnavailableError

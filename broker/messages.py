@@ -165,27 +165,32 @@ class Pong(Message):
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
-class Prompt(Record):
-    """A leased row of the dataset.
+class Row(Record):
+    """A row of the dataset.
 
-    Example: Prompt(lease=Lease(...), uid="reverse/00017", prompt="48213=", ground_truth="31284",
-        data_source="digits/reverse", extra_info={"index": 17})
+    Example: Row(uid="reverse/00017", prompt="48213=", ground_truth="31284", data_source="digits/reverse",
+        extra_info={"index": 17, "split": "train"})
     """
 
-    lease: Lease
     uid: str
-    """Row id, stable across runs."""
+    """File name and row number: stable across runs, unique within a run."""
     prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages for the tokenizer's chat template."""
     ground_truth: Any
     """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """Record of the row, passed unchanged to the agent and the reward function."""
+    """The row's record and remaining columns, passed unchanged to the agent and the reward function."""
     agent_name: str = ""
     """Agent loop of this row; empty: `generators.agent`."""
     images: list[bytes] = []
     """Encoded images in prompt order, shared by all members of the group."""
+
+
+class Prompt(Row, kw_only=True):
+    """A leased row. Example: Prompt(uid="reverse/00017", prompt="48213=", ..., lease=Lease(...))."""
+
+    lease: Lease
 
 
 class LeaseRequest(Message):

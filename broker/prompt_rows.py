@@ -4,17 +4,18 @@ A row has a prompt (`prompt`, else `question`) and a truth (`reward_model.ground
 `agent_name`, `images` and `extra_info` are optional. All other columns go into `extra_info` under their names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slipstream.broker.messages import Row
 from slipstream.buffer.codec import encode
-from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.base import ConfigError
 from slipstream.runtime.images import PLACEHOLDER, load_image
 
 Values = dict[str, Any]
@@ -32,27 +33,6 @@ _IMAGE = {"type": "image"}
 """Placeholder for an image in a chat message."""
 _SHOWN = 60
 """Maximum characters of an invalid value in an error."""
-
-
-class Row(Record):
-    """One prompt.
-
-    Example: Row(uid="train/00017", prompt="48213=", ground_truth="31284", data_source="digits/reverse",
-        extra_info={"index": 17, "split": "train"})
-    """
-
-    uid: str
-    """File name and row number: stable across runs, unique within a run."""
-    prompt: PromptText
-    ground_truth: Any
-    """Reference answer for the reward function, any JSON value."""
-    data_source: str
-    extra_info: dict[str, Any] = {}
-    """The row's record and remaining columns, passed unchanged to the agent and the reward function."""
-    agent_name: str = ""
-    """Agent loop of this row; empty: `generators.agent`."""
-    images: list[bytes] = []
-    """Encoded images in prompt order."""
 
 
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
@@ -170,41 +150,8 @@ def _show(value: Any) -> str:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-class RowFile(Protocol):
-    """The rows of a file, in memory. Every row has passed `check_values`."""
-
-    def __len__(self) -> int: ...
-
-    def values(self, number: int) -> Values:
-        """Return row `number`, counted from 0."""
-
-    def prompts(self) -> list[PromptText]:
-        """Return the prompts of all rows."""
-
-    @property
-    def may_have_images(self) -> bool:
-        """Whether any row may have an image, without decoding all rows."""
-
-    def num_bytes(self, start: int, end: int) -> int:
-        """Return the memory size of these rows without decoding them: more than an eighth of their size in a
-        message."""
-
-
-def open_rows(path: Path) -> RowFile:
-    """Read a file: JSON lines by its suffix (.jsonl, .ndjson, .json), else Parquet.
-
-    Raises ConfigError naming the file and its first problem.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
-    rows: RowFile = _JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else _ParquetRows(path)
-    if not len(rows):
-        raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
-    return rows
-
-
-class _ParquetRows:
-    """Rows of a Parquet file, kept as Arrow columns."""
+class ParquetRows:
+    """Rows of a Parquet file, kept as Arrow columns. Every row has passed `check_values`."""
 
     def __init__(self, path: Path) -> None:
         self._table = _read_table(path)
@@ -221,26 +168,27 @@ class _ParquetRows:
         return int(self._table.num_rows)
 
     def values(self, number: int) -> Values:
+        """Return row `number`, counted from 0."""
         values: Values = _without_nulls(self._table.slice(number, 1).to_pylist()[0])
         return values
 
     def prompts(self) -> list[PromptText]:
-        return [values[_first(_PROMPTS, values)] for values in self._scan(_PROMPTS)]
+        """Return the prompts of all rows."""
+        table = self._table.select([name for name in _PROMPTS if name in self._table.schema.names])
+        batches = (batch.to_pylist() for batch in table.to_batches(max_chunksize=1024))
+        return [values[_first(_PROMPTS, values)] for batch in batches for values in map(_without_nulls, batch)]
 
     @property
     def may_have_images(self) -> bool:
+        """Whether any row may have an image, without decoding all rows."""
         kind = _type(self._table, _PROMPTS[0]) if _PROMPTS[0] in self._table.schema.names else pa.string()
         is_parts = pa.types.is_list(kind) and not _has_texts(kind)
         return "images" in self._table.schema.names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
+        """Return the memory size of rows without decoding them: more than an eighth of their size in a message."""
         # Arrow does not count the field names of records.
         return int(self._table.slice(start, end - start).nbytes)
-
-    def _scan(self, columns: tuple[str, ...]) -> Iterator[Values]:
-        table = self._table.select([name for name in columns if name in self._table.schema.names])
-        for batch in table.to_batches(max_chunksize=1024):
-            yield from map(_without_nulls, batch.to_pylist())
 
 
 def _read_table(path: Path) -> pa.Table:
@@ -312,8 +260,11 @@ def _is_json(kind: pa.DataType) -> bool:
     return not (pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
 
 
-class _JsonRows:
-    """Rows of a file of JSON lines or one JSON list. Kept as text, because rows may have different columns."""
+class JsonRows:
+    """Rows of a file of JSON lines or one JSON list, with the interface of ParquetRows.
+
+    Kept as text, because rows may have different columns.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -349,6 +300,19 @@ class _JsonRows:
 
     def num_bytes(self, start: int, end: int) -> int:
         return sum(map(len, self._lines[start:end]))
+
+
+def open_rows(path: Path) -> ParquetRows | JsonRows:
+    """Read a file: JSON lines by its suffix (.jsonl, .ndjson, .json), else Parquet.
+
+    Raises ConfigError naming the file and its first problem.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
+    rows = JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else ParquetRows(path)
+    if not len(rows):
+        raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
+    return rows
 
 
 def _split(data: bytes, path: Path) -> list[bytes]:

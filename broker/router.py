@@ -91,21 +91,22 @@ class BrokerGauges:
             self._trace.obey("events")
 
     def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
-        deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
         reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
-        where = {"host": socket.gethostname(), "pid": os.getpid(), "address": self._address}
-        waits = {"reason": reason, "waits_for": "store" if reason else ""}
-        # Excludes children: a store that this process started reports its own CPU time.
-        used = {"cpu_s": round(time.process_time(), 3), "store_cpu_s": self._store.cpu_s(), **self.account.gauges()}
         return {
             "role": "broker",
             "state": "ready",
             "peers": num_peers,
             "is_chief": is_chief,
-            **waits,
-            **where,
-            **deferred,
-            **used,
+            "reason": reason,
+            "waits_for": "store" if reason else "",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": self._address,
+            **{f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()},
+            # Excludes children: a store that this process started reports its own CPU time.
+            "cpu_s": round(time.process_time(), 3),
+            "store_cpu_s": self._store.cpu_s(),
+            **self.account.gauges(),
         }
 
     # --- profile -------------------------------------------------------------------------------------------------

@@ -76,12 +76,26 @@ class RouterScene:
     def step(self) -> None:
         self.router.step(timeout_s=0)
 
+    def tick(self, seconds: float | None = None) -> None:
+        """Advance the clock once, by default by one heartbeat, and step the router."""
+        self.clock.now += self.run.broker.heartbeat_s if seconds is None else seconds
+        self.step()
+
     def wait(self, seconds: float) -> None:
         """Let time pass while the router runs."""
         ends_at = self.clock.now + seconds
         while self.clock.now < ends_at:
-            self.clock.now += self.run.broker.heartbeat_s
-            self.step()
+            self.tick()
+
+    def join(self, name: str = "g0", *, role: str = "generator", incarnation: str = "1") -> "FakePeer":
+        """Add a peer that has received its Welcome."""
+        peer = FakePeer(self, role, name, incarnation)
+        peer.receive()
+        return peer
+
+    def events(self) -> list[tuple[str, str]]:
+        """(role, text) of the run's events."""
+        return [(event.role, event.text) for event in self.store.events(limit=99)]
 
 
 class FakePeer:

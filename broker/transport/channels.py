@@ -63,6 +63,12 @@ class ServerChannel(Protocol):
     def close(self) -> None: ...
 
 
+def check_open(*, is_closed: bool) -> None:
+    """Raise ChannelClosedError for a closed channel."""
+    if is_closed:
+        raise ChannelClosedError("a channel must not be used after close: open a new one")
+
+
 class MemoryBroker:
     """Hub of at most one server and any number of clients."""
 
@@ -110,7 +116,7 @@ class MemoryServerChannel:
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
             if not self.inbox:
                 return None
@@ -121,7 +127,7 @@ class MemoryServerChannel:
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             client = self._hub.clients.get(identity)
             if client is None:
                 return False
@@ -139,10 +145,6 @@ class MemoryServerChannel:
             self._is_closed = True
             if self._hub.server_channel is self:
                 self._hub.server_channel = None
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ChannelClosedError("a channel must not be used after close: open a new one")
 
 
 class MemoryClientChannel:
@@ -162,13 +164,13 @@ class MemoryClientChannel:
 
     def send(self, frames: Frames) -> None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._queue.append(list(frames))
             self._hub.changed.notify_all()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.wait_for(self._is_done_waiting, timeout_s=timeout_s)
             self._flush()
             if self.inbox:
@@ -184,7 +186,7 @@ class MemoryClientChannel:
     def reconnect(self, address: str = "") -> None:
         """Drop all queued frames and take a new identity. Ignores the address, since a hub has one server."""
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.clients.pop(self._identity, None)
             self._queue.clear()
             self.inbox.clear()
@@ -212,7 +214,3 @@ class MemoryClientChannel:
         while self._queue:
             server.inbox.append((self._identity, self._queue.popleft()))
         self._hub.changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ChannelClosedError("a channel must not be used after close: open a new one")

@@ -66,7 +66,8 @@ class Outbox:
         """Return the trajectories that may be sent now, oldest first, and mark them as sent."""
         now = self._clock()
         with self._lock:
-            self._requeue_unanswered(now)
+            for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
+                self._wait(trajectory_id, until=0.0)
             sendable: list[tuple[TrajectoryHeader, bytes]] = []
             for trajectory_id, at in self._waiting.items():
                 entry = self._entries[trajectory_id]
@@ -105,10 +106,6 @@ class Outbox:
             self._waiting = dict.fromkeys(self._entries, 0.0)
             self._sent_at = {}
             self._sent_bytes = 0
-
-    def _requeue_unanswered(self, now: float) -> None:
-        for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
-            self._wait(trajectory_id, until=0.0)
 
     def _wait(self, trajectory_id: str, *, until: float) -> None:
         del self._sent_at[trajectory_id]

@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
+from slipstream.broker.transport.channels import check_open
 from slipstream.broker.transport.endpoints import (
     PROBE_TIMEOUT_S,
     bind_error,
@@ -48,12 +49,8 @@ def in_pieces(frames: Frames) -> Frames:
     """
     if all(len(frame) <= PIECE_BYTES for frame in frames):
         return frames
-    split = [_pieces_of(frame) for frame in frames]
+    split = [[frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame] for frame in frames]
     return [b"", msgspec.msgpack.encode([len(pieces) for pieces in split]), *chain.from_iterable(split)]
-
-
-def _pieces_of(frame: bytes) -> Frames:
-    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame]
 
 
 def assembled(frames: Frames) -> Frames:
@@ -211,7 +208,7 @@ class ZmqServerChannel:
         return True
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
         received = self._receive_now()
@@ -229,7 +226,7 @@ class ZmqServerChannel:
         return [identity.bytes, *self._socket.recv_multipart(flags=zmq.NOBLOCK)]
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         try:
             self._socket.send_multipart([identity, *frames], flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -282,14 +279,14 @@ class ZmqClientChannel:
         self._socket = self._connect()
 
     def send(self, frames: Frames) -> None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         self._queue.append(in_pieces(frames))
         self._notify()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            _check_open(self._socket)
+            check_open(is_closed=self._socket.closed)
             self._flush()
             frames = _receive_now(self._socket)
             if frames is not None or self._consume_wake():
@@ -304,7 +301,7 @@ class ZmqClientChannel:
         self._notify()
 
     def reconnect(self, address: str = "") -> None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         self._queue.clear()
         self._address = address or self._address
         dropped, self._socket = self._socket, self._connect()
@@ -392,11 +389,6 @@ def _receive_now(source: zmq.Socket) -> Frames | None:
 def _milliseconds(seconds: float) -> int:
     # Rounded up: a wait of half a millisecond must not become a busy loop.
     return int(seconds * 1000) + 1
-
-
-def _check_open(checked: zmq.Socket) -> None:
-    if checked.closed:
-        raise ChannelClosedError("a channel must not be used after close: open a new one")
 
 
 def listen(

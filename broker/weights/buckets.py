@@ -5,6 +5,7 @@ including the gaps between tensors.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,13 +32,14 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
     sizes: list[int] = []
     for name, shape, dtype in tensors:
         num_bytes = math.prod(shape) * dtype.itemsize
-        offset = _aligned(sizes[-1]) if sizes else 0
+        offset = -(-sizes[-1] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if sizes else 0
         if not sizes or (sizes[-1] > 0 and offset + num_bytes > bucket_bytes):
             sizes.append(0)
             offset = 0
         slots.append(TensorSlot(name, list(shape), dtype_name(dtype), len(sizes) - 1, offset))
         sizes[-1] = offset + num_bytes
-    _check_names(slots)
+    if repeated := [name for name, count in Counter(slot.name for slot in slots).items() if count > 1]:
+        raise WeightTransferError(f"tensor names must be unique, got repeated: {_first(repeated)}")
     return slots, sizes
 
 
@@ -80,7 +82,7 @@ def pack(
             )
         # Copies from a GPU into pinned buckets are faster and overlap with gathering the next tensor.
         buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
-        _view(buckets[slot.bucket], slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        _view(buckets, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not buckets[0].is_cuda
     if open_slots:
         raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
@@ -91,7 +93,7 @@ def pack(
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
     """Return named views into the buckets, in the order of `slots`. Raises WeightTransferError for an invalid slot."""
-    return [(slot.name, _view(_bucket_of(buckets, slot), slot)) for slot in slots]
+    return [(slot.name, _view(buckets, slot)) for slot in slots]
 
 
 def checksums(buckets: Iterable[Tensor]) -> list[int]:
@@ -127,21 +129,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
+def _view(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
+    # Slots come from the wire: check that they stay within their buckets.
     if not 0 <= slot.bucket < len(buckets):
         raise WeightTransferError(
             f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"
         )
-    return buckets[slot.bucket]
-
-
-def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
-    # Slots come from the wire: check that they stay within their buckets.
-    dtype = _dtype_of(slot)
+    bucket, dtype = buckets[slot.bucket], getattr(torch, slot.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
     end = slot.offset + math.prod(slot.shape) * dtype.itemsize
     if slot.offset < 0 or slot.offset % ALIGNMENT_BYTES or min(slot.shape, default=0) < 0 or end > bucket.numel():
         raise WeightTransferError(
@@ -149,20 +145,6 @@ def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
             f"({bucket.numel()} bytes), got bytes {slot.offset} to {end}"
         )
     return bucket[slot.offset : end].view(dtype).view(slot.shape)
-
-
-def _dtype_of(slot: TensorSlot) -> torch.dtype:
-    dtype = getattr(torch, slot.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
-    return dtype
-
-
-def _check_names(slots: Sequence[TensorSlot]) -> None:
-    seen: set[str] = set()
-    repeated = {slot.name for slot in slots if slot.name in seen or seen.add(slot.name)}  # type: ignore[func-returns-value]
-    if repeated:
-        raise WeightTransferError(f"tensor names must be unique, got repeated: {_first(repeated)}")
 
 
 def _first(names: Iterable[str]) -> str:

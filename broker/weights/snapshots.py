@@ -155,12 +155,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Delete leftovers of killed writers. Only for the folder's single writer."""
-    for path in folder.glob(f".version-*{_UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 DELTA = "delta.json"
 _FILE = re.compile(r"manifest\.json|delta\.json|(bucket|delta)-\d{4,6}\.bin")
 
@@ -225,7 +219,9 @@ class SnapshotStore:
             if self._is_newest(manifest):
                 return
             flat.verify(buckets, expected=manifest.checksums)
-            remove_unfinished(self.folder)
+            # Leftovers of killed writers. This process is the folder's only writer.
+            for leftover in self.folder.glob(f".version-*{_UNFINISHED}"):
+                shutil.rmtree(leftover, ignore_errors=True)
             base = self._base_for(manifest) if with_delta else None
             more = self._delta_files(*base, manifest, buckets) if base else ()
             write(self.folder / folder_name(manifest.version), manifest, buckets, more=more)

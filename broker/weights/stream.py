@@ -26,7 +26,7 @@ from slipstream.broker.errors import ChannelClosedError, NotYetError, WeightTran
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel
 from slipstream.broker.transport.endpoints import is_listening
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, listen
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, listen
 from slipstream.broker.weights.snapshots import check_size
 from slipstream.buffer.trajectory import Name
 from slipstream.configs.base import Record
@@ -153,7 +153,10 @@ class StreamServer:
         self._files = files
         self.num_bytes = 0
         """Bytes of files sent so far."""
-        self._channel = _bind(address, keys, cluster)
+        try:
+            self._channel = listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
+        except ChannelClosedError as error:
+            raise WeightTransferError(str(error)) from error
         self.address = self._channel.address
         """Bound endpoint, with the actual port instead of `*`."""
         self._is_closing = threading.Event()
@@ -291,7 +294,10 @@ class WeightStream:
                 continue
             # A slow link looks like a stall: with a constant limit the stream would reconnect forever.
             stall_s *= 2 if frames is None else 1
-            self._resume(transfer)
+            log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
+            self.num_resumed += 1
+            self._reconnect()
+            transfer.rewind()
 
     def _find(self, checksum: str, *, timeout_s: float) -> Found:
         def read(answer: Answer) -> Found | None:
@@ -335,13 +341,6 @@ class WeightStream:
                 stall_s *= 2
                 self._reconnect()
                 self._channel.send([msgspec.msgpack.encode(request)])
-
-    def _resume(self, transfer: "_Transfer") -> None:
-        """Reconnect and resume after the last good byte."""
-        log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
-        self.num_resumed += 1
-        self._reconnect()
-        transfer.rewind()
 
     def _reconnect(self) -> None:
         # A learner may restart at its address; a dead lender does not.
@@ -449,10 +448,3 @@ def _decode(frames: Frames) -> Answer | None:
         return msgspec.msgpack.decode(frames[0], type=Answer)
     except (ValueError, IndexError):
         return None
-
-
-def _bind(address: str, keys: Keys, cluster: ClusterConfig) -> ZmqServerChannel:
-    try:
-        return listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
-    except ChannelClosedError as error:
-        raise WeightTransferError(str(error)) from error

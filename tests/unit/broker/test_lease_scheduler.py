@@ -56,8 +56,7 @@ def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
 def refusal(scene: RouterScene, peer: FakePeer) -> str:
     """The reason of the answer to a request that gets nothing."""
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]
     assert answer.prompts == []
     return answer.reason
@@ -90,8 +89,7 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     assert slow.exchange(LeaseRequest(max_trajectories=8)) == []
     assert fast.exchange(LeaseRequest(max_trajectories=8)) == []
     train(scene, fast, slow)
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     assert [len(message.prompts) for message in fast.receive() if isinstance(message, Prompts)] == [2]
     assert slow.receive() == []
 
@@ -100,8 +98,7 @@ def test_a_slow_generator_alone_gets_everything(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast, slow)
     fast.channel.close()
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
+    scene.tick()
     assert len(slow.lease(max_trajectories=8).prompts) == 2
 
 
@@ -111,8 +108,7 @@ def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_pat
     fast, slow = pair(scene)
     train(scene, fast)
     fast.channel.close()
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
+    scene.tick()
     if is_leased:
         assert slow.lease(max_trajectories=4).prompts
         return
@@ -141,8 +137,7 @@ def test_a_returned_prompt_waits_for_an_eligible_generator(scene: RouterScene):
 
 
 def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "only")
-    peer.receive()
+    peer = scene.join("only")
     peer.exchange(Pong(0.0, "ready", 0))
     scene.store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(9)))
     purposes = [prompt.lease.purpose for prompt in peer.lease(max_trajectories=8).prompts]

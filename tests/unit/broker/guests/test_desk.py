@@ -88,8 +88,7 @@ def give_answers(scene: RouterScene, guest: FakePeer, name: str = "mallory") -> 
 def test_a_guest_gets_no_lease_before_one_of_ones_own_can_check_it(scene: RouterScene):
     guest = join(scene)
     assert guest.exchange(LeaseRequest(4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (empty,) = guest.receive()
     assert empty.prompts == []
     assert empty.reason == "guests: no trusted generator is ready to check answers"
@@ -198,8 +197,7 @@ def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Pat
     for prompt in prompts:
         put(guest, *(answer(prompt, index, group_size=32) for index in prompt.lease.indices))
     guest.exchange(LeaseRequest(64))
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     assert guest.receive()[-1].reason == "guests: 64 of its answers wait for a check"
 
 

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
-from slipstream.broker.prompt_rows import Row
+from slipstream.broker.messages import Row
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.sampling import FileShare
 from slipstream.configs.base import ConfigError
