@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
+from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Pong, Prompts
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
@@ -87,9 +87,13 @@ class RouterScene:
         while self.clock.now < ends_at:
             self.tick()
 
-    def join(self, name: str = "g0", *, role: str = "generator", incarnation: str = "1") -> "FakePeer":
-        """Add a peer that has received its Welcome."""
+    def join(
+        self, name: str = "g0", *, role: str = "generator", incarnation: str = "1", is_ready: bool = False
+    ) -> "FakePeer":
+        """Add a peer that has received its Welcome, and has reported that it is ready if it is."""
         peer = FakePeer(self, role, name, incarnation)
+        if is_ready:
+            peer.send([encode(Pong(-1.0, "ready", 0))])
         peer.receive()
         return peer
 

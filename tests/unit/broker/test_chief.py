@@ -13,11 +13,11 @@ from slipstream.buffer.errors import StaleFenceError
 from tests.fakes import FakePeer, RouterScene
 
 
-class Beside:
+class Beside(RouterScene):
     """Another router of the same run, on the same store and clock."""
 
     def __init__(self, scene: RouterScene, name: str) -> None:
-        self.hub, self.clock = MemoryBroker(), scene.clock
+        self.hub, self.clock, self.run, self.store = MemoryBroker(), scene.clock, scene.run, scene.store
         self.router = Router(
             self.hub.server(),
             scene.store,
@@ -28,9 +28,6 @@ class Beside:
             address="tcp://10.0.0.1:20001",
             clock=scene.clock,
         )
-
-    def step(self) -> None:
-        self.router.step(timeout_s=0)
 
 
 @pytest.fixture
@@ -48,13 +45,13 @@ def second(first: RouterScene) -> Beside:
     return beside
 
 
-def tick(*scenes: RouterScene | Beside, seconds: float = 1.0) -> None:
+def tick(*scenes: RouterScene, seconds: float = 1.0) -> None:
     scenes[0].clock.now += seconds
     for scene in scenes:
         scene.step()
 
 
-def silence(*alive: RouterScene | Beside, seconds: float) -> None:
+def silence(*alive: RouterScene, seconds: float) -> None:
     """Let the others hang for so long."""
     for _ in range(int(seconds)):
         tick(*alive)
@@ -63,8 +60,7 @@ def silence(*alive: RouterScene | Beside, seconds: float) -> None:
 # --- the chief -------------------------------------------------------------------------------------------------------
 def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
     assert (bool(first.router.chief.fence), bool(second.router.chief.fence)) == (True, False)
-    peer = FakePeer(second, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = second.join("g1", is_ready=True)
     peer.lease(max_trajectories=4)
     for _ in range(int(first.run.broker.lease_s) - 1):
         # It holds none: the answer was lost on the way.
@@ -92,8 +88,7 @@ def test_a_chief_that_hung_does_nothing_for_all_any_more(first, second):
 
 
 def test_the_clock_of_the_store_is_followed_by_whoever_is_the_chief_after_it(first, second):
-    peer = FakePeer(second, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = second.join("g1", is_ready=True)
     (prompt,) = peer.lease(max_trajectories=2).prompts
     peer.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
     first.store_is_ahead_s += 3600
@@ -103,8 +98,7 @@ def test_the_clock_of_the_store_is_followed_by_whoever_is_the_chief_after_it(fir
 
 
 def test_a_jump_of_the_clock_that_a_broker_saw_before_it_became_the_chief_takes_no_lease(first, second):
-    peer = FakePeer(first, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = first.join("g1", is_ready=True)
     (prompt,) = peer.lease(max_trajectories=2).prompts
     peer.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
     first.store_is_ahead_s += 3600
@@ -143,8 +137,7 @@ def test_a_broker_that_has_just_started_or_hung_first_asks_who_is_alive(first, s
 
 
 def test_a_generator_that_goes_to_another_broker_keeps_its_leases(first, second):
-    before = FakePeer(first, "generator", "g0")
-    before.exchange(Pong(-1.0, "ready", 0))
+    before = first.join("g0", is_ready=True)
     (prompt,) = before.lease(max_trajectories=2).prompts
     before.exchange(Bye(is_moving=True))
     after = FakePeer(second, "generator", "g0")
@@ -156,8 +149,7 @@ def test_a_generator_that_goes_to_another_broker_keeps_its_leases(first, second)
 
 
 def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_another(first, second):
-    before = FakePeer(first, "generator", "g0")
-    before.exchange(Pong(-1.0, "ready", 0))
+    before = first.join("g0", is_ready=True)
     (prompt,) = before.lease(max_trajectories=2).prompts
     after = FakePeer(second, "generator", "g0")
     for _ in range(int(first.run.broker.peer_timeout_s) + 2):

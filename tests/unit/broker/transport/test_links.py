@@ -85,51 +85,51 @@ def scene() -> Iterator[Scene]:
     made.clients.stop()
 
 
+@pytest.fixture
+def joined(scene: Scene) -> Scene:
+    """The learner has joined both brokers."""
+    for broker in BROKERS:
+        scene.welcome(broker, BROKERS)
+    return scene
+
+
 def test_the_only_broker_is_joined_alone(scene: Scene):
     scene.welcome("broker", {})
     assert scene.report("ipc:///a", G0) == [G0]
     assert scene.brokers["ipc:///b"].receive() == []
 
 
-def test_every_living_broker_is_joined_and_their_members_are_one_list(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    assert scene.report("ipc:///a", G1) == [G1]
-    assert scene.report("ipc:///b", G0) == [G0, G1]
-    assert scene.report("ipc:///b") == [G1]
-    scene.clients.send(Profile("events"))
+def test_every_living_broker_is_joined_and_their_members_are_one_list(joined: Scene):
+    assert joined.report("ipc:///a", G1) == [G1]
+    assert joined.report("ipc:///b", G0) == [G0, G1]
+    assert joined.report("ipc:///b") == [G1]
+    joined.clients.send(Profile("events"))
     for address in BROKERS.values():
-        scene.await_message(address, Profile)
+        joined.await_message(address, Profile)
 
 
-def test_members_of_a_broker_that_is_gone_are_dropped_and_come_back_with_another(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.report("ipc:///a", G0)
-    scene.report("ipc:///b", G1)
-    del scene.received[:]
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", {"broker": "ipc:///a"}))
-    assert until(lambda: scene.received) == [Members([G0])]
-    assert scene.report("ipc:///a", G0, G1) == [G0, G1]
+def test_members_of_a_broker_that_is_gone_are_dropped_and_come_back_with_another(joined: Scene):
+    joined.report("ipc:///a", G0)
+    joined.report("ipc:///b", G1)
+    del joined.received[:]
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", {"broker": "ipc:///a"}))
+    assert until(lambda: joined.received) == [Members([G0])]
+    assert joined.report("ipc:///a", G0, G1) == [G0, G1]
 
 
-def test_a_broker_that_is_back_at_another_address_is_joined_there(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
+def test_a_broker_that_is_back_at_another_address_is_joined_there(joined: Scene):
     moved = BROKERS | {"broker-1": "ipc:///c"}
-    scene.reachable ^= {"ipc:///b", "ipc:///c"}
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
-    scene.welcome("broker-1", moved, address="ipc:///c")
-    scene.await_message("ipc:///b", Bye)
+    joined.reachable ^= {"ipc:///b", "ipc:///c"}
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
+    joined.welcome("broker-1", moved, address="ipc:///c")
+    joined.await_message("ipc:///b", Bye)
 
 
-def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_role_took_its_own(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.reachable.add(PORT)
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS | {"broker-1": PORT}))
-    scene.await_message(PORT, Hello)
-    scene.await_message("ipc:///b", Bye)
+def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_role_took_its_own(joined: Scene):
+    joined.reachable.add(PORT)
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS | {"broker-1": PORT}))
+    joined.await_message(PORT, Hello)
+    joined.await_message("ipc:///b", Bye)
 
 
 def test_a_loopback_address_of_another_machine_is_no_reason_to_leave_a_tunnel(scene: Scene):
@@ -176,24 +176,20 @@ def test_a_link_that_was_left_for_its_twin_leaves_none(scene: Scene):
     assert [link.address for link in scene.clients._links if link.broker == "broker"] == ["ipc:///b"]
 
 
-def test_the_learner_leaves_every_broker(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    assert isinstance(scene.received[-1], Welcome)
-    scene.clients.stop(reason="out of memory")
+def test_the_learner_leaves_every_broker(joined: Scene):
+    assert isinstance(joined.received[-1], Welcome)
+    joined.clients.stop(reason="out of memory")
     for address in BROKERS.values():
-        assert scene.await_message(address, Bye) == [Bye("out of memory")]
+        assert joined.await_message(address, Bye) == [Bye("out of memory")]
 
 
-def test_members_of_a_broker_that_is_back_count_again_though_it_has_nothing_new_to_report(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.report("ipc:///a", G0)
-    scene.report("ipc:///b", G1)
+def test_members_of_a_broker_that_is_back_count_again_though_it_has_nothing_new_to_report(joined: Scene):
+    joined.report("ipc:///a", G0)
+    joined.report("ipc:///b", G1)
     for living, members in (({"broker": "ipc:///a"}, [G0]), (BROKERS, [G0, G1])):
-        del scene.received[:]
-        scene.brokers["ipc:///a"].send(LivingBrokers("broker", living))
-        assert until(lambda: scene.received) == [Members(members)]
+        del joined.received[:]
+        joined.brokers["ipc:///a"].send(LivingBrokers("broker", living))
+        assert until(lambda: joined.received) == [Members(members)]
 
 
 def test_an_order_reaches_the_members_of_a_broker_that_is_found_after_it(scene: Scene):

@@ -42,6 +42,14 @@ def files(store: SnapshotStore) -> dict[int, list[str]]:
     }
 
 
+def held(store: SnapshotStore) -> HostWeights:
+    """Host weights that hold version 1, which is put into the store."""
+    weights = HostWeights()
+    fill(store, [1])
+    update_to(weights, store, 1)
+    return weights
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path / "weights", num_kept=2, num_deltas_kept=4)
@@ -109,34 +117,26 @@ def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
 
 
 def test_the_next_version_is_read_as_a_delta(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2])
     assert update_to(weights, store, 2) < NUM_BYTES / 10
 
 
 def test_several_versions_are_read_as_a_chain_of_deltas(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2, 3, 5])
     assert update_to(weights, store, 5) < NUM_BYTES / 10
 
 
 def test_an_incomplete_chain_falls_back_to_the_snapshot(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, range(2, 8))
     assert update_to(weights, store, 7) >= NUM_BYTES
 
 
 @pytest.mark.parametrize(("damaged", "share"), [("delta.json", 1), ("delta-0001.bin", 2 / 3)])
 def test_a_damaged_delta_falls_back_to_the_snapshot(store: SnapshotStore, damaged: str, share: float) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2])
     path = store.folder / "version-00000002" / damaged
     content = bytearray(path.read_bytes())
@@ -182,9 +182,7 @@ def make_half_changed(version: int) -> tuple[Update, list[Tensor]]:
 
 
 def test_a_damaged_snapshot_is_refused_and_no_version_is_held(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2], with_delta=False)
     path = store.folder / "version-00000002" / "bucket-0002.bin"
     path.write_bytes(bytes(path.stat().st_size))
