@@ -84,7 +84,7 @@ def main(overrides: list[str]) -> None:
         folder.lock()
     keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
     address = folder.broker_addresses[name]
-    channel = listen(address, keys=keys, cluster=run.cluster, before=folder.read_address(name))
+    channel = listen(address, keys=keys, cluster=run.cluster, previous=folder.read_address(name))
     if is_first:
         folder.open()
         write_guest_tokens(folder, keys)
@@ -165,8 +165,8 @@ def _serve(
     with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)
-            beside = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
-            for sentence in beside:
+            sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
+            for sentence in sentences:
                 log.warning(sentence)
         # A launcher restarts the broker or ends the generators itself; other live brokers take over their generators.
         if not (has_launcher() or router.chief.has_living_others):

@@ -46,7 +46,7 @@ class Chief:
         here = RunFolder(run).broker_addresses[name]
         self._facts: dict[str, Any] = {"here": here, "address": address, "machine": machine_id()}
         self._clock = clock
-        self._is_ahead_s: float | None = None
+        self._clock_offset_s: float | None = None
         self._reported_at = -math.inf
         self.fence = NO_FENCE
         """The chief's fence if this broker is the chief, else NO_FENCE. The store decides whether it is still valid."""
@@ -78,18 +78,18 @@ class Chief:
         }
         return LivingBrokers(self.name, brokers)
 
-    def marks(self, owner: str) -> dict[str, str]:
+    def serving_gauges(self, owner: str) -> dict[str, str]:
         """Return gauges that tell other brokers who serves a peer; empty if the run has one broker."""
         return {"broker": self.name, "owner": owner} if self.has_others else {}
 
     def report(self, *, num_generators: int) -> bool:
         """Report this broker as alive; returns whether the live brokers changed. Raises StoreUnavailableError."""
         self._facts["generators"] = num_generators
-        ahead_s = self._ahead_s()
+        offset_s = self._read_offset_s()
         answer = self._store.report_broker(self.name, incarnation=self._incarnation, facts=self._facts, lease_s=LEASE_S)
         if not answer.fence:
             # The chief has handled all jumps so far. A later jump may end its lease and make this broker the chief.
-            self._is_ahead_s = ahead_s
+            self._clock_offset_s = offset_s
         if answer.fence != self.fence:
             self._set_fence(answer.fence, chief=answer.chief)
         before, self._living = self._addresses(), answer.living
@@ -127,7 +127,7 @@ class Chief:
             # One event, so that the leases of a dead generator do not push all other events off the list.
             self._store.record_event(self.name, "; ".join(reaped))
 
-    def _ahead_s(self) -> float:
+    def _read_offset_s(self) -> float:
         return self._store.now() - self._clock()
 
     def _follow_clock(self) -> None:
@@ -135,8 +135,8 @@ class Chief:
 
         A jump means that a machine was suspended or its clock was set.
         """
-        ahead_s = self._ahead_s()
-        jump_s = 0.0 if self._is_ahead_s is None else ahead_s - self._is_ahead_s
+        offset_s = self._read_offset_s()
+        jump_s = 0.0 if self._clock_offset_s is None else offset_s - self._clock_offset_s
         has_jumped = abs(jump_s) > _JUMP_S
         self._store.follow_clock(
             jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
@@ -145,7 +145,7 @@ class Chief:
             fence=self.fence,
         )
         # Only after success, so that a failed call detects the jump again.
-        self._is_ahead_s = ahead_s
+        self._clock_offset_s = offset_s
         if has_jumped:
             what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"
             log.warning("clock_jumped", what=what)

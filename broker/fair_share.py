@@ -177,12 +177,12 @@ class FairShare:
         self._measured: set[str] = set()
         self._changed: set[str] = set()
         self._next_drop_at = -inf
-        self._known = np.empty((0, 4))
+        self._measurements = np.empty((0, 4))
         """Measured group_s and groups_per_s (NaN before the first group), in_flight, leased_at of each generator."""
         self._group_s = np.empty(0)
         """group_s in this round; NaN for a generator without a measurement."""
         self._now = 0.0
-        self._may_lease, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
+        self._is_eligible, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
         self._divided: tuple[int, int, np.ndarray, np.ndarray] | None = None
         """Available groups, oldest version, and each generator's share (-1: excluded from sharing) and group_s."""
 
@@ -195,13 +195,13 @@ class FairShare:
         """Add a generator, or update the connection of a known one."""
         if peer.owner not in self._generators:
             self._generators[peer.owner] = _Generator(peer, row=len(self._generators))
-            self._known = np.append(self._known, [[nan, nan, 0.0, inf]], axis=0)
+            self._measurements = np.append(self._measurements, [[nan, nan, 0.0, inf]], axis=0)
         self._generators[peer.owner].peer = peer
 
     def remove(self, peer: Peer) -> None:
         if generator := self._generators.pop(peer.owner, None):
             self._measured.discard(peer.owner)
-            self._known = np.delete(self._known, generator.row, axis=0)
+            self._measurements = np.delete(self._measurements, generator.row, axis=0)
             for row, each in enumerate(self._generators.values()):
                 each.row = row
 
@@ -229,7 +229,7 @@ class FairShare:
             self._next_drop_at = self._now + _DROP_INTERVAL_S
             self._drop_lost_leases()
         peers = [each.peer for each in self._generators.values()]
-        self._may_lease = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
+        self._is_eligible = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
         self._version = np.array([peer.version for peer in peers])
         self._measure()
 
@@ -245,7 +245,7 @@ class FairShare:
         The fastest generator gets all rows it requested. Each other one gets as many as it answers in the same time, so
         that no generator delays the evaluation.
         """
-        rates = self._known[:, 1]
+        rates = self._measurements[:, 1]
         rate = rates[self._generators[peer.owner].row]
         return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
@@ -281,20 +281,20 @@ class FairShare:
     def _measure(self) -> None:
         for generator in filter(None, map(self._generators.get, self._changed)):
             throughput = generator.throughput
-            self._known[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
+            self._measurements[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
         self._changed.clear()
         self._divided = None
         # Grows when the groups in flight take longer than earlier ones.
-        measured_s, _, _, leased_at = self._known.T
+        measured_s, _, _, leased_at = self._measurements.T
         self._group_s = np.maximum(measured_s, self._now - leased_at)
 
     def _divide(self, available: int, oldest_version: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each generator's share and group_s. All shares are -1 while no eligible generator is measured."""
-        _, groups_per_s, in_flight, leased_at = self._known.T
+        _, groups_per_s, in_flight, leased_at = self._measurements.T
         # A version below 0 means that the peer has just joined and not reported one.
-        takes_part = self._may_lease & ((self._version < 0) | (self._version >= oldest_version))
+        takes_part = self._is_eligible & ((self._version < 0) | (self._version >= oldest_version))
         is_measured = takes_part & ~np.isnan(groups_per_s)
-        result = np.full(len(self._known), -1)
+        result = np.full(len(self._measurements), -1)
         if np.count_nonzero(takes_part) < 2 or not is_measured.any():
             return result, self._group_s
         # A new generator counts as average until it completes a group.

@@ -95,19 +95,19 @@ class Guests:
         """Trajectory id -> check of an answer that is not stored yet."""
         self._open: OrderedDict[str, _Check] = OrderedDict()
         """Trajectory id -> open check."""
-        self._num_own = 0
+        self._num_auditors = 0
 
     # --- leases --------------------------------------------------------------------------------------------------
     def reason_to_wait(self, peer: Peer) -> str:
         """Return why a guest may get no lease now; empty if it may."""
-        if not self._num_own:
+        if not self._num_auditors:
             return "guests: no trusted generator is ready to check answers"
         num_open = sum(check.guest == peer.guest for check in self._open.values())
         return f"guests: {num_open} of its answers wait for a check" if num_open >= _MAX_UNCHECKED else ""
 
     def record_leases(self, peer: Peer, prompts: Iterable[Prompt]) -> None:
         """Choose randomly which groups are checked. All answers of a group are, so that copies within it are found."""
-        leases = self._of(peer.guest).leases
+        leases = self._guest(peer.guest).leases
         for prompt in prompts:
             leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_share)
         while len(leases) > _LEASES_KEPT:
@@ -116,11 +116,11 @@ class Guests:
     # --- answers -------------------------------------------------------------------------------------------------
     def check(self, guest: str, header: TrajectoryHeader, payload: bytes, trajectory: Trajectory) -> None:
         """Raise RecordRefusedError if the answer matches none of the guest's leases or could crash the learner."""
-        prompt, is_checked = self._of(guest).leases.get(header.lease_id, (None, False))
+        prompt, is_checked = self._guest(guest).leases.get(header.lease_id, (None, False))
         if prompt is None or header.index not in prompt.lease.indices:
             raise RecordRefusedError("guest_lease", f"guest {guest!r} must answer its own leases, got {header.id}")
-        sampling, own = trajectory.sampling, self._run.generators.sampling
-        expected = Sampling(own.temperature, own.top_p, own.top_k, own.max_tokens, sampling.seed)
+        sampling, settings = trajectory.sampling, self._run.generators.sampling
+        expected = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_tokens, sampling.seed)
         largest = int(trajectory.token_ids.max())
         has_more = trajectory.context_starts or trajectory.arrays or trajectory.media or trajectory.reward.turns[1:]
         if (
@@ -129,7 +129,7 @@ class Guests:
             or trajectory.data_source != prompt.data_source
             or trajectory.generator_id != guest
             or sampling != expected
-            or header.written_tokens > own.max_tokens
+            or header.written_tokens > settings.max_tokens
             or header.num_tokens > self._run.model.max_length
             or int(trajectory.token_ids.min()) < 0
             or largest >= (self._vocab_size or largest + 1)
@@ -163,7 +163,7 @@ class Guests:
             self._send(peer.identity, Drain(f"quarantined: {reason}"))
             self._peers.remove(peer.identity)
             self._depart(peer, f"quarantined: {reason}")
-        self._of(guest).leases.clear()
+        self._guest(guest).leases.clear()
         for orders in (self._arriving, self._open):
             for key in [key for key, check in orders.items() if check.guest == guest]:
                 del orders[key]
@@ -173,17 +173,17 @@ class Guests:
         """Assign open checks to trusted, ready generators. Reassign them after a departure or a timeout."""
         if not self._config.names:
             return
-        own = {peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.state == "ready"}
-        self._num_own, now = len(own), self._clock()
+        auditors = {peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.state == "ready"}
+        self._num_auditors, now = len(auditors), self._clock()
         for check in self._open.values():
-            if check.owner and (check.owner not in own or now >= check.due_at):
+            if check.owner and (check.owner not in auditors or now >= check.due_at):
                 check.owner = ""
         load = Counter(check.owner for check in self._open.values())
         for check in self._open.values():
-            idle = min(own, key=load.__getitem__, default="")
+            idle = min(auditors, key=load.__getitem__, default="")
             if not idle or load[idle] >= _MAX_ORDERS:
                 return
-            if not check.owner and self._send(own[idle].identity, Audit(check.prompt, check.payload)):
+            if not check.owner and self._send(auditors[idle].identity, Audit(check.prompt, check.payload)):
                 check.owner, check.due_at = idle, now + _ANSWER_S
                 load[idle] += 1
 
@@ -193,7 +193,7 @@ class Guests:
         if order is None or order.owner != peer.owner:
             return
         del self._open[audited.check.id]
-        guest = self._of(order.guest)
+        guest = self._guest(order.guest)
         guest.num_checked += 1
         guest.checks.append(self._compare(guest, order, audited.check))
         if reason := convict(guest.checks, max_logprob_diff=self._config.max_logprob_diff):
@@ -213,7 +213,7 @@ class Guests:
         known = self._guests.get(peer.guest)
         return {"guest": peer.guest, "checked": known.num_checked if known else 0} if peer.guest else {}
 
-    def _of(self, name: str) -> _Guest:
+    def _guest(self, name: str) -> _Guest:
         return self._guests.setdefault(name, _Guest())
 
 
@@ -240,12 +240,12 @@ def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
     num_tokens = sum(check.num_tokens for check in scored)
     of = f"over {num_tokens} tokens of {len(scored)} answers scored again"
     diff = sum(check.logprob_diff for check in scored) / num_tokens
-    own = sum(check.own_logprob_diff * check.num_tokens for check in scored) / num_tokens
+    trusted_diff = sum(check.own_logprob_diff * check.num_tokens for check in scored) / num_tokens
     # `not <=` rather than `>`: NaN must convict.
-    if not diff <= max_logprob_diff + 2 * own:
+    if not diff <= max_logprob_diff + 2 * trusted_diff:
         return (
             f"its log-probabilities must be those of the policy within {max_logprob_diff:g} nats on average, got "
-            f"{diff:.3g} {of}; trusted generators differ by {own:.2g}"
+            f"{diff:.3g} {of}; trusted generators differ by {trusted_diff:.2g}"
         )
     surplus = sum(check.surplus for check in scored) / num_tokens
     chance = _DEVIATIONS * math.sqrt(sum(check.variance for check in scored)) / num_tokens

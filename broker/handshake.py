@@ -176,7 +176,7 @@ class Inspection:
         question = decode_header(frames, Inspect)
         if question is None:
             return False
-        if self._may_try(question.listens_at):
+        if self._may_probe(question.listens_at):
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
             self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
@@ -187,7 +187,7 @@ class Inspection:
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
 
-    def _may_try(self, address: str) -> bool:
+    def _may_probe(self, address: str) -> bool:
         # Only inside that network, so that nobody can use the broker to scan others.
         host = address.removeprefix("tcp://").rpartition(":")[0]
         return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES

@@ -142,19 +142,19 @@ class LeaseScheduler:
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
         """Return prompts, or after the request's deadline the reason for an empty answer."""
         # Before the deadline, withhold an empty answer: prompts admitted in the meantime save a round trip.
-        is_over = self._clock() >= request.deadline
-        if not is_over and request.peer.version in self._exhausted:
+        is_due = self._clock() >= request.deadline
+        if not is_due and request.peer.version in self._exhausted:
             return [], ""
         if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
-            return [], reason if is_over else ""
+            return [], reason if is_due else ""
         try:
             state = self._run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
-            return prompts, (offer.reason or self._admission_reason()) if is_over and not prompts else ""
+            return prompts, (offer.reason or self._admission_reason()) if is_due and not prompts else ""
         except StoreUnavailableError as error:
             self._outage.record(error)
-            return [], self._outage.reason if is_over else ""
+            return [], self._outage.reason if is_due else ""
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
@@ -210,8 +210,8 @@ class LeaseScheduler:
 
     def _speed_reason(self, peer: Peer) -> str:
         group_s = self._fair_share.group_s(peer)
-        own = f"; a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: faster generators take all available prompts{own}"
+        detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+        return f"speed: faster generators take all available prompts{detail}"
 
     def _admission_reason(self) -> str:
         state = self._run_state()

@@ -445,7 +445,7 @@ class Router:
         # Another broker may serve a peer that is silent here: do not overwrite its report.
         served = [p for p in peers if not (self.chief.has_others and self._peers.is_silent(p))]
         # Renew only the leases in the last Pong: a lease lost in transit then lapses and is leased again.
-        beats = [p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in served]
+        beats = [p.beat(self._guests.gauges(p) | self.chief.serving_gauges(p.owner)) for p in served]
         if self._ping_round.is_over:
             own = self._gauges.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
             beats.append(Heartbeat(self.chief.name, own))

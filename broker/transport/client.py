@@ -69,16 +69,16 @@ class Route:
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
         """`brokers`: known brokers, name -> address. `is_reachable` tests whether a process listens at an address."""
         self._peer_id = peer_id
-        self._given = dict(brokers)
+        self._configured = dict(brokers)
         """Configured addresses, such as tunnels. The names are assumptions until a Welcome confirms them."""
-        self._own: dict[str, str] = {}
+        self._confirmed: dict[str, str] = {}
         """Broker -> address at which it welcomed this peer."""
         self._failed: dict[str, str] = {}
         """Address that accepts connections but gave no answer -> broker assumed there, until that broker dies."""
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
-        self._at = preferred(peer_id, brokers)[0]
-        self.address = brokers[self._at]
+        self._current = preferred(peer_id, brokers)[0]
+        self.address = brokers[self._current]
         """Address of the current broker, joined or not."""
 
     @property
@@ -87,15 +87,15 @@ class Route:
 
     def next(self) -> str:
         """Switch to the next reachable broker, cyclically; returns its address."""
-        self._failed[self.address] = self._at
+        self._failed[self.address] = self._current
         order = preferred(self._peer_id, self._brokers)
-        following = order.index(self._at) + 1
+        following = order.index(self._current) + 1
         others = [*order[following:], *order[:following]]
         if not self._go_to_first(others[:_MAX_PROBES]):
             # Retry the failed ones: one may be back.
-            self._failed = {self.address: self._at}
+            self._failed = {self.address: self._current}
             if not self._go_to_first(others[:_MAX_PROBES]):
-                self._at, self.address = others[0], self._brokers[others[0]][0]
+                self._current, self.address = others[0], self._brokers[others[0]][0]
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
@@ -104,8 +104,8 @@ class Route:
         Skips brokers that cannot be reached from here, such as those behind a tunnel.
         """
         # The broker at this address has confirmed its name: drop other assumptions.
-        self._own = {name: address for name, address in self._own.items() if address != self.address}
-        self._own[at], self._at = self.address, at
+        self._confirmed = {name: address for name, address in self._confirmed.items() if address != self.address}
+        self._confirmed[at], self._current = self.address, at
         self._brokers = {name: found for name in (at, *living) if (found := self._addresses_of(name, living))}
         failed = self._failed.items()
         self._failed = {address: name for address, name in failed if name in living and address != self.address}
@@ -114,8 +114,8 @@ class Route:
 
     def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
         """Return possible addresses of a broker: announced, last used, then those that belong to no other broker."""
-        others = {address for each in (living, self._own) for name, address in each.items() if name != broker}
-        known = (self._own.get(broker), self._given.get(broker), *self._given.values())
+        others = {address for each in (living, self._confirmed) for name, address in each.items() if name != broker}
+        known = (self._confirmed.get(broker), self._configured.get(broker), *self._configured.values())
         found = (living.get(broker), *(address for address in known if address not in others))
         return [address for address in dict.fromkeys(found) if address]
 
@@ -124,7 +124,7 @@ class Route:
         for name in names:
             for address in self._brokers[name]:
                 if address not in self._failed and self._is_reachable(address):
-                    self._at, self.address = name, address
+                    self._current, self.address = name, address
                     return True
         return False
 

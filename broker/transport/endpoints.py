@@ -179,14 +179,14 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
     """
     network = cluster.network
     assert network is not None, "cluster.interface is set"
-    there = [Interface(name, each) for name, own in (addresses or own_addresses()).items() for each in own]
-    inside = [each for each in there if IPv4Address(each.address) in network]
+    candidates = [Interface(name, each) for name, found in (addresses or own_addresses()).items() for each in found]
+    inside = [each for each in candidates if IPv4Address(each.address) in network]
     # A wide network such as 0.0.0.0/0 does not mean to include the loopback address.
     reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
     chosen = inside if network.is_loopback else reachable
     if len(chosen) == 1:
         return chosen[0]
-    shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or there)) or "none"
+    shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or candidates)) or "none"
     got = f"{len(chosen)} inside: {shown}" if chosen else f"none inside, of {shown}"
     raise ConfigError(
         f"cluster.interface ({cluster.interface}) must hold exactly one address of {socket.gethostname()}, got {got}: "
@@ -216,15 +216,15 @@ def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
     raise ConfigError(f"cluster.ports must have a free port on {host}, got {cluster.ports}: name a wider range.")
 
 
-def tcp_endpoints(cluster: ClusterConfig, *, before: str = "") -> list[str]:
-    """Return the endpoints that a role may bind here, in order; `before` first if it is one of them.
+def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
+    """Return the endpoints that a role may bind here, in order; `previous` first if it is one of them.
 
     Raises ConfigError.
     """
     host = find_interface(cluster).address
     endpoints = [f"tcp://{host}:{port}" for port in cluster.port_range]
     # Other machines find a restarted role at its previous address.
-    return [before, *endpoints] if before in endpoints else endpoints
+    return [previous, *endpoints] if previous in endpoints else endpoints
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:

@@ -124,19 +124,19 @@ class BrokerClients:
                     twins = [each for each in self._links if each.broker == link.broker and each is not link]
                     for twin in twins if link in self._links else ():
                         self._leave(twin)
-                self._follow(living)
+                self._update_brokers(living)
                 self._on_message(message)
             case LivingBrokers():
-                self._follow(message)
+                self._update_brokers(message)
             case Members(generators=generators):
                 with self._lock:
                     self._members.pop(link.broker, None)
                     self._members[link.broker] = generators
-                    self._on_message(self._joined())
+                    self._on_message(self._merged_members())
             case _:
                 self._on_message(message)
 
-    def _follow(self, living: LivingBrokers | None) -> None:
+    def _update_brokers(self, living: LivingBrokers | None) -> None:
         """Open clients to new brokers, and drop the members of dead ones."""
         with self._lock:
             if not (self._joins_all and living) or self._is_stopped:
@@ -144,15 +144,15 @@ class BrokerClients:
             known = {link.broker: link for link in self._links}
             for name in living.brokers.keys() - {living.broker}:
                 link = known.get(name)
-                address = self._choose(name, living.brokers[name], link)
+                address = self._choose_address(name, living.brokers[name], link)
                 if address and (link is None or link.address != address):
                     self._replace(link, name, address)
-            before, self._living = self._joined(), set(living.brokers)
+            before, self._living = self._merged_members(), set(living.brokers)
             # Report a change at once: the next Members may come late, or not at all from a broker that is back.
-            if (joined := self._joined()) != before:
-                self._on_message(joined)
+            if (merged := self._merged_members()) != before:
+                self._on_message(merged)
 
-    def _choose(self, broker: str, announced: str, link: _Link | None) -> str:
+    def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
         """Return the address for joining a broker; empty if none is known."""
         # Only a Welcome tells which known address belongs to which broker.
         taken = {each.address for each in self._links}
@@ -181,7 +181,7 @@ class BrokerClients:
             # On a separate thread, because the client's thread may be waiting for this lock.
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
 
-    def _joined(self) -> Members:
+    def _merged_members(self) -> Members:
         # If two brokers report a generator, one hangs or has not noticed its move: the last report wins.
         counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
         by_member = {state.member: state for states in counted for state in states}

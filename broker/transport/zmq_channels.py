@@ -392,7 +392,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def listen(
-    address: str, *, keys: Keys, cluster: ClusterConfig, setting: str = BROKER_ADDRESS, before: str = ""
+    address: str, *, keys: Keys, cluster: ClusterConfig, setting: str = BROKER_ADDRESS, previous: str = ""
 ) -> ZmqServerChannel:
     """Open a server at the address, the value of `setting`. Raises ConfigError, ChannelClosedError.
 
@@ -400,7 +400,7 @@ def listen(
     `tcp_endpoints`.
     """
     is_local = cluster.network is None or not address.startswith("ipc://")
-    endpoints = [] if is_local else tcp_endpoints(cluster, before=before)
+    endpoints = [] if is_local else tcp_endpoints(cluster, previous=previous)
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
         if endpoints and not any(map(channel.bind, endpoints)):

@@ -58,27 +58,29 @@ class CheckpointNames:
         # ZeRO-3 replaces a parameter by an empty tensor and keeps its shape in `ds_shape`.
         shapes = {name: getattr(held[name], "ds_shape", held[name].shape) for name, *_ in names.values()}
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        alone = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
+        separate = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
         self._renamed = {
-            name: target for name, made in alone.items() for target, tensor in made.items() if tensor is meta[name]
+            name: target for name, made in separate.items() for target, tensor in made.items() if tensor is meta[name]
         }
         """Module name -> checkpoint name of tensors that need no conversion."""
         members = defaultdict[str, list[str]](list)
-        for name, made in alone.items():
+        for name, made in separate.items():
             members[next(iter(made))].append(name)
-        self._members = {name: members[next(iter(made))] for name, made in alone.items()}
+        self._members = {name: members[next(iter(made))] for name, made in separate.items()}
         """Module name -> all module names converted together with it."""
         self.tensors: dict[str, Tensor] = dict(self.convert(meta.items()))
         """Checkpoint name -> meta tensor with its shape, in the order of `convert`."""
-        whole = self._revert(meta)
-        is_same = {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in self.tensors.items()}
-        if not is_same or _size(whole) != _size(meta):
+        together = self._revert(meta)
+        is_same = {name: t.shape for name, t in together.items()} == {name: t.shape for name, t in self.tensors.items()}
+        if not is_same or _size(together) != _size(meta):
             raise WeightTransferError(
                 f"{type(module).__name__} cannot be published: its layout in transformers must convert to that of its "
                 "checkpoint one layer at a time and without loss; train another model"
             )
         strict = sorted(module._keep_in_fp32_modules_strict or ())
-        self._full = {target for name, made in alone.items() for target in made if any(part in name for part in strict)}
+        self._full = {
+            target for name, made in separate.items() for target in made if any(part in name for part in strict)
+        }
 
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Return name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.

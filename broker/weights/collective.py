@@ -140,7 +140,7 @@ class CollectiveReceiver:
         own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
         with naming_phase(own, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
-            store, own_host = _meet(opening, deadline)
+            store, own_host = _open_rendezvous(opening, deadline)
         group = ProcessGroup(own, device=wire_device)
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
@@ -184,7 +184,7 @@ class CollectiveReceiver:
             self._group = None
 
 
-def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
+def _open_rendezvous(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
     """Open the learner's rendezvous store; returns it and the group's `own_host`. Raises RuntimeError, OSError."""
     if process_group.is_file(opening.host):
         store = process_group.open_file(opening.host)

@@ -142,10 +142,10 @@ class Fetcher:
         if not is_listening(address):
             raise WeightTransferError(f"no process listens at {address}")
         stream = self._connect(address, cancelled, give_up_s=_GIVE_UP_S)
-        checksum, begins = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
+        checksum, start = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
         # The lender gets the update at the same time and may still be loading the previous version.
         while (version := stream.find(checksum, timeout_s=deadline.left_s)) is None:
-            if begins.is_over or deadline.is_over:
+            if start.is_over or deadline.is_over:
                 raise WeightTransferError(f"the lender at {address} must begin to fetch it within {_GIVE_UP_S:g} s")
             cancelled.wait(_POLL_INTERVAL_S)
         self._read(stream, version, update, deadline, digests=update.digests)
