@@ -39,7 +39,10 @@ class SharedBuckets:
 
         `is_pinned`: page-lock the memory, for asynchronous copies from and to a GPU.
         """
-        _check_memory(sum(sizes))
+        # The kernel allocates memory lazily and would kill the process only at the first write.
+        free = free_memory_bytes()
+        if sum(sizes) > free:
+            raise _memory_error(sum(sizes), f"{free / 2**20:.0f} MiB available")
         self.sizes = list(sizes)
         """Size of each bucket, bytes; empty once closed."""
         # A memfd leaves no file behind after a crash; other processes open it through /proc.
@@ -105,13 +108,6 @@ def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -
         weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
     else:
         log.warning("weights_not_pinned", bytes=memory.numel())
-
-
-def _check_memory(num_bytes: int) -> None:
-    # The kernel allocates memory lazily and would kill the process only at the first write.
-    free = free_memory_bytes()
-    if num_bytes > free:
-        raise _memory_error(num_bytes, f"{free / 2**20:.0f} MiB available")
 
 
 def _memory_error(num_bytes: int, got: str) -> WeightTransferError:
