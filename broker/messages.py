@@ -359,7 +359,7 @@ class Update(Message):
     timeout_s: float
     """Time limit for each bucket of a broadcast, or for a whole fetch, seconds."""
     source: SnapshotSource | None = None
-    """Where to fetch the version; None: it is broadcast."""
+    """Location of the version, for a fetch; None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []
     """BLAKE3 of each bucket's bytes, which a lender cannot forge; empty without lenders."""
 
