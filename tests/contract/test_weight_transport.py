@@ -1,4 +1,4 @@
-"""Weight transport over Gloo and over unix sockets, then what only process groups do."""
+"""Weight transport over Gloo and over unix sockets, then properties of process groups only."""
 
 import socket
 import time

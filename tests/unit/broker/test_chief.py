@@ -1,4 +1,4 @@
-"""Several routers on one store: who does what for all, and what peers are told of the others."""
+"""Several routers on one store: the shared work, and messages to peers about other brokers."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def tick(*scenes: RouterScene, seconds: float = 1.0) -> None:
 
 
 def silence(*alive: RouterScene, seconds: float) -> None:
-    """Let the others hang for so long."""
+    """Let the other routers hang."""
     for _ in range(int(seconds)):
         tick(*alive)
 
@@ -63,7 +63,7 @@ def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
     peer = second.join("g1", is_ready=True)
     peer.lease(max_trajectories=4)
     for _ in range(int(first.run.broker.lease_s) - 1):
-        # It holds none: the answer was lost on the way.
+        # It holds no lease: the answer was lost in transit.
         peer.exchange(Pong(-1.0, "ready", 0))
         tick(first, second)
     assert first.store.counts().leased == 2
@@ -158,7 +158,7 @@ def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_anot
     for seconds in range(int(first.run.broker.peer_timeout_s) + 2):
         after.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
         tick(second, first)
-        # Once it is silent here, this one says nothing of it any more.
+        # Once the peer is silent here, this broker no longer reports it.
         assert seconds < 3 or first.store.roles()["g0"]["broker"] == "broker-1"
     assert first.router._peers.generators() == []
     assert (first.store.counts().leased, first.store.counts().returned) == (1, 0)
@@ -177,7 +177,7 @@ def test_a_request_to_drain_outlives_the_broker_that_has_sent_the_order(first, s
     FakePeer(second, "generator", "g0")
     first.store.request("broker", "drain/g0", str(first.store.now() + 60))
     tick(second)
-    # That broker and its order are lost; the generator goes on here.
+    # That broker and its order are lost; the generator moves here.
     peer = FakePeer(first, "generator", "g0")
     tick(first)
     assert Drain("drain requested") in peer.receive()

@@ -51,7 +51,7 @@ def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
 
 
 def refusal(scene: RouterScene, peer: FakePeer) -> str:
-    """The reason of the answer to a request that gets nothing."""
+    """Reason of an empty answer to a request."""
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.tick(1.0)
     (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]
@@ -81,7 +81,7 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     scene = RouterScene(tmp_path, staleness={"max_lag": 1})
     fast, slow = pair(scene)
     complete(scene, fast, fast.lease(max_trajectories=4), seconds=0.0)
-    # Both ask before anything is available; in the round that serves them the faster one's share is all there is.
+    # Both ask before any prompt is available. In the round that serves them, the faster one's share is everything.
     assert slow.exchange(LeaseRequest(max_trajectories=8)) == []
     assert fast.exchange(LeaseRequest(max_trajectories=8)) == []
     train(scene, fast, slow)
@@ -146,7 +146,7 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
 
 # --- curriculum ------------------------------------------------------------------------------------------------------
 def lease_all_rows(folder: Path, *, num_wrong: int) -> tuple[RouterScene, FakePeer, set[str]]:
-    """A run of ten rows in which the first so many groups are all wrong, the others half right; returns their uids."""
+    """A run of ten rows, `num_wrong` groups all wrong and the others half right; returns the uids of the wrong ones."""
     curriculum = {"explore": 0.0, "min_answers": 2}
     settings = {"data": {"curriculum": curriculum}, "learner": {"max_steps": 40}}
     scene = RouterScene(folder, settings=settings, staleness={"max_lag": 40})

@@ -1,4 +1,4 @@
-"""The report of a peer holds what the broker knows of it, whatever the peer says."""
+"""A peer cannot override the broker's fields in its report."""
 
 from slipstream.broker.messages import Hello
 from slipstream.broker.peers import Peer

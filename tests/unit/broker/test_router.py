@@ -132,7 +132,7 @@ def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: Route
 def test_prompts_that_cannot_be_delivered_are_available_again(scene: RouterScene):
     peer = scene.join()
     peer.channel.send([encode(LeaseRequest(max_trajectories=4))])
-    # Its request leaves, and it is gone when the answer is sent.
+    # It sends its request and disconnects before the answer.
     peer.channel.close()
     scene.step()
     assert (scene.store.counts().leased, scene.store.counts().returned) == (0, 2)

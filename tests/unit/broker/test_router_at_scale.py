@@ -1,4 +1,4 @@
-"""Calls of the store, and bytes, of a router with hundreds of generators: they grow with what happens, not with N²."""
+"""Store calls and bytes of a router with hundreds of generators grow with events, not with N²."""
 
 from collections import Counter
 from pathlib import Path
@@ -42,7 +42,7 @@ class CountedStore:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> tuple[RouterScene, CountedStore, list[FakePeer]]:
-    """A router, its store, and generators that have said that they are ready."""
+    """A router, its store, and ready generators."""
     scene = RouterScene(tmp_path)
     counted = CountedStore(scene.store)
     for part in (scene.router, scene.router._leases):
@@ -102,7 +102,7 @@ def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):
     scene.tick(0.1)
     answers = [answer for peer in peers[1:] for answer in peer.receive() if isinstance(answer, Prompts)]
     assert [len(answer.prompts) for answer in answers if answer.prompts] == [1]
-    # After a second all others learn why they wait, some dozens at once.
+    # After a second all others learn the reason for waiting, some dozens per step.
     scene.clock.now += 1.0
     for _ in range(4):
         scene.step()
@@ -119,7 +119,7 @@ def test_requests_that_can_be_answered_are_some_dozens_a_step_without_a_pause(tm
     lease = scene.store.lease
 
     def slow_lease(**asked: Any) -> Any:
-        # A busy machine: no pause may follow from the time that answers took.
+        # A busy machine: slow answers must not cause a pause.
         scene.clock.now += 0.005
         return lease(**asked)
 

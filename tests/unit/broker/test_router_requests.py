@@ -27,7 +27,7 @@ def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene
 
 
 def test_a_generator_that_joins_later_is_ordered_too(scene: RouterScene):
-    """As after a restart of the broker, which takes the request before any peer is back."""
+    """Like a restarted broker, which reads the request before any peer is back."""
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     scene.tick()
     peer = scene.join()

@@ -1,4 +1,4 @@
-"""A guest is convicted by what its answers add up to, and an honest one is not."""
+"""The checks convict a dishonest guest and no honest one."""
 
 import pytest
 

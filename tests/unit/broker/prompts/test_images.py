@@ -1,4 +1,4 @@
-"""Rows with images: their forms, what is refused at the start, and what travels."""
+"""Rows with images: their forms, refusals at the start, and messages."""
 
 from pathlib import Path
 from typing import Any

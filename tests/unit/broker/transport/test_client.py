@@ -177,7 +177,7 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
 
 
 def arrived_after_silence(scene, message) -> list[type]:
-    """Types of what a new broker hears of a peer that sends this after the silence of the one before."""
+    """Types of messages that a new broker receives from a peer that sends `message` after losing its broker."""
     client, broker, clock, _ = scene
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
@@ -220,7 +220,7 @@ def members(*connected: Member) -> Members:
 
 
 def make_moving_pair():
-    """A generator whose hash gives it `broker`; it knows the address of the other one."""
+    """A generator that prefers `broker` by its hash and knows one address."""
     client, broker, clock, received = make_pair()
     assert preferred("g", BROKERS) == ["broker", "broker-1"]
     client._route = Route("g", {"broker": "ipc:///a"}, is_reachable=lambda _: True)

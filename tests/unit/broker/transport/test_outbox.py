@@ -83,7 +83,7 @@ def test_it_is_over_credit_only_while_trajectories_wait():
 
 
 def test_unanswered_trajectories_are_resent():
-    """Frames in transit on a connection that breaks for an instant are lost silently."""
+    """A brief connection loss silently drops frames in transit."""
     clock = FakeClock(0.0)
     payload_bytes = len(make_packed(index=0)[1])
     outbox = make_outbox(added=3, size_bytes=2 * payload_bytes, clock=clock)

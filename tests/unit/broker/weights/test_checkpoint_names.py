@@ -14,7 +14,7 @@ from tests.families import FAMILIES, make_family, make_family_module
 from tests.tiny_model import make_tiny_module
 
 KINDS = ("gemma2", "mixtral", "deepseek_v3", "qwen3_next")
-"""A tied head, names of their own, buffers, and experts beside other layers; the other families are as these."""
+"""Families with a tied head, different names, buffers, and experts next to other layers; they cover all others."""
 PUBLISHED = [
     name if name in KINDS else pytest.param(name, marks=pytest.mark.long)
     for name, (layout, _) in FAMILIES.items()
@@ -90,7 +90,7 @@ def test_a_quantised_checkpoint_is_refused_by_name():
 
 
 class Lossy(Chunk):
-    """A conversion whose way back leaves out all but the first tensor."""
+    """A conversion that reverts to the first tensor only."""
 
     @property
     def reverse_op(self):

@@ -19,7 +19,7 @@ NUM_BYTES = 3 * 32 * 1024
 
 
 def fill(store: SnapshotStore, versions: Sequence[int], *, with_delta: bool = True) -> None:
-    """Put versions, each with a hundred more changed weights than the one before."""
+    """Put versions, each with a hundred more changed weights."""
     for version in versions:
         store.put(*make_version(version, moved=100 * version), with_delta=with_delta)
 
@@ -43,7 +43,7 @@ def files(store: SnapshotStore) -> dict[int, list[str]]:
 
 
 def held(store: SnapshotStore) -> HostWeights:
-    """Host weights that hold version 1, which is put into the store."""
+    """Put version 1 into the store; returns host weights that hold it."""
     weights = HostWeights()
     fill(store, [1])
     update_to(weights, store, 1)
@@ -142,7 +142,7 @@ def test_a_damaged_delta_falls_back_to_the_snapshot(store: SnapshotStore, damage
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    # But for the buckets that were right before.
+    # Buckets that were already right are not read again.
     assert share * NUM_BYTES <= update_to(weights, store, 2) < share * NUM_BYTES + NUM_BYTES / 10
     fill(store, [3])
     assert update_to(weights, store, 3) < NUM_BYTES / 10

@@ -1,4 +1,4 @@
-"""A broker lets guests answer their own leases alone, has their answers checked, and ends those that lie."""
+"""Guests may answer only their own leases; their answers are checked, and liars are quarantined."""
 
 from pathlib import Path
 

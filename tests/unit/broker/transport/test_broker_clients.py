@@ -72,7 +72,7 @@ class Scene:
         return until(lambda: [each for each in self.brokers[address].receive() if isinstance(each, kind)])
 
     def report(self, address: str, *states: MemberState) -> list[MemberState]:
-        """Have a broker report its members; returns the list that the learner is told."""
+        """Let a broker report its members; returns the list that the learner receives."""
         del self.received[:]
         self.brokers[address].send(Members(list(states)))
         return until(lambda: [each for each in self.received if isinstance(each, Members)])[-1].generators
@@ -142,7 +142,7 @@ def test_a_loopback_address_of_another_machine_is_no_reason_to_leave_a_tunnel(sc
 
 
 def test_a_broker_is_not_left_for_an_address_that_cannot_be_reached(scene: Scene):
-    # As through a tunnel: the first one says that it is at another address than this.
+    # Like a tunnel: the first broker announces another address.
     there = {"broker": "tcp://10.0.0.1:20000", "broker-1": "ipc:///b"}
     scene.welcome("broker", there)
     scene.welcome("broker-1", there)
@@ -160,7 +160,7 @@ def test_a_broker_that_cannot_be_reached_where_it_says_is_joined_where_it_is_kno
 
 def test_of_two_links_to_one_broker_the_newer_stays(scene: Scene):
     scene.welcome("broker", BROKERS)
-    # The address that is known as that of the second leads to the first.
+    # The address assumed for the second broker leads to the first.
     scene.welcome("broker", BROKERS, address="ipc:///b")
     scene.await_message("ipc:///a", Bye)
     assert next(link.address for link in scene.clients._links) == "ipc:///b"
@@ -171,7 +171,7 @@ def test_a_link_that_was_left_for_its_twin_leaves_none(scene: Scene):
     scene.welcome("broker", BROKERS)
     scene.welcome("broker", BROKERS, address="ipc:///b")
     until(lambda: left not in scene.clients._links)
-    # Both were welcomed at once: the welcome of the one that was left is handled last.
+    # Both were welcomed concurrently: the welcome of the link that was left is handled last.
     scene.clients._receive(left, msgspec.structs.replace(make_welcome(), living=LivingBrokers("broker", BROKERS)))
     assert [link.address for link in scene.clients._links if link.broker == "broker"] == ["ipc:///b"]
 
