@@ -309,7 +309,7 @@ def open_rows(path: Path) -> ParquetRows | JsonRows:
     """
     if not path.is_file():
         raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
-    rows = JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else ParquetRows(path)
+    rows: ParquetRows | JsonRows = JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else ParquetRows(path)
     if not len(rows):
         raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
     return rows
