@@ -56,11 +56,10 @@ class Peer:
         """Owner of its leases. Includes the incarnation: a restarted generator does not inherit its old leases."""
         return f"{self.hello.peer_id}/{self.hello.incarnation}"
 
-    @property
-    def report(self) -> dict[str, object]:
-        """Gauges of the peer for the store."""
+    def beat(self, more: dict[str, object]) -> Heartbeat:
+        """Build its heartbeat for the store, with additional gauges."""
         # The peer's gauges come first, so that they cannot replace the broker's.
-        return {
+        gauges = {
             **self.gauges,
             "role": self.hello.role,
             "state": self.state,
@@ -68,11 +67,9 @@ class Peer:
             "reason": self.reason,
             "host": self.hello.host,
             "pid": self.hello.pid,
+            **more,
         }
-
-    def beat(self, more: dict[str, object]) -> Heartbeat:
-        """Build its heartbeat for the store, with additional gauges."""
-        return Heartbeat(self.hello.peer_id, self.report | more, self.owner, self.lease_ids)
+        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.lease_ids)
 
     @property
     def member(self) -> Member:
