@@ -59,7 +59,7 @@ class Peer:
     def beat(self, more: dict[str, object]) -> Heartbeat:
         """Build its heartbeat for the store, with additional gauges."""
         # The peer's gauges come first, so that they cannot replace the broker's.
-        gauges = {
+        gauges: dict[str, object] = {
             **self.gauges,
             "role": self.hello.role,
             "state": self.state,
