@@ -59,7 +59,7 @@ from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
 _STORAGE_TIMEOUT_S = 20.0
-"""Time for which the archiver retries a failing object store before it reports the failure, seconds."""
+"""Time limit for retries of a failing object store before the archiver reports it, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
 """Timeout of one store operation, seconds. The broker serves no peer while it waits."""
 

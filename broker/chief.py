@@ -20,8 +20,8 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.run_folder import RunFolder
 
 LEASE_S = 5.0
-"""Time after a report for which a broker counts as alive and the chief keeps its office. Brokers report every second,
-so another broker replaces a dead chief within 6 s."""
+"""A broker counts as alive, and a chief stays the chief, for this long after a report. Brokers report every second, so
+another broker replaces a dead chief within 6 s."""
 _JUMP_S = 5.0
 """Smallest change in the offset between the store's clock and this process's that counts as a jump. A smaller change
 may come from a slow answer."""

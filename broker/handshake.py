@@ -183,7 +183,7 @@ class Inspection:
         return True
 
     def send_due(self) -> None:
-        """Answer the machines whose connection test has finished."""
+        """Answer the machines with a finished connection test."""
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
 

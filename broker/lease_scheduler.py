@@ -219,7 +219,7 @@ class LeaseScheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
-        """Return the next prompts, from which the store chooses by the rows' success rates."""
+        """Return the next prompts; the store chooses among them by success rate."""
         curriculum, seed = self._run.data.curriculum, self._run.seed
         num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
         if curriculum is None or num_new <= 0:

@@ -54,7 +54,7 @@ PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
 PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
 """Logical name of a peer."""
 LendAddress = Annotated[str, Meta(max_length=256, pattern=r"^((tcp|ipc)://[!-~]+)?\Z")]
-"""Endpoint at which a generator lends its current version; empty: it lends nothing."""
+"""A generator's endpoint for lending its current version; empty: it lends nothing."""
 HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
 
 

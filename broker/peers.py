@@ -208,7 +208,7 @@ class Peers:
         )
 
     def _transport_of(self, peer: Peer) -> WeightTransport:
-        # Guests are excluded from broadcasts, in which every member waits for all others.
+        # Guests are excluded from broadcasts, because all members wait for each other.
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
         return peer.hello.weight_transport or own
 

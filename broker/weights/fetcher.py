@@ -67,7 +67,7 @@ class Fetcher:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint at which this generator lends; empty: none."""
+        """This generator's endpoint for lending; empty: none."""
         return self._server.address if self._server else ""
 
     @property

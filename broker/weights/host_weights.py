@@ -119,7 +119,7 @@ class HostWeights:
 
     @contextmanager
     def _replacing(self, index: int, manifest: Manifest, digests: Sequence[bytes]) -> Iterator[None]:
-        """Context in which a bucket is overwritten; verifies it afterwards. Raises AlteredWeightsError."""
+        """Let the block overwrite a bucket, then verify it. Raises AlteredWeightsError."""
         with self._lock:
             self._held[index] = None
         yield
