@@ -19,7 +19,7 @@ class ChannelClosedError(BrokerError, ConnectionError):
 
 
 class ClientDiedError(BrokerError, RuntimeError):
-    """The broker client's thread failed because of a bug; the log has the traceback. Restarting the process recovers."""
+    """The broker client's thread failed because of a bug; see the traceback in the log. Restarting recovers."""
 
 
 class RefusedByBrokerError(BrokerError, ValueError):
