@@ -1,20 +1,20 @@
 """python -m broker [--shard N] [KEY=VALUE]...: start a broker and, without a launcher, the embedded store.
 
 python -m broker experiment=digits_cpu name=mine                         on this machine
-python -m broker name=mine broker.token_file=token                       with a token of your own
+python -m broker name=mine broker.token_file=token                       with your own token
 
---shard N                       number of this broker, from 0, of a run with several; the store is started by number 0
+--shard N                       number of this broker, from 0, in a run with several; number 0 starts the store
 
-Most used settings; those of the learner must be the same:
+Common settings, which must match the learner's:
   experiment=PRESET, name=NAME  the run; resume=true continues it
-  broker.address=ADDRESS        a port (tcp://127.0.0.1:5757) in place of the unix socket in the run folder
-  broker.token_file=FILE        secret of the run; by default one is made in the run folder
+  broker.address=ADDRESS        a port (tcp://127.0.0.1:5757) instead of the unix socket in the run folder
+  broker.token_file=FILE        the run's secret; by default created in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
-  buffer.staleness.max_lag=4    versions that a trajectory may be old
+  buffer.staleness.max_lag=4    maximum lag of a trajectory, versions
   data.train=FILE               prompts, in Parquet or JSON lines
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
-Outside a checkout the module is called slipstream.broker.
+Outside a checkout, the module is slipstream.broker.
 """
 
 import sys
@@ -59,9 +59,9 @@ from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
 _STORAGE_TIMEOUT_S = 20.0
-"""Failures of the object store, seconds, after which the archiver reports them; it tries again then."""
+"""Time limit for retries of a failing object store before the archiver reports it, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Timeout of one store operation, seconds: while the broker waits for it, no peer is served."""
+"""Timeout of one store operation, seconds. The broker serves no peer while it waits."""
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +74,7 @@ def main(overrides: list[str]) -> None:
     run = load(overrides)
     name = _name_of(run, shard)
     configure_logs(name)
-    # Whatever the user can get wrong is checked before the store starts.
+    # Check everything that users configure before the store starts.
     train, heldout = open_datasets(run)
     folder = RunFolder(run)
     folder.make()
@@ -84,7 +84,7 @@ def main(overrides: list[str]) -> None:
         folder.lock()
     keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
     address = folder.broker_addresses[name]
-    channel = listen(address, keys=keys, cluster=run.cluster, before=folder.read_address(name))
+    channel = listen(address, keys=keys, cluster=run.cluster, previous=folder.read_address(name))
     if is_first:
         folder.open()
         write_guest_tokens(folder, keys)
@@ -102,7 +102,7 @@ def main(overrides: list[str]) -> None:
 
 
 def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the word after `--shard`, "0" without one, and the overrides."""
+    """Return the word after `--shard` (default "0") and the overrides."""
     if "--shard" not in arguments:
         return "0", arguments
     at = arguments.index("--shard")
@@ -110,7 +110,7 @@ def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _name_of(run: RunConfig, shard: str) -> str:
-    """Return the name of the broker of that number. Raises ConfigError unless the run has it."""
+    """Return the name of the broker with that number. Raises ConfigError if the run has no such broker."""
     is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
     must = f"be a number from 0 to {run.broker.shards - 1}"
     require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
@@ -138,7 +138,7 @@ def _serve(
 ) -> None:
     url = store_url(run, folder.path)
     state = _open_run(run, url, num_rows=train.row_count)
-    # Without retries: during an outage peers must be answered that the store is unavailable.
+    # No retries: during an outage, peers must be told that the store is unavailable.
     store = open_run_store(
         url,
         run.name,
@@ -158,29 +158,29 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
-    # Between two pings at least once: what takes longer than several is taken for a pause of this process.
+    # At least one step per ping interval: a much longer step counts as a pause of this process.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)
-            beside = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
-            for sentence in beside:
+            sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
+            for sentence in sentences:
                 log.warning(sentence)
-        # A launcher restarts the broker, or ends the generators itself; of several brokers the others go on.
+        # A launcher restarts the broker or ends the generators itself; other live brokers take over their generators.
         if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
 
 
 def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
-    """Begin or continue the run. Raises RunConflictError if it is finished."""
+    """Begin or resume the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)
         is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
-    # Of several brokers one that is restarted late may find the run that others have served to its end.
+    # A broker that restarts late may find that the others have already finished this launcher's run.
     if state.phase == "finished" and not (run.resume or is_served):
         raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "
@@ -191,7 +191,7 @@ def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
 
 @contextmanager
 def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Observers | None]:
-    """Run loggers and exporter during the block, at the first broker, unless a launcher does."""
+    """Run loggers and exporter during the block, in the first broker and only without a launcher."""
     if has_launcher() or chief.name != FIRST_BROKER:
         yield None
         return
@@ -201,7 +201,7 @@ def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Obse
 
 @contextmanager
 def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) -> Iterator[None]:
-    """Archive finished groups during the block, while this broker is the chief; the rest stays in the store."""
+    """Archive finished groups during the block while this broker is the chief. The others stay in the store."""
     if not run.buffer.archive.enabled:
         yield
         return

@@ -1,12 +1,12 @@
 """Archiver: moves finished groups, and the steps that trained on them, from the store into the archive.
 
-Consumes: finished groups of the store, oldest first; its step ledger.
-Produces: shards and a ledger in the archive's folder; room in the store; the gauges of the role `archiver`.
+Consumes: the store's finished groups, oldest first; its step ledger.
+Produces: shards and a ledger in the archive's folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `flush_s`.
-Woken by: its own clock, every second.
-Invariant: the store forgets a group only after the archive holds it durably, in the object store too if there is one;
-the archive takes a group once. A step is in the archive's ledger only if a checkpoint covers it and the archive holds
-all of its groups.
+Woken by: its clock, every second.
+Invariant: the store forgets a group only after the archive, and the object store if configured, hold it durably. The
+archive takes each group once. Its ledger contains a step only if a checkpoint covers the step and the archive holds all
+of its groups.
 """
 
 import os
@@ -37,9 +37,9 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _SAMPLED_GROUPS = 8
-"""Groups whose mean size estimates that of all."""
+"""Number of groups in the sample that estimates the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
-"""Encoded trajectories of one shard, which are in memory while it is written; a shard of long ones has fewer groups."""
+"""Maximum bytes of encoded trajectories per shard, which are in memory while it is written."""
 _ROLE = "archiver"
 _TICK_S = 1.0
 
@@ -47,15 +47,15 @@ log = structlog.get_logger(__name__)
 
 
 class StepArchiver:
-    """Copies the step ledger, each step after the groups it trained on. Belongs to one thread.
+    """Copies the step ledger, each step after its groups. Belongs to one thread.
 
-    A step may wait long for its last group: one that can be trained on again stays in the store.
+    A step may wait long for its last group, because a group that can be trained on again stays in the store.
 
     Life: (poll -> mark_archived* -> write)*.
     """
 
     def __init__(self, store: Store, folder: Path, shards: ShardWriter) -> None:
-        """`shards` writes to the same archive. Raises ArchiveError if its ledger is damaged, OSError."""
+        """`shards` writes to the same archive. Raises ArchiveError if the ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
         self.ledger = LedgerWriter(folder, shards.manifest)
@@ -64,11 +64,11 @@ class StepArchiver:
         self._awaited: set[str] = set()
 
     def poll(self) -> None:
-        """Read which steps a checkpoint covers by now. Raises StoreUnavailableError."""
+        """Find the steps that a checkpoint newly covers. Raises StoreUnavailableError."""
         pointer = self._store.run_state().checkpoint
         step = pointer.step if pointer else 0
         if self._covered is None or step < self._covered:
-            # The first call, or the store has lost its last seconds in a crash: compare the complete ledger.
+            # First call, or a crash lost the store's last seconds: compare the complete ledger.
             self._pending, self._awaited = [], set()
             self._add(self.ledger.lacks(self._entries(first_step=1, last_step=step)))
         elif step > self._covered:
@@ -79,8 +79,8 @@ class StepArchiver:
         self._awaited.difference_update(group_ids)
 
     def write(self) -> None:
-        """Append the steps, in order, whose groups are all archived. Raises OSError, and may be called again then."""
-        # In order, so that `last_step` means that all steps up to it are archived.
+        """Append the steps whose groups are all archived. Raises OSError; a later call retries."""
+        # In order, so that the archive holds all steps up to `last_step`.
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
             self.ledger.append(complete)
@@ -102,7 +102,7 @@ OpenWriter = Callable[[Path], ShardWriter]
 
 
 class Archiver:
-    """Writes a shard once it is full, or its oldest group has waited `flush_s`. Belongs to one thread.
+    """Writes a shard when it is full or its oldest group has waited `flush_s`. Belongs to one thread.
 
     Life: step* -> flush -> close.
     """
@@ -119,9 +119,9 @@ class Archiver:
         mirror: ArchiveMirror | None = None,
         fence: int = NO_FENCE,
     ) -> None:
-        """`folder`: of the archive; `mirror`: its copy in the object store; `fence`: of the chief.
+        """`folder`: archive folder; `mirror`: its copy in the object store; `fence`: the chief's fence.
 
-        Raises ArchiveError if another process writes there, StorageError, OSError.
+        Raises ArchiveError if another process writes to the folder, StorageError, OSError.
         """
         self._store = store
         self._folder = folder
@@ -142,7 +142,7 @@ class Archiver:
         self.num_groups = 0
         """Groups archived by this archiver."""
         self.num_left_out = 0
-        """Groups that it let go since the archive has reached its limit."""
+        """Groups dropped since the archive reached its size limit."""
 
     @property
     def last_step(self) -> int:
@@ -152,8 +152,8 @@ class Archiver:
     def step(self) -> int:
         """Archive one shard if it is due; returns the number of groups taken from the store.
 
-        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError. Nothing is lost then: the next call starts
-        where this one did.
+        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError. After an error the next call retries and
+        nothing is lost.
         """
         self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
@@ -179,7 +179,7 @@ class Archiver:
 
     def _send(self) -> None:
         if self._mirror:
-            # Asks for the fence alone: another chief may have written from another machine while this one hung.
+            # Only checks the fence: another chief may have written from another machine while this one hung.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
@@ -195,26 +195,26 @@ class Archiver:
 
     def _move(self) -> int:
         groups = self._peek()
-        # Some may be in the archive already: an archiver died, or the store failed, before it forgot them.
+        # The archive already has some if an archiver died, or the store failed, before it forgot them.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and self._is_full:
-            # Let go rather than kept in the store, which would fill up and stop the run. Their steps are not marked:
-            # the ledger ends where the archive does, and what is there can be replayed.
+            # Drop them: a full store would stop the run. Their steps are never complete, so the ledger ends where the
+            # archive does and the archived steps remain replayable.
             if not self.num_left_out:
                 log.warning("archive_full", max_gib=self._config.max_gib)
             self.num_left_out += len(new)
             new = []
         else:
-            # First, so that a shard in the manifest lacks none.
+            # Images first, so that a shard in the manifest never lacks one.
             names = missing_images(self._folder, image_names(chain(*(group.payloads for group in new))))
             if names:
                 write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
-            # Also those of an earlier call that failed to send them.
+            # Also sends the shards of an earlier call that failed to send them.
             self._send()
             self._steps.mark_archived(group.id for group in groups)
-        # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
+        # Forget last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:
             self._store.forget([group.id for group in groups], fence=self._fence)
         self._waiting_since = None
@@ -226,8 +226,8 @@ class Archiver:
         return sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30
 
     def _peek(self) -> list[FinishedGroup]:
-        """Read as many finished groups as fill a shard, by number or by bytes."""
-        # The sample tells how many groups fit: reading all of them at once could exhaust the memory.
+        """Read enough finished groups to fill a shard, by number or by bytes."""
+        # The sample estimates how many groups fit: reading all of them could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
@@ -239,20 +239,20 @@ class ArchiverStatus(Record):
     """Gauges of the archiver. Example: ArchiverStatus(state="archiving", groups=2048, last_step=64)."""
 
     state: Literal["starting", "archiving", "stuck", "full", "gone"] = "starting"
-    """stuck: it cannot archive and keeps trying; full: it has reached its limit and lets groups go; see `reason`."""
+    """stuck: archiving fails and is retried; full: it has reached its size limit and drops groups; see `reason`."""
     groups: int = 0
-    """Groups archived since it started."""
+    """Groups archived since the start."""
     last_step: int = 0
     """Newest step in the archive's ledger."""
     reason: str = ""
-    """Cause for which it does not archive; empty if it does."""
+    """Reason for not archiving; empty if it archives."""
     waits_for: WaitsFor = ""
 
 
 class ArchiverThread:
-    """An Archiver with its own thread and store connection; it retries after errors and reports them as its status.
+    """Runs an Archiver on a thread with its own store connection; retries after errors and reports them as its status.
 
-    It works while its broker is the chief, and leaves the folder to the archiver of another when that is the chief.
+    It archives only while its broker is the chief, and otherwise leaves the folder to the chief's archiver.
     """
 
     def __init__(
@@ -266,8 +266,8 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store; it is called on the thread, and again after every error. `storage`: where the
-        archive is kept beside its folder. `lead`: fence of the chief, None while another broker is the chief."""
+        """`connect` opens the store, on the thread and again after every error. `storage`: object store that mirrors
+        the archive. `lead` returns the chief's fence, None while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
@@ -285,13 +285,13 @@ class ArchiverThread:
         self._thread.start()
 
     def status(self) -> ArchiverStatus:
-        """Return the current status, from any thread; the store has it as the gauges of the role `archiver`."""
+        """Return the current status, from any thread. The store holds it as the gauges of the role `archiver`."""
         return self._status
 
     def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Archive what is finished, then end; blocks at most `timeout_s`. Returns whether it has ended.
+        """Archive the finished groups, then end; blocks at most `timeout_s`. Returns whether it has ended.
 
-        Groups that it did not get to stay in the store for the next archiver. `meanwhile` is called every second.
+        Remaining groups stay in the store for the next archiver. Calls `meanwhile` every second.
         """
         self._stopping.set()
         ends_at = time.monotonic() + timeout_s
@@ -306,27 +306,22 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until stopped; False after an error, and while another broker is the chief."""
+        """Archive until stopped; returns False after an error or while another broker is the chief."""
         self._fence = self._lead()
         if self._fence is None:
             return False
         try:
             with closing(self._connect()) as store:
-                return self._archive_until_stopped(store)
+                try:
+                    with suppress(StaleFenceError), closing(self._open(store)) as archiver:
+                        return self._archive(archiver, store)
+                except (ReplayBufferError, OSError) as error:
+                    self._record_error(error)
+                    # The store may still work if the disk is full or another archiver has the folder.
+                    self._report(store)
         except (ReplayBufferError, OSError) as error:
             self._record_error(error)
-            return False
-
-    def _archive_until_stopped(self, store: Store) -> bool:
-        try:
-            with suppress(StaleFenceError), closing(self._open(store)) as archiver:
-                return self._archive(archiver, store)
-            return False
-        except (ReplayBufferError, OSError) as error:
-            self._record_error(error)
-            # The store may work all the same: the disk is full, or another archiver writes to the folder.
-            self._report(store)
-            return False
+        return False
 
     def _open(self, store: Store) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
@@ -340,7 +335,7 @@ class ArchiverThread:
         )
 
     def _archive(self, archiver: Archiver, store: Store) -> bool:
-        """Return whether it was stopped; False once another broker is the chief."""
+        """Archive until stopped; returns False if another broker becomes the chief."""
         while not self._stopping.is_set():
             if self._lead() != self._fence:
                 return False
@@ -362,7 +357,7 @@ class ArchiverThread:
         if archiver.num_left_out:
             reason = (
                 f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g}): {archiver.num_left_out} "
-                "groups have left the store without it"
+                "groups were dropped"
             )
         self._status = ArchiverStatus(
             state="full" if reason and state == "archiving" else state,
@@ -379,7 +374,7 @@ class ArchiverThread:
         if str(error) != self._last_error:
             self._last_error = str(error)
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
-        # StoreUnavailableError is an OSError too, so that it is tested for first.
+        # Test for StoreUnavailableError first, because it is also an OSError.
         waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"
         waits_for = "storage" if isinstance(error, StorageError) else waits_for
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)

@@ -1,18 +1,18 @@
-"""Dataset: the prompts of one file or several, validated and measured when they are opened.
+"""Dataset: the prompts of one or more files, validated and measured when opened.
 
-Lengths of prompts in tokens, as generators encode them.
-
-With the tokenizer's own file, and without transformers' classes, which would bring torch into the broker.
+Counts a prompt's tokens as generators encode it. Reads the tokenizer file directly, because the transformers classes
+would import torch into the broker.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from tokenizers import Tokenizer
 
-from slipstream.broker.prompt_rows import PromptText, Row, image_sources, make_row, open_rows, place_images
+from slipstream.broker.messages import Row
+from slipstream.broker.prompt_rows import PromptText, image_sources, make_row, open_rows, place_images
 from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError
@@ -27,13 +27,13 @@ log = structlog.get_logger(__name__)
 
 
 def is_short(prompt: PromptText, most: int) -> bool:
-    """Whether the prompt cannot have more than `most` tokens, as can be told without a tokenizer."""
-    # No token is shorter than a character, and a tokenizer may put one blank in front.
+    """Return whether the prompt certainly has at most `most` tokens, without a tokenizer."""
+    # A token has at least one character, and a tokenizer may prepend one space.
     return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
 
 
 def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
-    """Count the tokens of each prompt as generators encode it; 0 where that cannot be known here."""
+    """Count the tokens of each prompt as generators encode it; 0 if unknown."""
     if not prompts:
         return []
     if (file := find_file(model.path, "tokenizer.json")) is None:
@@ -44,14 +44,14 @@ def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
     tokenizer.no_padding()
     render = chat_renderer(model) if any(not isinstance(prompt, str) for prompt in prompts) else str
     texts = [prompt if isinstance(prompt, str) else render(prompt) for prompt in prompts]
-    # In batches, because an encoding takes far more memory than its text.
+    # In batches, because encodings take far more memory than their texts.
     batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
     return [len(found) for batch in batches for found in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
 
 
 def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
-    """Function from chat messages to text by the template; to no text where generators will report an error."""
-    # Imported for this alone: it takes a second, and most of the time no prompt needs it.
+    """Return a function that renders chat messages as text; empty text if generators will report an error."""
+    # Imported here because it takes a second and most datasets do not need it.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -70,12 +70,12 @@ def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
 
 
 def find_template(model: ModelConfig) -> str:
-    """Return the chat template of the settings, else of the checkpoint; empty without one. Raises ConfigError."""
+    """Return the chat template of the settings, else of the checkpoint, else an empty string. Raises ConfigError."""
     if given := read_chat_template(model):
         return given
     if file := find_file(model.path, "chat_template.jinja"):
         return file.read_text("utf-8")
-    # In older checkpoints a text, or a list of texts by name.
+    # Older checkpoints have a text here, or a list of named texts.
     template = read_json(model.path, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(template, list):
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
@@ -83,17 +83,17 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""A row's bytes in a message are fewer than so many times those of `RowFile.num_bytes`."""
+"""Upper bound on the ratio of a row's bytes in a message to `ParquetRows.num_bytes`."""
 
 
 class Dataset:
-    """The rows of one file or several, numbered one file after the other, held in memory. Loads without torch."""
+    """The rows of one or more files, numbered consecutively and held in memory. Loads without torch."""
 
     def __init__(self, *paths: str | Path, weights: Sequence[float] = (), names: Sequence[str] = ()) -> None:
         """Open and validate the files. Raises ConfigError, naming the file and its first problem.
 
-        `weights`: shares of the files in the order of prompts; by their numbers of rows without. `names`: beginnings of
-        their rows' uids; without, those of the files.
+        `weights`: shares of the files in the prompt order; default: their numbers of rows. `names`: prefixes of the
+        rows' uids; default: file names.
         """
         names = names or _short_names(list(map(Path, paths)))
         self._files = [_PromptFile(Path(path), name=name) for path, name in zip(paths, names, strict=True)]
@@ -107,19 +107,19 @@ class Dataset:
 
     @property
     def paths(self) -> str:
-        """The files, for messages."""
+        """File names for messages."""
         return ", ".join(str(file.path) for file in self._files)
 
     @property
     def row_count(self) -> RowCount:
-        """Number of rows of one file, or of each of several with its weight; the order of prompts follows from it."""
+        """Row count of a single file, or of each file with its weight. Determines the prompt order."""
         counts = [len(file) for file in self._files]
         weights = self._weights or counts
         shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
         return shares if len(shares) > 1 else counts[0]
 
     def row(self, index: int) -> Row:
-        """Return row `index`, from 0 to len - 1, of those that are kept. Raises IndexError otherwise."""
+        """Return row `index` of the kept rows, from 0 to len - 1. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
         for file in self._files:
@@ -129,23 +129,23 @@ class Dataset:
         return file.row(index)
 
     def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
-        """Refuse prompts of more than `most` tokens, or leave them out and log how many. Raises ConfigError."""
+        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError."""
         for file in self._files:
             file.keep_short(num_tokens, most=most, drops=drops)
 
     def check_images(self, vision: VisionModel) -> None:
-        """Read the headers of all images. Raises ConfigError for the first that cannot be used, or by this model."""
+        """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
         for file in self._files:
             file.check_images(vision)
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
+        """Refuse rows over half the message size, since a message also holds the lease. Raises ConfigError."""
         for file in self._files:
             file.check_row_sizes(max_message_bytes=max_message_bytes)
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """Names without endings, with as many parent folders as tell the files apart: gsm8k/train and math/train."""
+    """Return names without suffixes, with enough parent folders to be unique: gsm8k/train and math/train."""
     parts = [path.with_suffix("").resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -155,16 +155,16 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 
 class _PromptFile:
-    """The rows of one file that are kept."""
+    """The kept rows of one file."""
 
     def __init__(self, path: Path, *, name: str) -> None:
-        """`name`: beginning of the rows' uids, and their source if they have none."""
+        """`name`: prefix of the rows' uids, and default `data_source`."""
         self.path = path
         self._name = name
         self._file = open_rows(path)
         self._rows: Sequence[int] = range(len(self._file))
         self._images: dict[int, tuple[int, int]] = {}
-        """Row -> bytes of its images, and tokens that they take beside their places."""
+        """Row -> bytes of its images, and tokens they add beyond one placeholder each."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -180,7 +180,7 @@ class _PromptFile:
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
-            # First, because it is about all rows.
+            # First, because this error concerns all rows.
             vision.token_id  # noqa: B018
             try:
                 images = self._row(number).images
@@ -215,41 +215,36 @@ class _PromptFile:
         )
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        if (row := self._find_large(0, len(self._file), most=max_message_bytes // 2)) is not None:
+        if found := self._find_large(0, len(self._file), most=max_message_bytes // 2):
+            row, size = found
             raise ConfigError(
                 f"a row of {self.path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
-                f"{row.size} bytes in row {row.number}: raise broker.max_message_bytes, here and where generators are "
+                f"{size} bytes in row {row}: raise broker.max_message_bytes, here and where generators are "
                 "started by hand, or shorten the row."
             )
 
-    def _find_large(self, start: int, end: int, *, most: int) -> "_LargeRow | None":
-        """First row in this range whose message is too large."""
-        # Images may lie in files of their own.
+    def _find_large(self, start: int, end: int, *, most: int) -> tuple[int, int] | None:
+        """Return the number and encoded bytes of the first row in this range that is too large."""
+        # Images may be in separate files, so their bytes are added.
         num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
         if start == end or num_bytes <= most // _MOST_OVERHEAD:
             return None
         if end - start == 1:
             size = len(encode(self._row(start)))
-            return _LargeRow(start, size) if size > most and start in self._rows else None
+            return (start, size) if size > most and start in self._rows else None
         middle = (start + end) // 2
         return self._find_large(start, middle, most=most) or self._find_large(middle, end, most=most)
 
 
-class _LargeRow(NamedTuple):
-    number: int
-    size: int
-    """Bytes of its record in a message."""
-
-
 def read_train(run: RunConfig) -> Dataset:
-    """Open the prompts to train on, of any length. Raises ConfigError."""
+    """Open the training prompts without a length limit. Raises ConfigError."""
     files = run.data.train_files
     weights = [file.weight for file in files if file.weight is not None]
     return Dataset(*(file.path for file in files), weights=weights)
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
-    """Open the prompts of each held-out set, of any length; a file that several share is read once."""
+    """Open the prompts of each held-out set without a length limit. Reads shared files once. Raises ConfigError."""
     sets = run.data.heldout_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))
@@ -258,9 +253,9 @@ def read_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the prompts to train on and those of each held-out set, without prompts over `data.max_prompt_tokens`.
+    """Open the training prompts and those of each held-out set, and apply `data.max_prompt_tokens`.
 
-    Logs what is left out, and held-out files with fewer rows than the settings ask for. Raises ConfigError.
+    Logs dropped prompts and held-out files with too few rows. Raises ConfigError.
     """
     train, heldout = read_train(run), read_heldout(run)
     for dataset in dict.fromkeys([train, *heldout.values()]):
@@ -277,7 +272,7 @@ def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:
-    """Say for each file of held-out prompts how evaluations share them if they are too few."""
+    """Describe how evaluations share the prompts of each held-out file that has too few."""
     wanted = run.evaluation.monitor_prompts + run.evaluation.final_prompts
     found = []
     for dataset in dict.fromkeys(heldout.values()):

@@ -6,7 +6,7 @@ BrokerError
 ├── RefusedByBrokerError  the broker rejected this peer; carries its reason
 └── WeightTransferError   a weight group could not be built, or a broadcast, a fetch or its verification failed
     ├── AlteredWeightsError   the bytes are not those that the learner published
-    └── NotYetError           a lender is still fetching what it was asked for
+    └── NotYetError           a lender is still fetching the requested file
 """
 
 
@@ -19,7 +19,7 @@ class ChannelClosedError(BrokerError, ConnectionError):
 
 
 class ClientDiedError(BrokerError, RuntimeError):
-    """The broker client's thread failed: a bug, whose traceback is in the log. Restarting the process recovers."""
+    """The broker client's thread failed because of a bug; see the traceback in the log. Restarting recovers."""
 
 
 class RefusedByBrokerError(BrokerError, ValueError):
@@ -31,13 +31,13 @@ class WeightTransferError(BrokerError, RuntimeError):
 
 
 class AlteredWeightsError(WeightTransferError):
-    """The bytes read are complete, but not those that the learner published: damaged in storage, or by a lender."""
+    """The bytes are complete but differ from those the learner published: damaged in storage or altered by a lender."""
 
 
 class NotYetError(WeightTransferError):
-    """A file is about to be there: this process fetches it."""
+    """The lender is still fetching the file."""
 
     def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: received so far; as long as they grow, waiting is worthwhile."""
+        """`num_bytes`: received so far; waiting is worthwhile while this grows."""
         super().__init__("it is still being fetched")
         self.num_bytes = num_bytes

@@ -1,9 +1,9 @@
-"""FairShare: divides the groups that may be leased among generators by their measured throughput.
+"""FairShare: divides the leasable groups among generators by their measured throughput.
 
-Let T be the least time in which the generators together can finish all groups in flight and all that may be leased now.
+Let T be the least time in which the generators together can finish all groups in flight and all leasable groups.
 A generator that needs longer than T for a single group gets none: a batch would wait for it, or the group would arrive
-staler than `max_lag`, since the learner makes as many versions in T as the pacing window is wide. The others share in
-proportion to their throughput.
+staler than `max_lag`, since in T the learner publishes as many versions as the pacing window holds. The others share
+in proportion to their throughput.
 """
 
 from collections import deque
@@ -20,22 +20,22 @@ from slipstream.buffer.trajectory import lease_of, make_trajectory_id
 from slipstream.runtime.clock import Clock
 
 _WINDOW_GROUPS = 32
-"""Newest completed groups that a generator's throughput is measured over."""
+"""Number of newest completed groups that determine a generator's throughput."""
 _RETRY_AFTER_GROUPS = 100
-"""Own group times after which an excluded generator is leased one group to be measured again. This bounds the cost of
-retrying to a hundredth of the time."""
+"""An excluded generator gets one group for a new measurement after this many of its group times, which limits retries
+to 1 % of the time."""
 _DROP_INTERVAL_S = 1.0
-"""Time between two searches for lost leases: Pongs, which tell of them, come no more often."""
+"""Interval between searches for lost leases: Pongs, which list the held leases, arrive no more often."""
 _EPSILON = 1e-6
 """Missing groups below this are rounding errors of floats."""
 
 
 # --- the shares of generators ----------------------------------------------------------------------------------------
 def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> float:
-    """Least seconds in which the generators [N] finish everything in flight and `num_groups` more; inf for none.
+    """Return the least time in which N generators finish everything in flight and `num_groups` more; inf for N = 0.
 
     min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first:
-    each further generator shortens the work, unless its own first group takes longer than that.
+    each additional generator shortens the work unless its first group takes longer.
     """
     order = np.argsort(group_s, kind="stable")
     work_s = (num_groups + np.cumsum(in_flight[order])) / np.cumsum(groups_per_s[order])
@@ -43,14 +43,14 @@ def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarra
 
 
 def shares(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> np.ndarray:
-    """Groups out of `num_groups` for each generator, [N]; 0 for one that is too slow.
+    """Return each generator's share of `num_groups`, [N]; 0 for one that is too slow.
 
-    round(groups_per_s * (num_groups + in_flight of all) / groups_per_s of all) - in_flight, over those fast enough.
+    round(groups_per_s * (num_groups + sum of in_flight) / sum of groups_per_s - in_flight), over the fast generators.
     """
     is_fast = group_s <= finish_s(group_s, groups_per_s, in_flight, num_groups=num_groups)
     groups = num_groups + np.add.reduce(in_flight, where=is_fast)
     missing = groups_per_s * groups / np.add.reduce(groups_per_s, where=is_fast) - in_flight
-    # At least one, however small the fraction: if all shares rounded down to zero, nothing would be leased.
+    # At least one: if all shares rounded down to zero, nothing would be leased.
     return np.where(is_fast & (missing > _EPSILON), np.maximum(1, np.rint(missing)), 0).astype(np.int64)
 
 
@@ -65,11 +65,11 @@ class _LeasedGroup:
 
 
 class Throughput:
-    """Throughput of one generator over its newest completed groups. Times are the caller's, seconds.
+    """Throughput of one generator over its newest completed groups. Callers pass the times, in seconds.
 
-    A group that ran among `k` and took `t` seconds counts as `t / k` seconds of the generator's time: bursts and steady
-    flows measure alike, and idle time does not count. Medians, because one response of thousands of tokens says little
-    about the next.
+    A group that took `t` seconds among `k` concurrent groups counts as `t / k` seconds of the generator's time, so that
+    bursts and steady flows measure the same and idle time is excluded. Uses medians, because one response of thousands
+    of tokens says little about the next.
     """
 
     def __init__(self) -> None:
@@ -95,10 +95,7 @@ class Throughput:
             self._leased[lease_id] = _LeasedGroup(missing, leased_at=now, num_concurrent=num_concurrent)
 
     def record_stored(self, trajectory_id: str, *, now: float) -> bool:
-        """Record a trajectory that the store took; ignored if it belongs to no lease recorded here.
-
-        Returns whether its group is complete.
-        """
+        """Record a stored trajectory; ignores unknown leases. Returns whether its group is complete."""
         lease_id = lease_of(trajectory_id)
         group = self._leased.get(lease_id)
         if group is None:
@@ -111,9 +108,9 @@ class Throughput:
         return True
 
     def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
-        """Forget leases from before that time that the generator does not hold: they were returned or have lapsed.
+        """Forget leases from before `leased_before` that the generator no longer holds: they were returned or lapsed.
 
-        Returns whether there were any.
+        Returns whether any were forgotten.
         """
         lost = [
             lease_id
@@ -130,14 +127,14 @@ class Throughput:
 
     @property
     def measured(self) -> tuple[float, float]:
-        """Seconds from the lease of a group until its last trajectory is stored, and completed groups per second at the
-        usual concurrency; NaN before the first."""
+        """Seconds from the lease of a group until its last trajectory is stored, and completed groups per second at
+        typical concurrency; NaN before the first group."""
         return (median(self._group_s), 1 / median(self._busy_s)) if self.is_measured else (nan, nan)
 
     @property
     def leased_at(self) -> float:
-        """Time at which the groups in flight were leased, their median; inf without any."""
-        # A generator that hangs completes nothing that could be measured: the age of its groups slows it down instead.
+        """Median lease time of the groups in flight; inf without any."""
+        # A hanging generator completes no group to measure. Instead, the age of its groups reduces its share.
         return median(group.leased_at for group in self._leased.values()) if self._leased else inf
 
     def _record_group(self, group_s: float, *, num_concurrent: int) -> None:
@@ -155,26 +152,24 @@ class Throughput:
 class _Generator:
     peer: Peer
     row: int
-    """Index into the vectors of all generators."""
+    """Index into the vectors over generators."""
     throughput: Throughput = field(default_factory=Throughput)
     excluded_since: float | None = None
     """Time of the first lease it was denied for being slow; None while it gets a share."""
 
 
 class FairShare:
-    """Throughputs of the generators that request prompts, and their shares.
+    """Throughputs and shares of the generators that request prompts.
 
-    Kept in memory only: a new broker starts without measurements.
+    Exists only in memory: a new broker starts without measurements. Sets no limits while it has only one generator or
+    none has completed a group.
 
-    Limits nothing while there is only one generator, or none has completed a group.
-
-    Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; all else at any time. What is known of
-    the generators lies in vectors, of which an event changes one row: a thousand generators that ask at once cost the
-    work of a thousand, not of a million.
+    Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; other methods at any time. Measurements
+    are in vectors over generators, and an event changes one row, so that serving N simultaneous requests takes O(N).
     """
 
     def __init__(self, *, lost_after_s: float, clock: Clock) -> None:
-        """`lost_after_s`: age after which a lease that its holder does not list in its Pongs counts as lost."""
+        """`lost_after_s`: age after which a lease missing from its holder's Pongs counts as lost."""
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._generators: dict[str, _Generator] = {}
@@ -182,36 +177,36 @@ class FairShare:
         self._measured: set[str] = set()
         self._changed: set[str] = set()
         self._next_drop_at = -inf
-        self._known = np.empty((0, 4))
+        self._measurements = np.empty((0, 4))
         """Measured group_s and groups_per_s (NaN before the first group), in_flight, leased_at of each generator."""
         self._group_s = np.empty(0)
-        """group_s as of this round; NaN for a generator without a measurement of its own."""
+        """group_s in this round; NaN for a generator without a measurement."""
         self._now = 0.0
-        self._may_lease, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
+        self._is_eligible, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
         self._divided: tuple[int, int, np.ndarray, np.ndarray] | None = None
-        """Available groups and oldest version, and each generator's share (-1: it takes no part) and group_s."""
+        """Available groups, oldest version, and each generator's share (-1: excluded from sharing) and group_s."""
 
     @property
     def is_limiting(self) -> bool:
-        """Whether there are several generators, at least one of them measured."""
+        """Whether it has several generators, at least one of them measured."""
         return len(self._generators) > 1 and bool(self._measured)
 
     def add(self, peer: Peer) -> None:
         """Add a generator, or update the connection of a known one."""
         if peer.owner not in self._generators:
             self._generators[peer.owner] = _Generator(peer, row=len(self._generators))
-            self._known = np.append(self._known, [[nan, nan, 0.0, inf]], axis=0)
+            self._measurements = np.append(self._measurements, [[nan, nan, 0.0, inf]], axis=0)
         self._generators[peer.owner].peer = peer
 
     def remove(self, peer: Peer) -> None:
         if generator := self._generators.pop(peer.owner, None):
             self._measured.discard(peer.owner)
-            self._known = np.delete(self._known, generator.row, axis=0)
+            self._measurements = np.delete(self._measurements, generator.row, axis=0)
             for row, each in enumerate(self._generators.values()):
                 each.row = row
 
     def record_leases(self, peer: Peer, leases: list[Lease]) -> None:
-        """Record what a generator was leased; evaluations are not measured."""
+        """Record a generator's new leases; evaluations are not measured."""
         groups = {lease.id: lease.indices for lease in leases if lease.purpose == "train"}
         generator = self._generators.get(peer.owner)
         if groups and generator:
@@ -220,7 +215,7 @@ class FairShare:
             self._changed.add(peer.owner)
 
     def record_stored(self, peer: Peer, trajectory_ids: list[str]) -> None:
-        """Record trajectories of a generator that the store took."""
+        """Record stored trajectories of a generator."""
         if generator := self._generators.get(peer.owner):
             completed = [generator.throughput.record_stored(each, now=self._clock()) for each in trajectory_ids]
             if any(completed):
@@ -228,36 +223,36 @@ class FairShare:
                 self._changed.add(peer.owner)
 
     def start_round(self) -> None:
-        """Take the state of all generators as it is now, for the calls that follow."""
+        """Freeze the state of all generators for the following calls."""
         self._now = self._clock()
         if self._now >= self._next_drop_at:
             self._next_drop_at = self._now + _DROP_INTERVAL_S
             self._drop_lost_leases()
         peers = [each.peer for each in self._generators.values()]
-        self._may_lease = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
+        self._is_eligible = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
         self._version = np.array([peer.version for peer in peers])
         self._measure()
 
     def group_s(self, peer: Peer) -> float:
-        """Seconds a group takes this generator; 0 before the first."""
+        """Return the time this generator takes for a group, seconds; 0 before the first."""
         generator = self._generators.get(peer.owner)
         group_s = float(self._group_s[generator.row]) if generator and generator.row < len(self._group_s) else nan
         return 0.0 if isnan(group_s) else group_s
 
     def num_rows(self, peer: Peer, *, requested: int) -> int:
-        """Number of evaluation rows for a generator that requested so many.
+        """Return the number of evaluation rows for a generator.
 
-        The fastest gets all it requested, each other one as many as it answers in the same time, so that none of them
-        holds up the evaluation.
+        The fastest generator gets all rows it requested. Each other one gets as many as it answers in the same time, so
+        that no generator delays the evaluation.
         """
-        rates = self._known[:, 1]
+        rates = self._measurements[:, 1]
         rate = rates[self._generators[peer.owner].row]
         return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
-        """Number of groups for this generator out of the `available` ones.
+        """Return this generator's share of the available groups.
 
-        Generators whose version is older than `oldest_version` do not take part.
+        Generators with versions older than `oldest_version` get no share.
         """
         if self._changed:
             self._measure()
@@ -278,31 +273,31 @@ class FairShare:
         return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
 
     def _num_unclaimed(self, group_s: float) -> int:
-        # The faster generators have leased nothing for as long as a group takes here: whatever keeps them, waiting for
-        # them has stopped being faster.
+        # Once the faster generators have leased nothing for as long as a group takes here, waiting for them is no
+        # longer faster.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)
 
     def _measure(self) -> None:
         for generator in filter(None, map(self._generators.get, self._changed)):
             throughput = generator.throughput
-            self._known[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
+            self._measurements[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
         self._changed.clear()
         self._divided = None
-        # Grows while groups stay out longer than they took before.
-        measured_s, _, _, leased_at = self._known.T
+        # Grows when the groups in flight take longer than earlier ones.
+        measured_s, _, _, leased_at = self._measurements.T
         self._group_s = np.maximum(measured_s, self._now - leased_at)
 
     def _divide(self, available: int, oldest_version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return share and group_s of each generator; nobody takes part while no one who may be leased is measured."""
-        _, groups_per_s, in_flight, leased_at = self._known.T
-        # A version below 0: the peer has just joined and has not reported one.
-        takes_part = self._may_lease & ((self._version < 0) | (self._version >= oldest_version))
+        """Return each generator's share and group_s. All shares are -1 while no eligible generator is measured."""
+        _, groups_per_s, in_flight, leased_at = self._measurements.T
+        # A version below 0 means that the peer has just joined and not reported one.
+        takes_part = self._is_eligible & ((self._version < 0) | (self._version >= oldest_version))
         is_measured = takes_part & ~np.isnan(groups_per_s)
-        result = np.full(len(self._known), -1)
+        result = np.full(len(self._measurements), -1)
         if np.count_nonzero(takes_part) < 2 or not is_measured.any():
             return result, self._group_s
-        # A new generator counts as an average one until its first group is complete.
+        # A new generator counts as average until it completes a group.
         typical_s, typical_rate = self._group_s[is_measured].mean(), groups_per_s[is_measured].mean()
         group_s = np.where(np.isnan(self._group_s), np.maximum(typical_s, self._now - leased_at), self._group_s)
         rates = np.where(np.isnan(groups_per_s), typical_rate, groups_per_s)
@@ -311,7 +306,7 @@ class FairShare:
         return result, group_s
 
     def _drop_lost_leases(self) -> None:
-        # Young leases are kept unconditionally: a Pong that left before the lease arrived cannot list it.
+        # Keep young leases: a Pong sent before the lease arrived cannot list it.
         before = self._now - self._lost_after_s
         for owner, generator in self._generators.items():
             if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):

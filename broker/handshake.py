@@ -1,12 +1,12 @@
-"""Handshake: decides whether a peer may join, from the schema version and name in its Hello.
+"""Handshake: decides from a Hello whether a peer may join.
 
-Only peers that have the run's token come this far: the socket hears no others (slipstream/runtime/credentials.py).
+The socket accepts only clients with the run's token (slipstream/runtime/credentials.py).
 
-Inspection: what a machine learns of a run before it joins, and whether the broker reaches it.
+Inspection: describes the run to a machine before it joins, and tests whether the broker can reach that machine.
 
     machine -> broker       broker -> machine
     Inspect                 Inspected + bytes
-These are no messages of peers: a machine asks without having joined. It must have the run's token, as every client.
+A machine sends Inspect without having joined, but it needs the run's token like every client.
 """
 
 import time
@@ -33,37 +33,37 @@ _RESERVED_IDS = (LEARNER, "archiver", "store", LAUNCHER)
 
 
 class Rejection(Record):
-    """Reason why a peer may not join.
+    """Reason to refuse a peer.
 
     Example: Rejection("schema", "schema version must be 2, got 1 from 'g-0': update the older side.")
     """
 
     kind: Literal["schema", "name", "network", "guest"]
     reason: str
-    """One sentence: what must hold, what was got, what to do."""
+    """One sentence with the requirement, the actual value, and the fix."""
 
 
 class Handshake:
-    """Admits a peer, or refuses it with the reason, by what its Hello says."""
+    """Admits or refuses peers."""
 
     def __init__(self, *, locate_duplicate: Callable[[Hello], str], trusts_network: bool = False) -> None:
-        """`locate_duplicate` describes another living peer of the same name; empty if there is none."""
+        """`locate_duplicate` describes another live peer of the same name; empty if the name is unique."""
         self._locate_duplicate = locate_duplicate
         self._trusts_network = trusts_network
 
     def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
         """Return the reason to reject a peer; None if it may join.
 
-        `guest`: the one that its key is of. `quarantined`: guests that may not join again, and why.
+        `guest`: name that belongs to the peer's key, empty for the run's token. `quarantined`: guest -> reason.
         """
         if hello.schema_version != SCHEMA_VERSION:
             return _reject_schema(hello.peer_id, hello.schema_version)
         if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
             return Rejection(
                 "network",
-                "weights.transport=collective on another machine needs cluster.trusted_network=true, got it from "
-                f"{hello.peer_id!r} on {hello.host} without: broadcasts are not encrypted. Leave it out, and this "
-                "generator fetches deltas.",
+                "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts "
+                f"are not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch "
+                "deltas.",
             )
         if guest and (reason := _check_guest(hello, guest, quarantined)):
             return Rejection("guest", reason)
@@ -71,16 +71,14 @@ class Handshake:
         return Rejection("name", reason) if reason else None
 
     def _check_name(self, hello: Hello) -> str:
-        # One name for the one learner: a second one is then refused as any other duplicate is.
+        # A fixed name, so that a second learner is refused as a duplicate.
         if hello.role == "learner" and hello.peer_id != LEARNER:
             return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
         if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
             return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
         location = self._locate_duplicate(hello)
         if location and hello.role == "learner":
-            return (
-                f"a run has one learner, but {location} is that of this run: stop that process, or choose another run."
-            )
+            return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
         if location:
             return (
                 f"peer id {hello.peer_id!r} must be unique, but {location} has it: "
@@ -94,14 +92,14 @@ def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> st
         return f"guest {guest!r} is quarantined and may not join again: {reason}"
     if hello.role != "generator" or hello.peer_id != guest:
         got = f"{hello.role} {hello.peer_id!r}"
-        return f"a guest is one generator with its own name, {guest!r}, got {got}: it needs a token of its own."
+        return f"a guest must be a generator named {guest!r}, got {got}: each guest needs a separate token."
     if hello.weight_transport == "collective":
-        return f"a guest takes part in no broadcast, got weights.transport=collective from {guest!r}: leave it out."
+        return f"a guest must not join broadcasts, got weights.transport=collective from {guest!r}: leave it out."
     return ""
 
 
 def reject_unreadable(hello: HelloHeader, refusal: RecordRefusedError) -> Rejection:
-    """Build the rejection of a Hello that cannot be decoded: most likely its sender is of another version."""
+    """Build the rejection of an undecodable Hello, most likely from another version."""
     if isinstance(hello.schema_version, int) and hello.schema_version != SCHEMA_VERSION:
         return _reject_schema(hello.sender, hello.schema_version)
     return Rejection("schema", f"a Hello must match this version of Slipstream, got {refusal}: update both sides.")
@@ -113,45 +111,45 @@ def _reject_schema(peer_id: str, version: int) -> Rejection:
 
 
 MAX_BYTES = 256 * 1024
-"""Bytes of one answer: like a chunk of weights, few enough that other peers are served in between."""
+"""Bytes of one answer: like a chunk of weights, small enough that other peers are served in between."""
 _MAX_PROBES = 8
-"""Machines that are tried at a time; others learn nothing of whether they are reached."""
+"""Concurrent connection tests; further machines are answered without a test."""
 
 
 class Inspect(Message):
-    """Question of a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
+    """Query from a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
 
     listens_at: Name = ""
-    """Port of the machine for the broker to connect to; empty: none. Tried only inside `cluster.interface`."""
+    """Endpoint on the machine for the broker to test; empty: none. Tested only inside `cluster.interface`."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
-    """Length of the answer's second frame, which measures the link."""
+    """Length of the answer's second frame, for measuring the link."""
     machine: HostName = ""
-    """As in Hello: which of their addresses the other brokers are named by."""
+    """As in Hello; selects which address of each broker the answer contains."""
 
 
 class Inspected(Message):
-    """The broker's run, versions, model and clock, or bytes that measure the link: its answer to Inspect."""
+    """Answer to Inspect: the broker's run, versions, model and clock, or bytes that measure the link."""
 
     run_id: str
     config_json: str
     """The resolved RunConfig, as JSON; empty in an answer with bytes."""
     versions: dict[str, str]
-    """Versions on the broker's machine, by library."""
+    """Library -> version on the broker's machine."""
     model: ModelFingerprint | None
-    """Fingerprint of `model.path` there; None if there is no such folder."""
+    """Fingerprint of `model.path` there; None if that folder does not exist."""
     schema_version: int = SCHEMA_VERSION
     time: float = 0.0
-    """Seconds since 1970 by the broker's clock."""
+    """Broker's clock, seconds since 1970."""
     weights_at: str = ""
-    """Port of the learner from which generators fetch weights; empty without a learner, or a port."""
+    """Endpoint of the learner for fetching weights; empty without a learner or an endpoint."""
     living: LivingBrokers | None = None
-    """The brokers that live; None for a run of one."""
+    """Live brokers; None if the run has one broker."""
     is_reached: bool | None = None
-    """Whether the broker could connect to `listens_at`; None: not tried."""
+    """Whether the broker could connect to `listens_at`; None: not tested."""
 
 
 class Inspection:
-    """Answers machines that have not joined. Belongs to the router's thread, and connects in one of its own."""
+    """Answers machines that have not joined. Belongs to the router's thread; tests connections on its own thread."""
 
     def __init__(
         self,
@@ -162,8 +160,8 @@ class Inspection:
         *,
         model: ModelFingerprint | None,
     ) -> None:
-        """`find_weights` returns the port of the learner for weights, empty without one; `find_living` the brokers
-        that live, with their addresses for a machine."""
+        """`find_weights` returns the learner's endpoint for weights or an empty string; `find_living(machine)` the live
+        brokers with their addresses for that machine."""
         self._run = run
         self._config_json = msgspec.json.encode(run).decode()
         self._model = model
@@ -174,23 +172,23 @@ class Inspection:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="inspection")
 
     def accept(self, identity: bytes, frames: Frames) -> bool:
-        """Answer a question, now or once the machine was tried; False for any other message."""
+        """Answer an Inspect, now or after testing the connection; False for any other message."""
         question = decode_header(frames, Inspect)
         if question is None:
             return False
-        if self._may_try(question.listens_at):
+        if self._may_probe(question.listens_at):
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
             self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
         return True
 
     def send_due(self) -> None:
-        """Answer the machines that have been tried."""
+        """Answer the machines with a finished connection test."""
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
 
-    def _may_try(self, address: str) -> bool:
-        # Inside that network alone: the broker is no means to look into others.
+    def _may_probe(self, address: str) -> bool:
+        # Only inside that network, so that nobody can use the broker to scan others.
         host = address.removeprefix("tcp://").rpartition(":")[0]
         return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES
 
@@ -199,7 +197,7 @@ class Inspection:
     ) -> None:
         answer = Inspected(
             self._run.name,
-            # Left out of a measurement, to which it would add.
+            # Omitted from a measurement, which it would distort.
             "" if num_bytes else self._config_json,
             versions(),
             self._model,

@@ -1,4 +1,4 @@
-"""Ingest: inserts received trajectories into the store and acknowledges them once they are stored."""
+"""Ingest: inserts received trajectories into the store, then acknowledges them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,27 +16,27 @@ from slipstream.buffer.store import Store, StoreOutage
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
-# Bounds of one step: its Acks wait for all of its inserts.
+# Limits per step: its Acks wait for all of its inserts.
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
 _RETRIABLE = ("store_full",)
-"""Temporary refusals of the store, answered by a Nack that asks to resend; so are those during a StoreOutage."""
+"""Temporary refusals of the store. Like refusals during a StoreOutage, they are answered by a non-fatal Nack."""
 
 log = structlog.get_logger(__name__)
 
 _Received = tuple[bytes, TrajectoryHeader, bytes, str]
-"""Identity of the sender, header, payload, the guest that sent it."""
+"""Identity of the sender, header, payload, and guest (empty for others)."""
 _guest_of = itemgetter(3)
 GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
-"""(guest, header, payload, trajectory): raises RecordRefusedError for what that guest may not send."""
+"""(guest, header, payload, trajectory): raises RecordRefusedError if the guest may not send this trajectory."""
 
 
 class Ingest:
-    """Batches the trajectories received during one step of the router, inserts them and answers every sender.
+    """Batches the trajectories of one router step, inserts them and answers every sender.
 
-    A full batch is inserted on a thread, so that the store works on it while the next trajectories are checked; `flush`
-    waits for all batches of the step.
+    A thread inserts full batches while the router checks the next trajectories. `flush` waits for all batches of the
+    step.
 
     Consumes: Put messages with their payloads.
     Produces: one Ack or Nack per trajectory.
@@ -52,7 +52,7 @@ class Ingest:
         *,
         max_payload_bytes: int = 2**26,
     ) -> None:
-        """`outage` records failed calls of the store; refusals are logged through `log_limiter`."""
+        """`outage` records failed store calls; `log_limiter` logs refusals."""
         self._check_guest = check_guest
         self._log_limiter = log_limiter or LogLimiter(log.warning)
         self._max_payload_bytes = max_payload_bytes
@@ -63,12 +63,12 @@ class Ingest:
         self._inserting: list[tuple[list[_Received], Callable[[], list[Insertion]]]] = []
         self._num_received = 0
         self._bytes_received = 0
-        # One thread: batches reach the store in the order in which they were received.
+        # One thread, so that batches reach the store in order of arrival.
         self._inserter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inserter")
         self.deferred: Counter[str] = Counter()
-        """Nacks that ask to resend, by reason, since this broker started."""
+        """Non-fatal Nacks by reason, since this broker started."""
         self.reason = ""
-        """Reason why the newest batch was deferred; empty if it was not."""
+        """Reason for deferring the newest batch; empty if it was accepted."""
 
     @property
     def is_full(self) -> bool:
@@ -76,9 +76,11 @@ class Ingest:
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
-        """Add the trajectories of a Put to the batch; malformed ones are quarantined and answered by a fatal Nack."""
+        """Add the trajectories of a Put to the batch. Quarantine malformed ones; returns their fatal Nacks."""
         if len(put.headers) != len(payloads):
-            return self._refuse_count(put.headers, payloads)
+            detail = f"a Put of {len(put.headers)} trajectories must have as many payloads, got {len(payloads)}"
+            self._quarantine("frame_count", b"".join(payloads[:1]))
+            return [self._fatal(header, "frame_count", detail=detail) for header in put.headers]
         nacks = (self._add_one(identity, *packed, guest) for packed in zip(put.headers, payloads, strict=True))
         return [nack for nack in nacks if nack]
 
@@ -93,7 +95,7 @@ class Ingest:
             self._quarantine(refusal.reason, payload)
             return self._fatal(header, refusal.reason, detail=refusal.detail)
         except Exception:
-            # Fatal even for an unforeseen error: otherwise the sender would resend it to every later broker, forever.
+            # Fatal even after an unexpected error: otherwise the sender would resend it forever.
             if self._log_limiter.log("check_failed", "internal_error", id=header.id):
                 log.exception("check_failed", id=header.id)
             self._quarantine("internal_error", payload)
@@ -102,7 +104,6 @@ class Ingest:
         self._pending_bytes += len(payload)
         self._num_received += 1
         self._bytes_received += len(payload)
-        # A full batch is inserted while the router still reads messages.
         if len(self._pending) == MAX_TRAJECTORIES or self._pending_bytes >= MAX_BYTES:
             batch = self._pop_pending()
             self._inserting.append((batch, self._inserter.submit(self._insert, batch).result))
@@ -132,7 +133,7 @@ class Ingest:
         try:
             insertions = result()
         except StoreUnavailableError as error:
-            # The insert may have happened before the connection broke. Resending is safe: inserts are idempotent.
+            # The insert may have succeeded before the connection broke. Resending is safe: inserts are idempotent.
             self._outage.record(error)
             self.reason = self._outage.reason
             return [(identity, self._defer(header)) for identity, header, *_ in batch]
@@ -149,11 +150,6 @@ class Ingest:
                 answers.append((identity, self._fatal(header, insertion.reason)))
         return [*answers, *((identity, Ack(ids)) for identity, ids in acks.items())]
 
-    def _refuse_count(self, headers: list[TrajectoryHeader], payloads: list[bytes]) -> list[Nack]:
-        detail = f"a Put of {len(headers)} trajectories must have as many payloads, got {len(payloads)}"
-        self._quarantine("frame_count", b"".join(payloads[:1]))
-        return [self._fatal(header, "frame_count", detail=detail) for header in headers]
-
     def _defer(self, header: TrajectoryHeader) -> Nack:
         self.deferred[self.reason] += 1
         return Nack(header.id, self.reason, False, retry_after_s=_RETRY_S, lease_id=header.lease_id)
@@ -162,7 +158,7 @@ class Ingest:
         try:
             self._store.quarantine(reason, payload)
         except StoreUnavailableError as error:
-            # Quarantine is for diagnosis only: losing a payload there must not lose the Nack.
+            # Quarantine only serves diagnosis: its failure must not prevent the Nack.
             self._log_limiter.log("quarantine_failed", reason, error=str(error))
 
     def _fatal(self, header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:

@@ -1,4 +1,4 @@
-"""LeaseScheduler: answers generators' requests for prompts, at once or as soon as pacing admits some."""
+"""LeaseScheduler: answers generators' requests for prompts as soon as pacing admits some."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,9 @@ import structlog
 from slipstream.broker.chief import Chief
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.fair_share import FairShare
-from slipstream.broker.guests import GuestDesk
-from slipstream.broker.messages import Ack, Message, Prompt, Prompts
+from slipstream.broker.guests import Guests
+from slipstream.broker.messages import Ack, Message, Prompt, Prompts, Row
 from slipstream.broker.peers import Peer
-from slipstream.broker.prompt_rows import Row
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreUnavailableError
@@ -36,9 +35,9 @@ from slipstream.runtime.images import image_id
 log = structlog.get_logger(__name__)
 
 _MAX_WAIT_S = 1.0
-"""A request is answered empty after this, so that a generator always knows why it has nothing to do."""
+"""Time after which a request is answered empty, so that a generator always knows why it has no work."""
 _MAX_ANSWERS = 64
-"""Answers of one round; each takes a call of the store, while which nobody else is served."""
+"""Answers per round. Each takes a store call that blocks the broker."""
 
 
 @dataclass
@@ -50,21 +49,21 @@ class _Request:
 
 @dataclass
 class _Offer:
-    """Upper bounds for one lease: groups in all, and the admission limit for new ones."""
+    """Upper bounds for one lease: total number of groups, and the admission limit for new ones."""
 
     max_groups: int
     admission_limit: int
     reason: str = ""
-    """Reason why it offers less than there is."""
+    """Reason for offering less than is available."""
 
 
 class LeaseScheduler:
     """Holds at most one open request per generator.
 
     Consumes: lease requests.
-    Produces: Prompts, empty with a reason if nothing may be leased for a while.
+    Produces: Prompts, empty with a reason if nothing can be leased for a while.
     Waits for: pacing to admit prompts, an evaluation to open, a lease to be returned.
-    Invariant: a generator gets its fair share of what may be leased, and no training prompt with stale weights.
+    Invariant: a generator gets its fair share of the leasable groups, and no training prompt with stale weights.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class LeaseScheduler:
         train: Dataset,
         heldout: Mapping[str, Dataset],
         outage: StoreOutage,
-        guests: GuestDesk,
+        guests: Guests,
         clock: Clock,
     ) -> None:
-        """`chief` knows the share of the generators that are served here. `outage` records failed calls of the store;
-        requests are answered during an outage too."""
+        """`chief` provides this broker's share of the generators. `outage` records failed store calls; requests are
+        answered during an outage too."""
         self._guests = guests
         self._store = store
         self._outage = outage
@@ -94,27 +93,27 @@ class LeaseScheduler:
         self._counts: StoreCounts | None = None
         self._exhausted: set[int] = set()
         self._without_rows: set[int] = set()
-        """Versions whose generators the store has nothing more for in this round: of any kind, or of evaluations."""
+        """Versions for which the store has nothing left in this round: nothing at all, or no evaluation rows."""
         self._has_warned = False
         self._unstored: dict[str, bytes] = {}
-        """Images that the store has not taken yet, by name."""
+        """Name -> image that is not stored yet."""
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def request(self, peer: Peer, *, max_trajectories: int) -> None:
-        """Open a request; it replaces an older one of the same peer."""
+        """Open a request; replaces an older one from the same peer."""
         self._fair_share.add(peer)
         self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _MAX_WAIT_S)
 
     def record_answer(self, peer: Peer | None, answer: Message) -> None:
-        """Record the answer to a peer's trajectories: throughput is measured by Acks."""
+        """Record the answer to a peer's trajectories: Acks measure its throughput."""
         if peer and isinstance(answer, Ack):
             self._fair_share.record_stored(peer, answer.ids)
 
     def drop_request(self, peer: Peer) -> None:
-        """Forget the open request of a connection that is gone."""
+        """Discard the open request of a lost connection."""
         self._requests.pop(peer.identity, None)
 
     def remove_peer(self, peer: Peer) -> None:
@@ -122,13 +121,13 @@ class LeaseScheduler:
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer the requests that can be answered now, some dozens at once; returns (identity, answer) pairs."""
+        """Answer up to `_MAX_ANSWERS` requests that can be answered now; returns (identity, answer) pairs."""
         self._state = self._counts = None
         self._exhausted.clear()
         self._without_rows.clear()
         self._fair_share.start_round()
         answers: list[tuple[bytes, Prompts]] = []
-        # Fastest first: prompts go to the generators that finish them soonest, in whatever order the requests came.
+        # Fastest first, regardless of arrival order: prompts go to the generators that finish them soonest.
         for request in sorted(self._requests.values(), key=lambda each: self._fair_share.group_s(each.peer)):
             if len(answers) >= _MAX_ANSWERS:
                 break
@@ -141,28 +140,28 @@ class LeaseScheduler:
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
-        """Return prompts, or after the request's deadline the reason why there are none."""
-        # Before the deadline an empty answer is withheld: prompts admitted meanwhile save the generator a round trip.
-        is_over = self._clock() >= request.deadline
-        if not is_over and request.peer.version in self._exhausted:
+        """Return prompts, or after the request's deadline the reason for an empty answer."""
+        # Before the deadline, withhold an empty answer: prompts admitted in the meantime save a round trip.
+        is_due = self._clock() >= request.deadline
+        if not is_due and request.peer.version in self._exhausted:
             return [], ""
         if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
-            return [], reason if is_over else ""
+            return [], reason if is_due else ""
         try:
             state = self._run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
-            return prompts, (offer.reason or self._admission_reason()) if is_over and not prompts else ""
+            return prompts, (offer.reason or self._admission_reason()) if is_due and not prompts else ""
         except StoreUnavailableError as error:
             self._outage.record(error)
-            return [], self._outage.reason if is_over else ""
+            return [], self._outage.reason if is_due else ""
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
         limit = self._admission_limit(state)
         if state.phase not in ("starting", "training"):
-            # The store admits no training prompts in other phases: what it leases are rows of an evaluation.
+            # In other phases the store leases only evaluation rows.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
         if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
             return self._offer_evaluation(request.peer, requested, reason)
@@ -172,20 +171,20 @@ class LeaseScheduler:
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        """Offer rows of an evaluation, but no training prompts."""
-        # The store leases returned prompts before new ones, whatever the admission limit: while there are any, even a
-        # lease that admits nothing would hand out training prompts.
+        """Offer evaluation rows, but no training prompts."""
+        # The store leases returned prompts first, regardless of the admission limit: while any remain, even a lease
+        # that admits nothing would hand out training prompts.
         if self._store_counts().returned:
             return _Offer(0, 0, reason)
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Number of training groups for this peer; None: no limit (no other generator, or nothing to share)."""
+        """Number of training groups for this peer; None for no limit (no other generator, or nothing to share)."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()
         available = counts.returned + max(0, limit - counts.admitted)
-        # The other brokers offer the rest to theirs.
+        # Other brokers offer the rest to their generators.
         available = ceil(available * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
@@ -197,22 +196,22 @@ class LeaseScheduler:
         return min(limit, capacity_limit(capacity, self._store_counts()))
 
     def _run_state(self) -> RunState:
-        """State of the run, read once per round; with a curriculum, which prompt is next decides, so also after each
+        """State of the run, read once per round. A curriculum depends on the next prompt, so it also reads after each
         lease."""
         if self._state is None:
             self._state = self._store.run_state()
         return self._state
 
     def _store_counts(self) -> StoreCounts:
-        """Counts of the store, read once per round; leases of this round are counted in."""
+        """Counts of the store, read once per round and updated by the round's leases."""
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
 
     def _speed_reason(self, peer: Peer) -> str:
         group_s = self._fair_share.group_s(peer)
-        own = f"; a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: faster generators take all prompts that may be leased now{own}"
+        detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+        return f"speed: faster generators take all available prompts{detail}"
 
     def _admission_reason(self) -> str:
         state = self._run_state()
@@ -220,7 +219,7 @@ class LeaseScheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
-        """Return the next prompts for the store to choose from by their rows' success rates."""
+        """Return the next prompts; the store chooses among them by success rate."""
         curriculum, seed = self._run.data.curriculum, self._run.seed
         num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
         if curriculum is None or num_new <= 0:
@@ -231,7 +230,7 @@ class LeaseScheduler:
             self._has_warned = True
             reason = (
                 "the success rate of every row of data.train lies outside data.curriculum.low and high: no prompt is "
-                "skipped until one lies inside; widen the band, or check that the reward tells which answers are right"
+                "skipped until one lies inside; widen the band, or check that the reward tells right from wrong answers"
             )
             log.warning("no_row_in_band", reason=reason, **counts.curriculum)
             self._store.record_event("broker", reason)
@@ -241,7 +240,7 @@ class LeaseScheduler:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
         if offer.max_groups == 0 or peer.version in known_empty:
             return []
-        # Without room for them, every prompt that is leased would lapse, until it is put into quarantine.
+        # First, because a failure to store images would make every leased prompt lapse until it is quarantined.
         self._put_images({})
         leases = self._store.lease(
             owner=peer.owner,
@@ -250,8 +249,7 @@ class LeaseScheduler:
             has_baseline=self._run.generators.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
-            # An evaluation is of one version: a generator that holds another would answer for nothing.
-            # A guest, whose word for its answers is not enough, gets none.
+            # An evaluation accepts answers from one version only, and none from guests, which are not trusted.
             version=-1 if peer.guest else peer.version,
             max_evaluations=ceil(
                 self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
@@ -261,32 +259,32 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
         if not leases and not peer.guest:
-            # The same holds for every other generator of this version: all that wait cost one call, not one each.
+            # Nothing is left for any generator with this version: one store call serves all that wait.
             (self._without_rows if offer.reason else self._exhausted).add(peer.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
-            # Before any answer refers to them. Answers to evaluations are trained on by nobody.
+            # Stored before any answer refers to them. Evaluations need none: their answers are never trained on.
             self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
 
     def _put_images(self, images: dict[str, bytes]) -> None:
-        """Store images, and those of before that the store did not take. Raises StoreUnavailableError."""
+        """Store these images and those of earlier failed calls. Raises StoreUnavailableError."""
         self._unstored |= images
         if self._unstored:
             self._store.put_images(self._unstored)
             self._unstored = {}
 
     def _count_in(self, leases: list[Lease]) -> None:
-        """Bring what was read of the store in this round up to its state after a lease."""
+        """Update the round's cached state and counts after a lease."""
         if not leases:
             return
         if self._run.data.curriculum:
             self._state = None
         if self._counts is None or self._counts.returned:
-            # Which of them were returned ones, the store alone knows.
+            # Only the store knows how many of the leased prompts were returned ones.
             self._counts = None
             return
         num_new = sum(lease.purpose == "train" for lease in leases)
@@ -300,7 +298,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
-    """Divide an answer into as many as its prompts need; each alone fits, as the dataset has checked."""
+    """Split an answer into messages that fit; the dataset has checked that every single prompt does."""
     half = len(answer.prompts) // 2
     if not half or len(encode(answer)) <= max_bytes:
         return [answer]

@@ -15,9 +15,8 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 
-Decoding of what peers send: whole messages, and just enough of an undecodable one to answer its sender.
-
-A peer of another version, or one whose frame was damaged in transit, would otherwise wait forever for an answer.
+If a message cannot be decoded, the broker decodes just enough of it to answer its sender. Otherwise a peer with another
+version, or with a frame damaged in transit, would wait forever.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,15 +34,15 @@ from slipstream.runtime.model_files import ModelFingerprint
 Frames = list[bytes]
 """A message on the wire: [header] or [header, payload, ...]."""
 
-# Sizes are bounded in the types: a peer may send anything, and what fails to decode never reaches the router.
+# The types bound all sizes: a peer may send anything, and a message that fails to decode never reaches the router.
 
 NO_EPOCH = 0
-"""`Update.epoch` of a version that each member fetches for itself instead of receiving a broadcast."""
+"""`Update.epoch` of a version that each member fetches instead of receiving a broadcast."""
 MAX_REASON_LENGTH = 256
-"""Characters of a reason that the store uses as a counter's name; longer ones are cut by the sender."""
+"""Characters of a reason that names a counter in the store; the sender truncates longer ones."""
 ErrorText = Annotated[str, Meta(max_length=2**16)]
 """Text for humans, long enough for an error with its traceback."""
-# Bounded because one Lua script receives all of them as arguments.
+# Bounded because one Lua script receives all ids as arguments.
 LeaseIds = Annotated[list[Name], Meta(max_length=2**16)]
 Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None
 # Bounded because the store keeps the gauges of every role.
@@ -51,11 +50,11 @@ Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
 
 
 PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
-"""Printable, on one line: such names reach logs, events and terminals. With \\Z, as $ allows a line feed at the end."""
+"""One printable line, since names reach logs, events and terminals. \\Z because $ would allow a trailing line feed."""
 PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
 """Logical name of a peer."""
 LendAddress = Annotated[str, Meta(max_length=256, pattern=r"^((tcp|ipc)://[!-~]+)?\Z")]
-"""Endpoint at which a generator lends the version that it holds; empty: it lends nothing."""
+"""A generator's endpoint for lending its current version; empty: it lends nothing."""
 HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
 
 
@@ -72,30 +71,30 @@ class Hello(Message):
 
     role: Literal["generator", "learner"]
     peer_id: PeerId
-    """Logical name, unique among the connected peers; a learner's is `learner`."""
+    """Logical name, unique among the connected peers; `learner` for the learner."""
     incarnation: PeerId
-    """Random, new for every process start."""
+    """Random per process start."""
     host: HostName
     pid: int
     schema_version: int = SCHEMA_VERSION
-    """Peers of another version are refused."""
+    """The broker refuses peers with another version."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
-    """This generator's own choice of transport; empty: `weights.transport` of the run."""
+    """Transport that this generator chooses; empty: `weights.transport` of the run."""
     machine: HostName = ""
-    """Equal for peers that reach each other's loopback addresses; empty: unknown."""
+    """Equal for peers that share a loopback interface; empty: unknown."""
 
 
 class LivingBrokers(Message):
-    """Other brokers live than before: a generator goes to the one that its hash gives it, the learner to all."""
+    """The set of live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
 
     broker: Name
-    """The one that sends this."""
+    """Name of the sender."""
     brokers: dict[Name, Name]
-    """Name -> address for the receiver's machine; empty: it cannot be reached from there."""
+    """Name -> address as seen from the receiver's machine; an empty address is unreachable from there."""
 
 
 class Welcome(Message):
-    """Acceptance of a peer, with everything it needs to know about the run."""
+    """Acceptance of a peer, with the run's configuration and state."""
 
     run_id: str
     config_json: str
@@ -104,15 +103,15 @@ class Welcome(Message):
     """Address of the store, for the learner; empty for generators."""
     version: int
     credit_messages: int
-    """Trajectories the peer may have sent without an Ack."""
+    """Maximum number of sent trajectories without an Ack."""
     credit_bytes: int
-    """Payload bytes the peer may have sent without an Ack."""
+    """Maximum payload bytes sent without an Ack."""
     broker_incarnation: str
-    """Random, new for every start of the broker."""
+    """Random per start of the broker."""
     num_heldout: dict[str, int]
     """Number of prompts of each held-out set."""
     model: ModelFingerprint | None = None
-    """Fingerprint of `model.path` on the broker's machine; None if there is no such folder."""
+    """Fingerprint of `model.path` on the broker's machine; None if that folder does not exist."""
     living: LivingBrokers | None = None
     """None if the run has one broker."""
 
@@ -121,16 +120,16 @@ class Refuse(Message):
     """Permanent rejection of a peer."""
 
     reason: str
-    """One sentence: what must hold, what was got, what to do."""
+    """One sentence with the requirement, the actual value, and the fix."""
 
 
 class Bye(Message):
-    """From a peer: it leaves and has returned its leases. From the broker: it does not know the peer; say Hello."""
+    """From a peer: it leaves and has returned its leases. From the broker: the peer is unknown and must say Hello."""
 
     reason: ErrorText = ""
-    """The error that ends a peer; empty for a regular departure."""
+    """Error that ended the peer; empty for a regular departure."""
     is_moving: bool = False
-    """Whether the peer goes to another broker, and takes its leases along."""
+    """Whether the peer moves to another broker and keeps its leases."""
 
 
 class Drain(Message):
@@ -148,76 +147,81 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Answer to a Ping: state, gauges and held leases of a peer. Also sent unasked when the state changes."""
+    """Answer to a Ping: state, gauges and held leases of a peer. Also sent unprompted when the state changes."""
 
     sent_at: float
-    """Copied from the Ping; -1 if there was none."""
+    """Copied from the Ping; -1 if unprompted."""
     state: Literal["starting", "unsynced", "ready", "updating", "draining"]
-    """unsynced: without verified weights of the current version; only `ready` generators are leased prompts."""
+    """unsynced: without verified weights of the current version; only `ready` generators get prompts."""
     version: int
     """Verified policy version in the engine; -1 before the first."""
     reason: ErrorText = ""
-    """Cause of a wait; empty if the peer does not wait."""
+    """Reason for waiting; empty if the peer is not waiting."""
     gauges: Gauges = {}
     """Tokens per second, running requests, outbox length, ..."""
     lease_ids: LeaseIds = []
-    """Leases it holds. Only these are renewed, so one lost in transit lapses and is leased again."""
+    """Held leases. The broker renews only these, so a lease lost in transit lapses and is leased again."""
     lends_at: LendAddress = ""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
-class Prompt(Record):
-    """A leased row of the dataset.
+class Row(Record):
+    """A row of the dataset.
 
-    Example: Prompt(lease=Lease(...), uid="reverse/00017", prompt="48213=", ground_truth="31284",
-        data_source="digits/reverse", extra_info={"index": 17})
+    Example: Row(uid="reverse/00017", prompt="48213=", ground_truth="31284", data_source="digits/reverse",
+        extra_info={"index": 17, "split": "train"})
     """
 
-    lease: Lease
     uid: str
-    """Identity of the row, stable over runs."""
+    """File name and row number: stable across runs, unique within a run."""
     prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages for the tokenizer's chat template."""
     ground_truth: Any
     """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """Record of the row that agent and reward function get as it is."""
+    """The row's record and remaining columns, passed unchanged to the agent and the reward function."""
     agent_name: str = ""
-    """Agent loop of this row; empty: that of `generators.agent`."""
+    """Agent loop of this row; empty: `generators.agent`."""
     images: list[bytes] = []
-    """Its images, encoded, in the order of their places in the prompt: once for all members of the group."""
+    """Encoded images in prompt order, shared by all members of the group."""
+
+
+class Prompt(Row, kw_only=True):
+    """A leased row. Example: Prompt(uid="reverse/00017", prompt="48213=", ..., lease=Lease(...))."""
+
+    lease: Lease
 
 
 class LeaseRequest(Message):
-    """Request of a generator for as many prompts as it has room for."""
+    """Request for prompts, for all free slots of a generator."""
 
     max_trajectories: Annotated[int, Meta(ge=1, le=2**20)]
-    """Free slots; one group takes as many as it has members."""
+    """Free slots; a group takes one slot per member."""
 
 
 class Prompts(Message):
-    """Answer to every LeaseRequest, after a while also an empty one."""
+    """Answer to every LeaseRequest; empty if no prompt becomes available for a while."""
 
     prompts: list[Prompt]
     reason: str = ""
-    """Reason if there are none: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; else empty."""
+    """Reason for an empty answer: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; else empty."""
 
 
 class Put(Message):
-    """Finished trajectories; their payloads are the further frames of the message, in the same order."""
+    """Finished trajectories. Their payloads are the remaining frames of the message, in the same order."""
 
     headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
 
 
 class Ack(Message):
-    """Confirmation that the store holds these trajectories; the sender may forget them."""
+    """Confirmation that the store holds these trajectories; the sender may delete them."""
 
     ids: list[str]
 
 
 class Nack(Message):
-    """Answer to a trajectory that the store did not take."""
+    """Refusal of a trajectory."""
 
     id: str
     reason: str
@@ -229,11 +233,11 @@ class Nack(Message):
 
 
 class ReturnLeases(Message):
-    """Return of leases that the generator will not answer."""
+    """Return of leases that the generator will not complete."""
 
     lease_ids: LeaseIds
     reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
-    """Name of the store's counter."""
+    """Name of the counter in the store."""
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
     """Position of a tensor in the flat buckets. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
 
     name: str
-    """Name of the parameter in transformers' checkpoint."""
+    """Parameter name in the transformers checkpoint."""
     shape: list[int]
     dtype: str
     """Name of the torch dtype on the wire."""
@@ -267,24 +271,24 @@ class SnapshotSource(Record):
     folder: str
     """Folder with the same files, for generators that can read it."""
     has_deltas: bool = False
-    """Whether deltas are written: the next version may be a delta from this one, which is then worth keeping."""
+    """Whether deltas are written; generators then keep this version as the base of the next."""
     lenders: list[LendAddress] = []
-    """Generators to fetch from, in this order, before the learner."""
+    """Generators to try before the learner, in this order."""
     is_lent: bool = False
-    """Whether others fetch the version from this generator, which keeps it until the next one."""
+    """Whether this generator lends the version to others, and keeps it until the next one."""
 
 
 class LenderError(Record):
-    """Failure of a lender, as a generator that fetched from it reports it to the learner."""
+    """Failure of a lender, reported to the learner by a generator that fetched from it."""
 
     address: LendAddress
     reason: ErrorText
     is_altered: bool = False
-    """Whether it sent other bytes than the learner published."""
+    """Whether its bytes differ from those the learner published."""
 
 
 class Member(Record):
-    """An incarnation of a generator, as a membership epoch names it."""
+    """An incarnation of a generator in a membership epoch."""
 
     peer_id: Name
     incarnation: Name
@@ -295,7 +299,7 @@ class MemberState(Record):
 
     member: Member
     state: str
-    """Pong.state, or `silent` while the generator does not answer pings."""
+    """Pong.state, or `silent` while the generator misses pings."""
     version: int
     transport: WeightTransport = "collective"
     machine: HostName = ""
@@ -303,24 +307,24 @@ class MemberState(Record):
 
 
 class Members(Message):
-    """All connected generators; sent to the learner at its Hello and whenever one joins, leaves or changes state."""
+    """All connected generators. Sent to the learner after its Hello and whenever one joins, leaves or changes state."""
 
     generators: list[MemberState]
-    """In the order of their peer_id."""
+    """Sorted by peer_id."""
 
 
 class OpenEpoch(Message):
     """Order of the learner to build a process group. `members[i]` has rank i + 1; the learner has rank 0."""
 
     epoch: int
-    """Number of the membership epoch; grows over the run."""
+    """Number of the membership epoch, increasing over the run."""
     members: list[Member]
     host: str
     """Host of the learner's rendezvous store, or `file://` and its path."""
     port: int
     """Port of the learner's rendezvous store; 0 for a file."""
     timeout_s: float
-    """Time until the group must stand, seconds."""
+    """Time limit for building the group, seconds."""
     backend: GroupBackend = "gloo"
     """nccl: between GPUs | gloo: through host memory."""
 
@@ -331,16 +335,16 @@ class EpochOpened(Message):
     epoch: int
     member: Member
     error: ErrorText = ""
-    """Reason why the group could not be built; empty if it was."""
+    """Reason the group could not be built; empty on success."""
 
 
 class Update(Message):
-    """Announcement of a version that will be broadcast over the group of `epoch`, or is ready to be fetched."""
+    """Announcement of a version to be broadcast over the group of `epoch`, or ready to be fetched."""
 
     epoch: int
-    """Epoch of the group; NO_EPOCH: to be fetched from `source`."""
+    """Epoch of the group; NO_EPOCH: fetch from `source`."""
     members: list[Member]
-    """Generators to relay it to; empty in what they receive."""
+    """Generators to relay it to; the broker clears the list before relaying."""
     version: int
     slots: list[TensorSlot]
     bucket_bytes: list[int]
@@ -353,11 +357,11 @@ class Update(Message):
     max_probe_diff: float
     """Mean absolute difference of log-probabilities above which the probe fails, nats."""
     timeout_s: float
-    """Time for each bucket of a broadcast, or for a whole fetch, seconds."""
+    """Time limit for each bucket of a broadcast, or for a whole fetch, seconds."""
     source: SnapshotSource | None = None
     """Location of the version, for a fetch; None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []
-    """BLAKE3 of the bytes of each bucket, which a lender cannot forge; empty without lenders."""
+    """BLAKE3 of each bucket's bytes, which a lender cannot forge; empty without lenders."""
 
 
 class UpdateApplied(Message):
@@ -373,22 +377,22 @@ class UpdateApplied(Message):
     probe_diff_max: float = 0.0
     """Largest absolute difference of the probe's log-probabilities, nats."""
     pause_s: float = 0.0
-    """Time for which generation was paused, seconds."""
+    """Duration of the pause in generation, seconds."""
     device: DeviceName = "cpu"
-    """Device on which the engine receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
+    """Device that receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
     lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
-    """Lenders that failed it."""
+    """Failures of lenders during the fetch."""
 
 
 class Profile(Message):
-    """Order of the learner to record events, to have the engines record theirs as well, or to write them all."""
+    """Order from the learner to record events, to record the engines' events too, or to write all of them."""
 
     stage: Literal["events", "engine", "end"]
 
 
 # --- guests ----------------------------------------------------------------------------------------------------------
 class Audit(Message):
-    """Order to score and grade an answer of a guest again, of which `payload` is the encoded Trajectory."""
+    """Order to score and grade a guest's answer again; `payload` is the encoded Trajectory."""
 
     prompt: Prompt
     payload: bytes
@@ -404,7 +408,7 @@ AnyMessage = (
     Hello | Welcome | Refuse | Bye | Drain | LivingBrokers | Ping | Pong | LeaseRequest | Prompts | Put | Ack | Nack
     | ReturnLeases | Members | OpenEpoch | EpochOpened | Update | UpdateApplied | Profile | Audit | Audited
 )  # fmt: skip
-"""Type to decode a header as."""
+"""Union type for decoding a header."""
 
 
 UNREADABLE = "unreadable"
@@ -414,22 +418,22 @@ _MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
 
 
-# The fields below are typed as loosely as the answer allows: msgspec skips fields it does not know, so a record of a
-# newer schema still decodes, and a field of an unexpected type does not cost the sender its answer.
+# These types are as loose as the answer allows. msgspec skips unknown fields, so a record with a newer schema still
+# decodes, and a field of an unexpected type does not prevent an answer.
 class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
-    """Sender and schema version of a Hello, whatever else it contains."""
+    """Sender and schema version of a Hello; ignores all other fields."""
 
     peer_id: Any = ""
     schema_version: Any = None
 
     @property
     def sender(self) -> str:
-        """Printable name of the sender, bounded in length."""
+        """Printable name of the sender, truncated."""
         return "".join(letter if letter.isprintable() else "?" for letter in str(self.peer_id)[:_MAX_SENDER_LENGTH])
 
 
 class RefuseHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Refuse"):
-    """Reason of a Refuse, whatever else it contains."""
+    """Reason of a Refuse; ignores all other fields."""
 
     reason: ErrorText
 
@@ -440,13 +444,13 @@ class _TrajectoryIds(msgspec.Struct, frozen=True):
 
 
 class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
-    """Trajectory and lease ids of a Put, whatever else it contains."""
+    """Trajectory and lease ids of a Put; ignores all other fields."""
 
     headers: list[_TrajectoryIds]
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """Decode the fields that `kind` names; None if the message is not of that type or they cannot be read."""
+    """Decode the fields of `kind`; None if the message has another type or the fields are unreadable."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:
@@ -454,7 +458,7 @@ def decode_header(frames: Frames, kind: type[T]) -> T | None:
 
 
 def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Nack]:
-    """Build a fatal Nack for each trajectory id that can be read in an undecodable Put; none for other messages."""
+    """Build a fatal Nack for each readable trajectory id of an undecodable Put; none for other messages."""
     put = decode_header(frames, PutHeader)
     headers = put.headers[:_MAX_HEADERS] if put else []
     reason = f"{UNREADABLE}: {refusal.detail}"

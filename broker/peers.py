@@ -1,4 +1,4 @@
-"""Peers: the connected generators and the learner, those that have left, and the drain requests for them."""
+"""Peers: connected generators and the learner, departures, and drain requests."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ class Peer:
     heard_at: float
     """Time of its last message by the broker's clock, seconds."""
     state: str = "starting"
-    """Pong.state, like the following five fields."""
+    """From its last Pong, like the next five fields."""
     version: int = -1
     reason: str = ""
     gauges: Gauges = field(default_factory=dict)
@@ -49,18 +49,17 @@ class Peer:
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
-    """Guest that it is of; empty: it has the run's token."""
+    """Name of the guest whose key it uses; empty: it has the run's token."""
 
     @property
     def owner(self) -> str:
-        """Owner of its leases: the incarnation, so that a restarted generator does not inherit those it lost."""
+        """Owner of its leases. Includes the incarnation: a restarted generator does not inherit its old leases."""
         return f"{self.hello.peer_id}/{self.hello.incarnation}"
 
-    @property
-    def report(self) -> dict[str, object]:
-        """Gauges of the peer for the store."""
-        # The peer's own gauges first: none of them may replace what the broker knows of it.
-        return {
+    def beat(self, more: dict[str, object]) -> Heartbeat:
+        """Build its heartbeat for the store, with additional gauges."""
+        # The peer's gauges come first, so that they cannot replace the broker's.
+        gauges: dict[str, object] = {
             **self.gauges,
             "role": self.hello.role,
             "state": self.state,
@@ -68,11 +67,9 @@ class Peer:
             "reason": self.reason,
             "host": self.hello.host,
             "pid": self.hello.pid,
+            **more,
         }
-
-    def beat(self, more: dict[str, object]) -> Heartbeat:
-        """Build its sign of life for the store; `more`: gauges that others know of it."""
-        return Heartbeat(self.hello.peer_id, self.report | more, self.owner, self.lease_ids)
+        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.lease_ids)
 
     @property
     def member(self) -> Member:
@@ -82,18 +79,18 @@ class Peer:
 class Peers:
     """Table of connected peers, keyed by the ROUTER identity of the connection.
 
-    The identity is random per connection, so it proves nothing about the sender's name; names come from Hello alone.
+    The identity is random per connection and proves nothing about the sender's name. Names come only from Hello.
     """
 
     def __init__(
         self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
     ) -> None:
-        """`transport`: for generators that do not choose one themselves."""
+        """`transport`: default for generators that do not choose one."""
         self._timeout_s = timeout_s
         self._suspect_after_s = suspect_after_s
         self._transport = transport
         self._clock = clock
-        # Those heard longest ago first, so that silence is found without a look at the others.
+        # Least recently heard first, so that the search for silent peers can stop early.
         self._by_identity: OrderedDict[bytes, Peer] = OrderedDict()
         self._by_name: dict[tuple[str, str], Peer] = {}
         self._silent: list[Peer] = []
@@ -110,7 +107,7 @@ class Peers:
 
     def get(self, identity: bytes) -> Peer | None:
         """Return the peer of this connection, marked as heard now."""
-        # Every message is a sign of life, not only a Pong: a busy peer may be late with those.
+        # Every message counts, because a busy peer may send its Pongs late.
         peer = self._by_identity.get(identity)
         if peer:
             peer.heard_at = self._clock()
@@ -126,8 +123,8 @@ class Peers:
     def add(self, identity: bytes, hello: Hello, *, guest: str = "") -> list[Peer]:
         """Add a peer; returns the entries it replaces.
 
-        Replaced are its own older connection, a silent incarnation of the same name, and any other name that used this
-        connection: one connection has one name.
+        It replaces an older connection of the same incarnation, a silent incarnation with the same name, and any other
+        name on this connection.
         """
         named = self._by_name.get((hello.role, hello.peer_id))
         replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
@@ -142,18 +139,18 @@ class Peers:
         return peer
 
     def pop_silent(self) -> list[Peer]:
-        """Remove and return the peers not heard for `timeout_s`."""
+        """Remove and return the peers that sent nothing for `timeout_s`."""
         silent = [peer for peer in self if not self._is_alive(peer)]
         for peer in silent:
             self.remove(peer.identity)
         return silent
 
     def excuse_pause(self) -> None:
-        """Count no silence for the time in which nobody has called this, because the broker was stopped or blocked."""
+        """Exclude from all silences the time since the last call, if the broker was stopped or blocked."""
         now = self._clock()
         pause_s, self._ran_at = now - self._ran_at, now
         if pause_s > self._suspect_after_s:
-            # What peers sent meanwhile may not have reached this process yet.
+            # Messages sent during the pause may not have been received yet.
             for peer in self._by_identity.values():
                 peer.heard_at = min(now, peer.heard_at + pause_s)
 
@@ -168,23 +165,23 @@ class Peers:
         return self._by_name.get(("learner", LEARNER))
 
     def weights_at(self) -> str:
-        """Return the port of the learner from which generators fetch weights; empty without one."""
+        """Return the learner's endpoint for fetching weights; empty without a learner or an endpoint."""
         learner = self.learner()
         return learner.lends_at if learner else ""
 
     def is_back(self, peer: Peer) -> bool:
-        """Return whether the incarnation of a removed peer is connected again."""
+        """Return whether a removed peer has reconnected with the same incarnation."""
         named = self._by_name.get((peer.hello.role, peer.hello.peer_id))
         return named is not None and named.owner == peer.owner
 
     def silence_has_changed(self) -> bool:
-        """Return whether other peers are silent than at the last call, so that `members` tells something new."""
+        """Return whether the set of silent peers, and so `members`, has changed since the last call."""
         silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
-        """Store the contents of a Pong; returns whether anything of `members` changed."""
+        """Store the contents of a Pong; returns whether `members` changed."""
         changed = (peer.state, peer.version, peer.lends_at) != (pong.state, pong.version, pong.lends_at)
         peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
         peer.gauges, peer.lease_ids, peer.lends_at = pong.gauges, pong.lease_ids, pong.lends_at
@@ -193,8 +190,8 @@ class Peers:
     def members(self) -> Members:
         """Build the membership message for the learner.
 
-        A generator that misses pings is reported as `silent` long before it counts as gone: a broadcast that includes a
-        dead or stopped member would hold up all others until its deadline.
+        A generator that misses pings is reported as `silent` long before it is removed: a dead or stopped member would
+        delay a broadcast to all others until its deadline.
         """
         return Members(
             [
@@ -211,12 +208,12 @@ class Peers:
         )
 
     def _transport_of(self, peer: Peer) -> WeightTransport:
-        # A guest is no member of a broadcast, in which each waits for all.
+        # Guests are excluded from broadcasts, because all members wait for each other.
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
         return peer.hello.weight_transport or own
 
     def is_silent(self, peer: Peer) -> bool:
-        """Return whether the peer misses pings: it is stopped, dead, or at another broker by now."""
+        """Return whether the peer misses pings: it is stopped, dead, or has moved to another broker."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -230,7 +227,7 @@ _PINGED_AT_ONCE = 64
 
 
 class PingRound:
-    """All peers once. Many are spread over the interval between two pings, so that nobody waits for those of all."""
+    """One pass over all peers. Large numbers are spread over the ping interval to keep each step short."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._left = list(peers)
@@ -253,10 +250,10 @@ LEFT = "left"
 
 
 class Departures:
-    """Peers that have left, with the reason, until the store has taken their leases back."""
+    """Departed peers and their reasons, until the store has taken their leases back."""
 
     def __init__(self, store: Store, peers: Peers, *, run: RunConfig, broker: str) -> None:
-        """`broker`: name of this one."""
+        """`broker`: name of this broker."""
         self._store = store
         self._peers = peers
         self._run = run
@@ -267,11 +264,11 @@ class Departures:
         self._departed.append((peer, reason))
 
     def record(self) -> None:
-        """Return the leases of departed peers. Raises StoreUnavailableError; what it did not record, it keeps."""
+        """Return the leases of departed peers. Raises StoreUnavailableError; the remaining departures are kept."""
         elsewhere = self._served_elsewhere() if self._departed and self._run.broker.shards > 1 else set()
         while self._departed:
             peer, reason = self._departed[0]
-            # The same incarnation may have come back meanwhile, here or at another broker, and works on its leases.
+            # The same incarnation may have reconnected here or at another broker and still work on its leases.
             if not self._peers.is_back(peer) and peer.owner not in elsewhere:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
@@ -283,17 +280,17 @@ class Departures:
             del self._departed[0]
 
     def _served_elsewhere(self) -> set[str]:
-        """Owners whom other brokers serve: generators go on to them while this one hangs."""
+        """Owners that other brokers serve: generators move there while this broker hangs."""
         oldest = self._store.now() - self._run.broker.peer_timeout_s
         roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
         return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
 
 
 class DrainRequests:
-    """Requests to drain generators. Each is repeated until the generator drains or the deadline passes.
+    """Requests to drain generators, each repeated until the generator drains or the deadline passes.
 
-    Repeated because a Drain sent over a dying connection is lost. Kept in the store meanwhile, so that one outlives
-    this broker, and waits for the one that serves the generator.
+    A Drain sent over a dying connection is lost, hence the repetition. Requests are kept in the store, so that they
+    survive this broker and reach the broker that serves the generator.
     """
 
     def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
@@ -302,7 +299,7 @@ class DrainRequests:
         self._send = send
 
     def send_due(self) -> None:
-        """Order what is requested of the generators of this broker. Raises StoreUnavailableError."""
+        """Send the open requests to this broker's generators. Raises StoreUnavailableError."""
         if not (requests := self._store.requests("broker")):
             return
         heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
@@ -311,7 +308,7 @@ class DrainRequests:
         for subject, value in requests.items():
             deadline, _, owner = value.partition(" ")
             peer = here.get(subject)
-            # Once sent, a request is bound to that incarnation: a successor of the same name was not meant.
+            # Sending binds a request to that incarnation: it does not apply to a successor with the same name.
             is_answered = peer is not None and (peer.state == "draining" or owner not in ("", peer.owner))
             if is_answered or now >= float(deadline):
                 over.append(subject)

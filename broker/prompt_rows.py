@@ -1,64 +1,44 @@
-"""Rows of a prompt file, Parquet or JSON lines: what they must hold, and how they become prompts.
+"""Rows of a prompt file in Parquet or JSON lines: validation and conversion to prompts.
 
 A row has a prompt (`prompt`, else `question`) and a truth (`reward_model.ground_truth`, else `answer`). `data_source`,
-`agent_name`, `images` and `extra_info` are optional; every other column goes into `extra_info` under its own name.
+`agent_name`, `images` and `extra_info` are optional. All other columns go into `extra_info` under their names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slipstream.broker.messages import Row
 from slipstream.buffer.codec import encode
-from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.base import ConfigError
 from slipstream.runtime.images import PLACEHOLDER, load_image
 
 Values = dict[str, Any]
-"""A row by column, without nulls."""
+"""Column -> value, without nulls."""
 PromptText = str | list[dict[str, Any]]
-"""Plain text, or chat messages with `role` and `content`; a content may be a list of parts: texts, images."""
+"""Plain text, or chat messages with `role` and `content`; a content may be a list of text and image parts."""
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PROMPTS = ("prompt", "question")
 _TRUTHS = ("reward_model", "answer")
 _OWN = ("data_source", "agent_name", "extra_info", "images")
 _PLACE = "<image>"
-"""Text that stands for an image in a prompt."""
+"""Placeholder for an image in a text prompt."""
 _IMAGE = {"type": "image"}
-"""The same as a part of a message."""
+"""Placeholder for an image in a chat message."""
 _SHOWN = 60
-"""Characters of a wrong value that an error quotes."""
-
-
-class Row(Record):
-    """One prompt.
-
-    Example: Row(uid="train/00017", prompt="48213=", ground_truth="31284", data_source="digits/reverse",
-        extra_info={"index": 17, "split": "train"})
-    """
-
-    uid: str
-    """File name and row number: stable over runs, unique within one."""
-    prompt: PromptText
-    ground_truth: Any
-    """Reference answer for the reward function, any JSON value."""
-    data_source: str
-    extra_info: dict[str, Any] = {}
-    """Record of the row, and its further columns, that agent and reward function get as they are."""
-    agent_name: str = ""
-    """Agent loop of this row; empty: that of `generators.agent`."""
-    images: list[bytes] = []
-    """Encoded images, in the order of their places in the prompt."""
+"""Maximum characters of an invalid value in an error."""
 
 
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
     """Build the prompt of a row that has passed `check_values`; `file_name` replaces a missing `data_source`.
 
-    `folder`: of the file, in which images lie that it names. Raises ConfigError for one that cannot be read.
+    `folder`: folder of the file; image paths are relative to it. Raises ConfigError for an unreadable image.
     """
     prompt, truth = _first(_PROMPTS, values), _first(_TRUTHS, values)
     used = {prompt, truth, *_OWN}
@@ -79,7 +59,7 @@ def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path())
 
 
 def check_values(values: Values) -> None:
-    """Check what a row must hold. Raises ConfigError naming the column."""
+    """Validate a row. Raises ConfigError naming the column."""
     for names in (_PROMPTS, _TRUTHS):
         if _first(names, values) not in values:
             found = ", ".join(values) or "nothing"
@@ -104,7 +84,7 @@ def check_values(values: Values) -> None:
 
 # --- images ----------------------------------------------------------------------------------------------------------
 def image_sources(values: Values) -> list[Any]:
-    """Images of a row as its file has them: those of the column `images`, else those in parts of its messages."""
+    """Return the images as stored in the row: the column `images`, else the image parts of its messages."""
     if (column := values.get("images")) is not None:
         return column if isinstance(column, list) else [column]
     prompt = values[_first(_PROMPTS, values)]
@@ -114,9 +94,9 @@ def image_sources(values: Values) -> list[Any]:
 
 
 def place_images(values: Values) -> PromptText:
-    """The prompt with a place for each image: the models' own text in a text, parts in messages.
+    """Return the prompt with a placeholder for each image: the model's text in plain text, parts in chat messages.
 
-    Raises ConfigError unless there are as many places as images.
+    Raises ConfigError unless the numbers of placeholders and images match.
     """
     prompt: PromptText = values[_first(_PROMPTS, values)]
     if not (count := len(image_sources(values))):
@@ -133,7 +113,7 @@ def place_images(values: Values) -> PromptText:
 
 
 def _parts(content: str | list[Any]) -> list[Any]:
-    """The parts of a content, images without their bytes."""
+    """Return a content as parts, with images as placeholders."""
     if isinstance(content, list):
         return [_IMAGE if isinstance(part, dict) and part.get("type") == "image" else part for part in content]
     pairs = [[_IMAGE, {"type": "text", "text": text}] for text in content.split(_PLACE)]
@@ -141,12 +121,12 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _first(names: tuple[str, str], values: Values) -> str:
-    """The column of these two that the row has; the second without the first."""
+    """Return the first of two columns if the row has it, else the second."""
     return names[0] if names[0] in values else names[1]
 
 
 def _prompt_problem(prompt: Any) -> str:
-    """Describe what makes a prompt unusable; empty for a valid one."""
+    """Describe why a prompt is invalid; empty for a valid one."""
     if isinstance(prompt, str):
         return "" if prompt else "empty text"
     if not isinstance(prompt, list) or not prompt:
@@ -154,7 +134,7 @@ def _prompt_problem(prompt: Any) -> str:
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"message {number} without a text `role`: {_show(message)}"
-        # A turn that calls tools may have no content.
+        # A turn with tool calls may have no content.
         if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
             return f"message {number} without a `content` of text or a list of parts: {_show(message)}"
     return ""
@@ -170,41 +150,8 @@ def _show(value: Any) -> str:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-class RowFile(Protocol):
-    """The rows of a file, in memory. Every row has passed `check_values`."""
-
-    def __len__(self) -> int: ...
-
-    def values(self, number: int) -> Values:
-        """Return row `number`, counted from 0."""
-
-    def prompts(self) -> list[PromptText]:
-        """Return the prompts of all rows."""
-
-    @property
-    def may_have_images(self) -> bool:
-        """Whether a row may have an image, as far as can be told without reading all of them."""
-
-    def num_bytes(self, start: int, end: int) -> int:
-        """Return the bytes that these rows take here: known without reading them, and more than an eighth of those in
-        a message."""
-
-
-def open_rows(path: Path) -> RowFile:
-    """Read a file: JSON lines by its suffix (.jsonl, .ndjson, .json), else Parquet.
-
-    Raises ConfigError naming the file and its first problem.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
-    rows: RowFile = _JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else _ParquetRows(path)
-    if not len(rows):
-        raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
-    return rows
-
-
-class _ParquetRows:
-    """Rows of a Parquet file, as Arrow columns."""
+class ParquetRows:
+    """Rows of a Parquet file, kept as Arrow columns. Every row has passed `check_values`."""
 
     def __init__(self, path: Path) -> None:
         self._table = _read_table(path)
@@ -221,26 +168,27 @@ class _ParquetRows:
         return int(self._table.num_rows)
 
     def values(self, number: int) -> Values:
+        """Return row `number`, counted from 0."""
         values: Values = _without_nulls(self._table.slice(number, 1).to_pylist()[0])
         return values
 
     def prompts(self) -> list[PromptText]:
-        return [values[_first(_PROMPTS, values)] for values in self._scan(_PROMPTS)]
+        """Return the prompts of all rows."""
+        table = self._table.select([name for name in _PROMPTS if name in self._table.schema.names])
+        batches = (batch.to_pylist() for batch in table.to_batches(max_chunksize=1024))
+        return [values[_first(_PROMPTS, values)] for batch in batches for values in map(_without_nulls, batch)]
 
     @property
     def may_have_images(self) -> bool:
+        """Whether any row may have an image, without decoding all rows."""
         kind = _type(self._table, _PROMPTS[0]) if _PROMPTS[0] in self._table.schema.names else pa.string()
         is_parts = pa.types.is_list(kind) and not _has_texts(kind)
         return "images" in self._table.schema.names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
-        # Arrow's own bytes leave out the names of the fields of a record.
+        """Return the memory size of rows without decoding them: more than an eighth of their size in a message."""
+        # Arrow does not count the field names of records.
         return int(self._table.slice(start, end - start).nbytes)
-
-    def _scan(self, columns: tuple[str, ...]) -> Iterator[Values]:
-        table = self._table.select([name for name in columns if name in self._table.schema.names])
-        for batch in table.to_batches(max_chunksize=1024):
-            yield from map(_without_nulls, batch.to_pylist())
 
 
 def _read_table(path: Path) -> pa.Table:
@@ -260,7 +208,7 @@ def _read_table(path: Path) -> pa.Table:
 
 
 def _unproven_rows(table: pa.Table) -> Sequence[int]:
-    """The rows that the columns' types and their counts of nulls do not show to be right: mostly none of many."""
+    """Return the rows that column types and null counts cannot prove valid: usually none."""
     prompt, truth = (next(name for name in names if name in table.schema.names) for names in (_PROMPTS, _TRUTHS))
     kinds = {name: (pa.types.is_struct if name == "extra_info" else pa.types.is_string) for name in _OWN}
     is_proven = all(is_kind(_type(table, name)) for name, is_kind in kinds.items() if name in table.schema.names)
@@ -279,7 +227,7 @@ def _type(table: pa.Table, column: str) -> pa.DataType:
 
 
 def _are_filled(prompts: pa.ChunkedArray) -> bool:
-    """Whether every prompt is text, or a list of messages with role and text, and none is empty."""
+    """Return whether all prompts are non-empty texts, or lists of messages with role and text."""
     if prompts.null_count:
         return False
     if pa.types.is_string(prompts.type):
@@ -297,14 +245,14 @@ def _are_filled(prompts: pa.ChunkedArray) -> bool:
 
 
 def _has_texts(messages: pa.DataType) -> bool:
-    """Whether the contents of messages of this type are texts."""
+    """Return whether messages of this type have text contents."""
     message = messages.value_type
     index = message.get_field_index("content") if pa.types.is_struct(message) else -1
     return index >= 0 and pa.types.is_string(message.field(index).type)
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Whether values of this type travel as they are."""
+    """Return whether values of this type can be sent without conversion."""
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
@@ -312,8 +260,11 @@ def _is_json(kind: pa.DataType) -> bool:
     return not (pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
 
 
-class _JsonRows:
-    """Rows of a file of JSON lines, or of one JSON list, kept as text: each row may have columns of its own."""
+class JsonRows:
+    """Rows of a file of JSON lines or one JSON list, with the interface of ParquetRows.
+
+    Kept as text, because rows may have different columns.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -324,7 +275,7 @@ class _JsonRows:
         for number, line in enumerate(self._lines):
             try:
                 values = msgspec.json.decode(line)
-                # Such as numbers of more than 64 bits.
+                # Rejects numbers over 64 bits, for example.
                 encode(values)
             except (msgspec.MsgspecError, ValueError, OverflowError) as error:
                 shown = bytes(line[:_SHOWN]).decode("utf-8", "replace")
@@ -351,6 +302,19 @@ class _JsonRows:
         return sum(map(len, self._lines[start:end]))
 
 
+def open_rows(path: Path) -> ParquetRows | JsonRows:
+    """Read a file: JSON lines by its suffix (.jsonl, .ndjson, .json), else Parquet.
+
+    Raises ConfigError naming the file and its first problem.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
+    rows: ParquetRows | JsonRows = JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else ParquetRows(path)
+    if not len(rows):
+        raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
+    return rows
+
+
 def _split(data: bytes, path: Path) -> list[bytes]:
     if not data.lstrip().startswith(b"["):
         return [line for line in data.splitlines() if line.strip()]
@@ -368,13 +332,13 @@ def _check(values: Values, *, path: Path, number: int) -> None:
 
 
 def _filled(values: Values) -> Values:
-    """The filled columns of a row of JSON; records within keep the nulls that they were written with."""
+    """Drop the null columns of a JSON row; nested records keep their nulls."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop the null fields of records, because Parquet gives all records of a column the same fields: a key that a row
-    did not have comes back as null, and would reach a reward or a chat template as one that it has."""
+    """Drop the null fields of records. Parquet gives all records of a column the same fields, so a key missing from a
+    row comes back as null, and a reward function or chat template would see it."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

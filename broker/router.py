@@ -1,10 +1,10 @@
-"""Router: the broker's message loop. It holds no state that a restart would lose.
+"""Router: the broker's message loop. A restart loses no state.
 
 Consumes: every message of broker/messages.py that peers send.
-Produces: answers, pings, membership news for the learner, relayed weight orders.
+Produces: answers, pings, membership updates for the learner, relayed weight orders.
 Waits for: the next message, at most `timeout_s` per step.
 Woken by: any peer.
-Invariant: whatever is lost with the process is in the store, or peers send it again after their next Hello.
+Invariant: all state is in the store, or peers send it again after their next Hello.
 """
 
 import os
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from slipstream.broker.chief import Chief
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.guests import GuestDesk
+from slipstream.broker.guests import Guests
 from slipstream.broker.handshake import Handshake, Inspection, Rejection, reject_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
@@ -66,8 +66,8 @@ from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import TimeAccount, Trace
 
 
-class Vitals:
-    """Belongs to the router's thread."""
+class BrokerGauges:
+    """Gauges and event trace of one broker. Belongs to the router's thread."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Vitals:
         name: str,
         address: str,
     ) -> None:
-        """`name`, `address`: of this broker."""
+        """`name` and `address` are those of this broker."""
         self._store = store
         self._ingest = ingest
         self._send = send
@@ -87,36 +87,37 @@ class Vitals:
         self._trace = Trace(name, RunFolder(run).profile)
         self.account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
-            # Generators are told as they join: the learner's order would come after their first leases.
+            # Generators get the order when they join: the learner's would arrive after their first leases.
             self._trace.obey("events")
 
     def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
-        deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
         reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
-        where = {"host": socket.gethostname(), "pid": os.getpid(), "address": self._address}
-        waits = {"reason": reason, "waits_for": "store" if reason else ""}
-        # Without children: a store that this process started reports its own time.
-        used = {"cpu_s": round(time.process_time(), 3), "store_cpu_s": self._store.cpu_s(), **self.account.gauges()}
         return {
             "role": "broker",
             "state": "ready",
             "peers": num_peers,
             "is_chief": is_chief,
-            **waits,
-            **where,
-            **deferred,
-            **used,
+            "reason": reason,
+            "waits_for": "store" if reason else "",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": self._address,
+            **{f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()},
+            # Excludes children: a store that this process started reports its own CPU time.
+            "cpu_s": round(time.process_time(), 3),
+            "store_cpu_s": self._store.cpu_s(),
+            **self.account.gauges(),
         }
 
     # --- profile -------------------------------------------------------------------------------------------------
-    def pass_on(self, order: Profile, generators: Iterable[Peer]) -> None:
-        """Carry out an order of the learner, here and in the generators."""
+    def relay(self, order: Profile, generators: Iterable[Peer]) -> None:
+        """Execute the learner's profiling order here and relay it to the generators."""
         for peer in generators:
             self._send(peer.identity, order)
         self._trace.obey(order.stage)
 
     def record_join(self, identity: bytes) -> None:
-        """Have a generator that joins take part in a recording that runs."""
+        """Start recording in a generator that joins while a recording is in progress."""
         if self._trace.is_on:
             self._send(identity, Profile("events"))
 
@@ -130,18 +131,19 @@ class Vitals:
 
 _MAX_MESSAGES_PER_STEP = 512
 _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
-"""Trajectories and bytes that a generator may have sent without an acknowledgement: enough to keep a fast one busy over
-a round trip, few enough that those of all generators fit into memory while the store is away."""
+"""Limits on unacknowledged trajectories and bytes per generator: enough to keep a fast generator busy for a round trip,
+few enough that the backlog of all generators fits into memory during a store outage."""
 _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
-"""Largest share of its time that the broker spends on rounds of lease requests in which there is nothing to lease."""
+"""Maximum share of the broker's time spent on rounds of lease requests that lease nothing."""
 _MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
-"""Members of which every change is told at once; of more, their changes during 0.1 ms for each share one message."""
+"""Up to this many members, the learner gets every change at once. Beyond it, changes are batched over 0.1 ms per
+additional member."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
-"""Time for peers and the learner to renew, after the last call that the store did not take."""
+"""Time for peers and the learner to renew their leases and claims after the last failed call to the store."""
 _SUSPECT_AFTER_PINGS = 2.5
-"""Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
+"""Unanswered pings after which a generator is excluded from broadcasts; an answer is due within one interval."""
 
 log = structlog.get_logger(__name__)
 
@@ -163,8 +165,8 @@ class Router:
         address: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`model`: fingerprint sent to peers; None if the broker has none. `name`: of this broker; `address`:
-        where other machines reach it; empty: nowhere."""
+        """`model`: fingerprint sent to peers; None if the broker has none. `name`: name of this broker. `address`: its
+        address for other machines; empty if they cannot reach it."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -183,7 +185,7 @@ class Router:
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
         vocab_size = model.vocab_size if model else None
-        self._guests = GuestDesk(
+        self._guests = Guests(
             run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab_size
         )
         limit = run.broker.max_message_bytes
@@ -195,8 +197,8 @@ class Router:
         )  # fmt: skip
         self._drain_requests = DrainRequests(store, self._peers, send=self._send)
         self._departures = Departures(store, self._peers, run=run, broker=name)
-        self._vitals = Vitals(run, store, self._ingest, send=self._send, name=name, address=address)
-        self._account = self._vitals.account
+        self._gauges = BrokerGauges(run, store, self._ingest, send=self._send, name=name, address=address)
+        self._account = self._gauges.account
         self._inspection = Inspection(run, channel.send, self._peers.weights_at, self.chief.living_for, model=model)
         self._ping_round = PingRound(())
         self._members_changed = False
@@ -204,17 +206,17 @@ class Router:
 
     def step(self, *, timeout_s: float) -> None:
         """Handle received messages, then what is due; blocks at most `timeout_s`."""
-        # An open lease request has to be tried again soon: pacing may admit prompts without any message arriving.
+        # Retry open lease requests soon: pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
         self._receive_all(timeout_s=timeout_s)
-        # Acks leave only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
+        # Send Acks only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
         with self._account.phase("storing"):
             answers = self._ingest.flush()
         for identity, answer in answers:
             self._leases.record_answer(peer := self._peers.get(identity), answer)
             self._try(partial(self._guests.record_answer, peer, answer))
-            self._vitals.record_answer(answer)
+            self._gauges.record_answer(answer)
             self._send(identity, answer)
         self._guests.poll()
         self._try(self._serve_leases)
@@ -227,12 +229,12 @@ class Router:
             self._send(peer.identity, Drain(reason))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Run `action`; a store outage is recorded and does not end the broker, since peers and timers retry."""
+        """Run `action`. Record a store outage instead of raising it: peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # Leases and claims lapse while the store cannot take their renewals, which must come first afterwards.
+            # Leases and claims may have lapsed because their renewals failed: let their holders renew first.
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class Router:
         while received is not None:
             self._try(partial(self._handle, *received))
             count += 1
-            # Bounded, so that a flood of messages delays neither Acks nor pings.
+            # Bounded, so that a flood of messages does not delay Acks and pings.
             if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
                 break
             received = self._channel.receive(timeout_s=0)
@@ -259,13 +261,13 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            # Known to a previous broker, or already reaped: Bye makes it say Hello again.
+            # It joined a previous broker, or was removed as silent: Bye makes it say Hello again.
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
-        """Answer what can still be identified, so that its sender does not wait forever; count and quarantine it."""
+        """Answer an undecodable message as far as it is readable, so that its sender does not wait; quarantine it."""
         self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
@@ -273,7 +275,7 @@ class Router:
         elif self._peers.get(identity):
             for nack in nacks_for_unreadable(frames, refusal):
                 self._send(identity, nack)
-        # The bytes of a Hello are never stored: those of an older version contain a token.
+        # Never store the bytes of a Hello: an older version's Hello contains a token.
         self._store.quarantine(refusal.reason, b"" if hello or not frames else frames[0])
 
     def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
@@ -282,23 +284,23 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                # Served within this step: until then the generator has free slots.
+                # Serve it within this step, since the generator has free slots.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():
                 self._members_changed |= self._peers.record_pong(peer, message)
             case ReturnLeases(lease_ids=ids, reason=reason):
-                # With the owner, so that a peer cannot return the leases of another.
+                # The owner prevents a peer from returning leases of other peers.
                 self._store.return_leases(lease_ids=ids, reason=reason, owner=peer.owner)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
             case OpenEpoch() | Update() if peer is self._peers.learner():
                 self._relay(message)
             case Profile() if peer is self._peers.learner():
-                self._vitals.pass_on(message, self._peers.generators())
-            # A generator answers for itself only: the name in the message must be that of its connection.
+                self._gauges.relay(message, self._peers.generators())
+            # The name in the message must match the connection: a generator answers only for itself.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
-                    # What a guest says of others counts for nothing.
+                    # Ignore a guest's reports about other members.
                     is_accusing = peer.guest and isinstance(message, UpdateApplied)
                     self._send(learner.identity, replace(message, lender_errors=[]) if is_accusing else message)
             case Audited() if not peer.guest:
@@ -321,9 +323,9 @@ class Router:
             self._report_broker()
         replaced = self._peers.add(identity, hello, guest=guest)
         for older in replaced:
-            # Prompts sent there would be lost until they lapse.
+            # Prompts sent to the old connection would be lost until they lapse.
             self._leases.drop_request(older)
-            # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
+            # The same incarnation keeps its leases on a new connection; an older process with this name loses them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
                 self._depart(older, "replaced by a new incarnation")
         self._send(
@@ -341,22 +343,22 @@ class Router:
                 living=self.chief.living_for(hello.machine),
             ),
         )
-        self._vitals.record_join(identity)
-        # A peer that waited for this broker has queued one Hello per second: only the first is news.
+        self._gauges.record_join(identity)
+        # A peer that waited for this broker has queued one Hello per second: log only the first.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
         self._members_changed = True
 
     def _reject(self, identity: bytes, peer_id: str, rejection: Rejection) -> None:
-        # The peer first: recording the event fails while the store is away.
+        # Answer first: recording the event fails during a store outage.
         self._send(identity, Refuse(rejection.reason))
         if self._log_limiter.log("peer_refused", rejection.kind, peer=peer_id, reason=rejection.reason):
             self._store.record_event(peer_id, f"refused: {rejection.reason}")
 
     def _locate_duplicate(self, hello: Hello) -> str:
-        """Describe the connected peer that already has this name; empty if there is none.
+        """Describe the connected peer that already has this name; empty if the name is free.
 
-        Probes its connection too, so that a process that was killed and restarted need not wait for `peer_timeout_s`.
+        Probes the connection, so that a process that was killed and restarted does not wait for `peer_timeout_s`.
         """
         duplicate = self._peers.find_duplicate(hello)
         # ROUTER_MANDATORY lets a send to a closed connection fail at once.
@@ -375,9 +377,9 @@ class Router:
 
     def _relay(self, order: OpenEpoch | Update) -> None:
         members = set(order.members)
-        # The members of an update are for the broker alone: a thousand of them are 98 KB to each of a thousand.
+        # Only the broker needs an update's members: a thousand of them would add 98 KB to each of a thousand messages.
         frames = [encode(replace(order, members=[]) if isinstance(order, Update) else order)]
-        # Matched by incarnation: a restarted generator of the same name is not a member of the epoch.
+        # Match incarnations: a restarted generator with the same name is not a member of the epoch.
         for peer in self._peers.generators():
             if peer.member in members:
                 self._send_frames(peer.identity, frames, kind=type(order))
@@ -386,7 +388,7 @@ class Router:
         self._members_changed |= self._peers.silence_has_changed()
         learner, now = self._peers.learner(), self._clock()
         if learner is not None and self._members_changed and now >= self._next_members_at:
-            # An undeliverable message is sent again with the next step.
+            # Retry an undeliverable message in a later step.
             self._members_changed = not self._send(learner.identity, self._peers.members())
             self._next_members_at = now + _MEMBERS_INTERVAL_S * max(0, len(self._peers) - _MEMBERS_AT_ONCE)
 
@@ -395,11 +397,11 @@ class Router:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
             began_at, self._next_serve_at = self._clock(), self._clock() + _SERVE_INTERVAL_S
             for identity, prompts in (answers := self._leases.serve()):
-                self._vitals.record_leases(prompts.prompts)
-                # The generator is gone: without this its leases would be lost until they lapse.
+                self._gauges.record_leases(prompts.prompts)
+                # The generator is gone: return its leases now instead of waiting until they lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
-            # After answers there may be more at once; they were bounded, so that messages and pings come in between.
+            # A round's answers are bounded so that messages and pings are not delayed. Continue at once if it had any.
             pause_s = min((self._clock() - began_at) / _SERVE_SHARE, 5 * _SERVE_INTERVAL_S)
             self._may_serve_at = 0.0 if answers else began_at + pause_s
             self._next_serve_at = 0.0 if answers else max(self._next_serve_at, self._may_serve_at)
@@ -410,13 +412,13 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    # Recorded below, together: of a store that hangs an answer is waited for once, not for each.
+                    # Recorded together below, so that a hanging store is waited for only once.
                     self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
                     self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
-            # Pings before reports: a slow store must not make peers look silent.
+            # Ping before reporting: a slow store must not make peers look silent.
             self._ping(peers, now)
             self._report_to_store(peers)
         if now >= self._next_reap_at:
@@ -440,18 +442,17 @@ class Router:
     def _report_to_store(self, peers: list[Peer]) -> None:
         """Renew the leases that peers still hold, and store their gauges and the broker's own."""
         self._departures.record()
-        # Of several brokers another one may serve a peer that is silent here: its report must not be overwritten.
+        # Another broker may serve a peer that is silent here: do not overwrite its report.
         served = [p for p in peers if not (self.chief.has_others and self._peers.is_silent(p))]
-        # Only the leases in its last Pong: one that was lost in transit is not renewed, lapses and is leased again.
-        beats = [p.beat(self._guests.gauges(p) | self.chief.marks(p.owner)) for p in served]
+        # Renew only the leases in the last Pong: a lease lost in transit then lapses and is leased again.
+        beats = [p.beat(self._guests.gauges(p) | self.chief.serving_gauges(p.owner)) for p in served]
         if self._ping_round.is_over:
-            own = self._vitals.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
+            own = self._gauges.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
             beats.append(Heartbeat(self.chief.name, own))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
         if self._ping_round.is_over:
             self._drain_requests.send_due()
             self._report_broker()
-        # Every call above has succeeded.
         self._outage.end()
 
     def _report_broker(self) -> None:

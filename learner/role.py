@@ -144,7 +144,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
             rank_group=rank_group,
             store=store,
             folder=folder,
-            client=session.links,
+            client=session.clients,
             inbox=session.inbox,
             sender=_make_sender(run, folder, device),
             snapshots=snapshots,

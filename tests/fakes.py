@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
+from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Pong, Prompts
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
@@ -76,12 +76,30 @@ class RouterScene:
     def step(self) -> None:
         self.router.step(timeout_s=0)
 
+    def tick(self, seconds: float | None = None) -> None:
+        """Advance the clock once, by default by one heartbeat, and step the router."""
+        self.clock.now += self.run.broker.heartbeat_s if seconds is None else seconds
+        self.step()
+
     def wait(self, seconds: float) -> None:
         """Let time pass while the router runs."""
         ends_at = self.clock.now + seconds
         while self.clock.now < ends_at:
-            self.clock.now += self.run.broker.heartbeat_s
-            self.step()
+            self.tick()
+
+    def join(
+        self, name: str = "g0", *, role: str = "generator", incarnation: str = "1", is_ready: bool = False
+    ) -> "FakePeer":
+        """Add a peer that has received its Welcome, and has reported that it is ready if it is."""
+        peer = FakePeer(self, role, name, incarnation)
+        if is_ready:
+            peer.send([encode(Pong(-1.0, "ready", 0))])
+        peer.receive()
+        return peer
+
+    def events(self) -> list[tuple[str, str]]:
+        """(role, text) of the run's events."""
+        return [(event.role, event.text) for event in self.store.events(limit=99)]
 
 
 class FakePeer:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from slipstream.broker.dataset import read_train
-from slipstream.broker.prompt_rows import Row
+from slipstream.broker.messages import Row
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, Lease, make_entry
 from slipstream.buffer.redis.embedded import EmbeddedRedis

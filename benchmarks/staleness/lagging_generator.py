@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from slipstream.broker.dataset import read_heldout, read_train
-from slipstream.broker.prompt_rows import Row
+from slipstream.broker.messages import Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions

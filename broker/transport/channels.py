@@ -1,9 +1,8 @@
-"""Channel protocols: moving frames between processes. Implemented over ZeroMQ and, within one process, over deques.
+"""Channel protocols for moving frames between processes, implemented over ZeroMQ and in memory.
 
-In-memory channels: deques with the contract of the ZeroMQ channels, for the serial mode and for tests.
-
-By default `receive` ignores `timeout_s` and returns None at once: within a single thread nothing could arrive while it
-waits. The channels of `MemoryBroker.threaded()` wait for other threads, at most `timeout_s`.
+The in-memory channels serve the serial mode and tests. By default their `receive` ignores `timeout_s` and returns None
+at once, because nothing can arrive while a single thread waits. Channels of `MemoryBroker.threaded()` wait for other
+threads, at most `timeout_s`.
 """
 
 import threading
@@ -17,29 +16,29 @@ from slipstream.broker.messages import Frames
 
 
 class ClientChannel(Protocol):
-    """A peer's end. `receive` and `close` belong to one thread; `send` and `wake` may be called from any.
+    """A peer's end. `receive` and `close` belong to one thread; any thread may call `send` and `wake`.
 
     `send` and `receive` raise ChannelClosedError after `close`.
     """
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker. Never blocks: they leave with a `receive` once the broker is reachable."""
+        """Queue frames for the broker. Never blocks: `receive` sends them once the broker is reachable."""
         ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send what is queued, then return the next frames; None after `timeout_s` or a `wake`."""
+        """Send queued frames, then return the next received ones; None after `timeout_s` or a `wake`."""
         ...
 
     def wake(self) -> None:
-        """End a blocked `receive`, or the next one to block."""
+        """Unblock the current or next `receive`."""
         ...
 
     def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all queued frames, then connect under a new identity, to another address if given."""
+        """Drop the connection and all queued frames, then connect with a new identity, to a new address if given."""
         ...
 
     def close(self) -> None:
-        """Close the connection; queued frames get a short, bounded time to leave."""
+        """Close the connection, after a short, bounded time for sending queued frames."""
         ...
 
 
@@ -47,10 +46,10 @@ class ServerChannel(Protocol):
     """The broker's end. Belongs to one thread. `send` and `receive` raise ChannelClosedError after `close`."""
 
     guest: str
-    """Guest that sent what `receive` returned last; empty: somebody with the run's token."""
+    """Guest that sent the message returned by the last `receive`; empty for a peer with the run's token."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """Return (identity, frames) from some peer; None after `timeout_s`."""
+        """Return (identity, frames) from any peer; None after `timeout_s`."""
         ...
 
     def send(self, identity: bytes, frames: Frames) -> bool:
@@ -58,10 +57,16 @@ class ServerChannel(Protocol):
         ...
 
     def take_refused(self) -> int:
-        """Return the number of connections since the last call that were refused for want of the run's token."""
+        """Return the number of connections without the run's token that were refused since the last call."""
         ...
 
     def close(self) -> None: ...
+
+
+def check_open(*, is_closed: bool) -> None:
+    """Raise ChannelClosedError for a closed channel."""
+    if is_closed:
+        raise ChannelClosedError("a channel must not be used after close: open a new one")
 
 
 class MemoryBroker:
@@ -75,7 +80,7 @@ class MemoryBroker:
 
     @classmethod
     def threaded(cls) -> "MemoryBroker":
-        """Create a hub whose channels wait for other threads, as the ZeroMQ channels do."""
+        """Create a hub with channels that wait for other threads, like the ZeroMQ channels."""
         hub = cls()
         hub._is_threaded = True
         return hub
@@ -85,7 +90,7 @@ class MemoryBroker:
         return MemoryServerChannel(self)
 
     def client(self, *, guest: str = "") -> "MemoryClientChannel":
-        """Open a peer's end, of a guest if one is named; no server need be open."""
+        """Open a peer's end, for a guest if one is named. The server may be opened later."""
         return MemoryClientChannel(self, guest=guest)
 
     def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
@@ -95,7 +100,7 @@ class MemoryBroker:
 
 
 class MemoryServerChannel:
-    """The broker's end. Fulfils ServerChannel."""
+    """The broker's end. Implements ServerChannel."""
 
     def __init__(self, hub: MemoryBroker) -> None:
         with hub.changed:
@@ -107,11 +112,11 @@ class MemoryServerChannel:
         self._is_closed = False
         self.guest = ""
         self.inbox: deque[tuple[bytes, Frames]] = deque()
-        """(identity, frames) sent by clients and not received yet."""
+        """(identity, frames) from clients, not received yet."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
             if not self.inbox:
                 return None
@@ -122,11 +127,11 @@ class MemoryServerChannel:
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             client = self._hub.clients.get(identity)
             if client is None:
                 return False
-            # A copy of the list, as a socket makes one of the frames.
+            # Copied, as by a socket.
             client.inbox.append(list(frames))
             self._hub.changed.notify_all()
             return True
@@ -135,19 +140,15 @@ class MemoryServerChannel:
         return 0
 
     def close(self) -> None:
-        """Close; unreceived frames are lost. Idempotent."""
+        """Close and drop unreceived frames. Idempotent."""
         with self._hub.changed:
             self._is_closed = True
             if self._hub.server_channel is self:
                 self._hub.server_channel = None
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ChannelClosedError("a channel must not be used after close: open a new one")
-
 
 class MemoryClientChannel:
-    """A peer's end. Fulfils ClientChannel."""
+    """A peer's end. Implements ClientChannel."""
 
     def __init__(self, hub: MemoryBroker, *, guest: str = "") -> None:
         self._hub = hub
@@ -157,19 +158,19 @@ class MemoryClientChannel:
         self._is_closed = False
         self._identity = b""
         self.inbox: deque[Frames] = deque()
-        """Frames sent by the server and not received yet."""
+        """Frames from the server, not received yet."""
         with hub.changed:
             self._join()
 
     def send(self, frames: Frames) -> None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._queue.append(list(frames))
             self._hub.changed.notify_all()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.wait_for(self._is_done_waiting, timeout_s=timeout_s)
             self._flush()
             if self.inbox:
@@ -183,16 +184,16 @@ class MemoryClientChannel:
             self._hub.changed.notify_all()
 
     def reconnect(self, address: str = "") -> None:
-        """Drop all queued frames and take a new identity; a hub has one server, whatever the address."""
+        """Drop all queued frames and take a new identity. Ignores the address, since a hub has one server."""
         with self._hub.changed:
-            self._check_open()
+            check_open(is_closed=self._is_closed)
             self._hub.clients.pop(self._identity, None)
             self._queue.clear()
             self.inbox.clear()
             self._join()
 
     def close(self) -> None:
-        """Close; queued frames leave if a server is open. Idempotent."""
+        """Close, after sending queued frames if a server is open. Idempotent."""
         with self._hub.changed:
             self._flush()
             self._is_closed = True
@@ -213,7 +214,3 @@ class MemoryClientChannel:
         while self._queue:
             server.inbox.append((self._identity, self._queue.popleft()))
         self._hub.changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ChannelClosedError("a channel must not be used after close: open a new one")

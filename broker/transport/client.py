@@ -1,9 +1,9 @@
-"""BrokerClient: a peer's end of the protocol; after a loss of the broker it rejoins by itself, there or at another.
+"""BrokerClient: a peer's end of the protocol. After losing its broker it rejoins that broker or another one.
 
-Consumes: messages from the broker; messages and trajectories from its own role.
+Consumes: messages from the broker; messages and trajectories from its role.
 Produces: Hello until Welcome, a Pong for every Ping, each trajectory until its Ack.
 Waits for: nothing; `step` returns within its timeout.
-Invariant: a trajectory leaves the outbox only by Ack or fatal Nack.
+Invariant: a trajectory leaves the outbox only after an Ack or fatal Nack.
 """
 
 import threading
@@ -48,15 +48,15 @@ from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
 _MAX_PROBES = 4
-"""Brokers whose reachability is tried at a time, for the peer answers no ping meanwhile: each address at which nobody
-answers takes a second."""
+"""Maximum number of brokers probed at a time. An unreachable address takes one second, during which the peer answers no
+ping."""
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
-    """Return the brokers in the order in which this peer joins them: by the hash of both names, the greatest first.
+    """Return the brokers in this peer's order of preference: by descending hash of both names.
 
-    Every peer has an order of its own, so that brokers have about equally many. Without one of them, its peers are
-    divided among the others, and nobody else moves.
+    The order differs between peers, so that they are spread evenly. If a broker dies, its peers spread over the others,
+    and no other peer moves.
 
     Source: rendezvous hashing (highest random weight), Thaler and Ravishankar, IEEE/ACM Trans. Networking 6(1), 1998.
     """
@@ -64,49 +64,48 @@ def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
 
 
 class Route:
-    """Belongs to the thread of the peer's client. Life: (next | follow)*."""
+    """Selects which broker a peer joins. Belongs to the thread of the peer's client. Life: (next | follow)*."""
 
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
-        """`brokers`: name -> address, as far as this peer knows; `is_reachable` tells whether anybody listens there."""
+        """`brokers`: known brokers, name -> address. `is_reachable` tests whether a process listens at an address."""
         self._peer_id = peer_id
-        self._given = dict(brokers)
-        """Addresses such as those of tunnels. Their names are assumed: only a Welcome tells whose one is."""
-        self._own: dict[str, str] = {}
-        """Broker -> address at which it has welcomed this peer."""
+        self._configured = dict(brokers)
+        """Configured addresses, such as tunnels. The names are assumptions until a Welcome confirms them."""
+        self._confirmed: dict[str, str] = {}
+        """Broker -> address at which it welcomed this peer."""
         self._failed: dict[str, str] = {}
-        """Address that did not answer, though somebody listens there -> broker that it was taken for, until that dies.
-        """
+        """Address that accepts connections but gave no answer -> broker assumed there, until that broker dies."""
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
-        self._at = preferred(peer_id, brokers)[0]
-        self.address = brokers[self._at]
-        """Address of the broker that the peer is at, or tries."""
+        self._current = preferred(peer_id, brokers)[0]
+        self.address = brokers[self._current]
+        """Address of the current broker, joined or not."""
 
     @property
     def has_others(self) -> bool:
         return len(self._brokers) > 1
 
     def next(self) -> str:
-        """Go on to the next broker that can be reached, after the last to the first; returns its address."""
-        self._failed[self.address] = self._at
+        """Switch to the next reachable broker, cyclically; returns its address."""
+        self._failed[self.address] = self._current
         order = preferred(self._peer_id, self._brokers)
-        following = order.index(self._at) + 1
+        following = order.index(self._current) + 1
         others = [*order[following:], *order[:following]]
         if not self._go_to_first(others[:_MAX_PROBES]):
-            # From the beginning: one may be back.
-            self._failed = {self.address: self._at}
+            # Retry the failed ones: one may be back.
+            self._failed = {self.address: self._current}
             if not self._go_to_first(others[:_MAX_PROBES]):
-                self._at, self.address = others[0], self._brokers[others[0]][0]
+                self._current, self.address = others[0], self._brokers[others[0]][0]
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
-        """Take the living brokers from the one that the peer is `at`; returns whether to go on to another.
+        """Update the live brokers, as reported by the broker `at`; returns whether to move to another broker.
 
-        A broker that cannot be reached from here, as one at the other end of a tunnel, is left to others.
+        Skips brokers that cannot be reached from here, such as those behind a tunnel.
         """
-        # It has this name and no other, whatever was assumed.
-        self._own = {name: address for name, address in self._own.items() if address != self.address}
-        self._own[at], self._at = self.address, at
+        # The broker at this address has confirmed its name: drop other assumptions.
+        self._confirmed = {name: address for name, address in self._confirmed.items() if address != self.address}
+        self._confirmed[at], self._current = self.address, at
         self._brokers = {name: found for name in (at, *living) if (found := self._addresses_of(name, living))}
         failed = self._failed.items()
         self._failed = {address: name for address, name in failed if name in living and address != self.address}
@@ -114,18 +113,18 @@ class Route:
         return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
 
     def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
-        """Return where a broker may be reached: where it says, where it was, then wherever no other one is."""
-        others = {address for each in (living, self._own) for name, address in each.items() if name != broker}
-        known = (self._own.get(broker), self._given.get(broker), *self._given.values())
+        """Return possible addresses of a broker: announced, last used, then those that belong to no other broker."""
+        others = {address for each in (living, self._confirmed) for name, address in each.items() if name != broker}
+        known = (self._confirmed.get(broker), self._configured.get(broker), *self._configured.values())
         found = (living.get(broker), *(address for address in known if address not in others))
         return [address for address in dict.fromkeys(found) if address]
 
     def _go_to_first(self, names: Iterable[str]) -> bool:
-        """Take the first of these brokers that can be reached, at any of its addresses; False without one."""
+        """Switch to the first of these brokers that is reachable at any of its addresses; False if none is."""
         for name in names:
             for address in self._brokers[name]:
                 if address not in self._failed and self._is_reachable(address):
-                    self._at, self.address = name, address
+                    self._current, self.address = name, address
                     return True
         return False
 
@@ -137,7 +136,7 @@ log = structlog.get_logger(__name__)
 
 
 class PeerStatus(Record):
-    """Contents of the next Pong; the fields are those of Pong."""
+    """Contents of the next Pong, with the same fields."""
 
     state: str
     version: int = -1
@@ -148,11 +147,14 @@ class PeerStatus(Record):
 
 
 class BrokerClient:
-    """`step` and `close` belong to one thread (BrokerClientThread, or the serial run's); the rest may be called by any.
+    """A peer's connection to its broker.
 
-    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message it
-    reconnects, and goes on to the next broker of its route if there are several; once its own is alive again it goes
-    back. Each new Welcome resends the outbox, which is safe because the store's insert is idempotent.
+    `step` and `close` belong to one thread (BrokerClientThread, or the main thread of a serial run). Any thread may
+    call the other methods.
+
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message the
+    client reconnects, to the next broker of its route if it has several, and returns once its preferred broker is alive
+    again. Each new Welcome resends the outbox, which is safe because inserts are idempotent.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class BrokerClient:
         route: Route | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_end` is called if the thread that steps this client dies. `route`: of a peer that any broker serves."""
+        """`on_end` is called if the client's thread dies. `route`: for a peer that any broker may serve."""
         self._channel = channel
         self._hello = hello
         self._status = status
@@ -178,42 +180,41 @@ class BrokerClient:
         self._next_hello_at = clock()
         self._welcomed = threading.Event()
         self.order: OpenEpoch | Update | None = None
-        """Newest weight order, which is sent again to members that join later."""
+        """Newest weight order, resent to members that join later."""
         self._connected: set[Member] = set()
         self.outbox = Outbox(clock=clock)
         self.welcome: Welcome | None = None
         """Newest Welcome; None before the first."""
         self.refusal: str = ""
-        """Reason of the broker's rejection; empty without one."""
+        """Reason for the broker's refusal; empty if not refused."""
 
     @property
     def is_joined(self) -> bool:
-        """Whether a Welcome was received and the connection has not been lost since."""
+        """Whether the client has received a Welcome and not lost the connection since."""
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message. Weight orders are resent to members that join later; others are lost with a broker."""
-        # A new order supersedes the one that may have to be resent.
+        """Queue a message. Weight orders are resent to members that join later; other messages may get lost."""
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        # To a broker that is gone the learner's would pile up. A generator has few then, which must arrive once it is
-        # joined again: its answer to a weight order, leases that it gives back.
+        # Without a connection the learner's messages would pile up, so drop them. A generator has few, such as answers
+        # to weight orders and returned leases, which must arrive after it rejoins.
         if self.is_joined or self._route:
             self._channel.send([encode(message)])
             self._channel.wake()
 
     def put(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Add a finished trajectory to the outbox, which sends it within the credit, and again until acknowledged."""
+        """Add a finished trajectory to the outbox, which sends it within the credit until it is acknowledged."""
         self.outbox.add(header, payload)
         self._channel.wake()
 
     def send_status(self) -> None:
-        """Send a Pong now, without waiting for a Ping."""
+        """Send a Pong without waiting for a Ping."""
         if self.is_joined:
             self.send(self._pong(sent_at=-1.0))
 
     def step(self, *, timeout_s: float) -> None:
-        """Send Hello if due and the outbox within its credit, handle received messages; blocks at most `timeout_s`."""
+        """Send a due Hello and the outbox within its credit, handle received messages; blocks at most `timeout_s`."""
         self._stay_joined()
         self._send_outbox()
         frames = self._channel.receive(timeout_s=timeout_s)
@@ -221,21 +222,21 @@ class BrokerClient:
             self._heard_at = self._clock()
             self._handle(frames)
             frames = self._channel.receive(timeout_s=0)
-        # Acks among the messages have freed credit.
+        # The received Acks have freed credit.
         self._send_outbox()
 
     def close(self, *, reason: str = "") -> None:
-        """Send Bye, with the error that ends the role if there is one, and close the channel."""
+        """Send Bye, with the role's error if it has failed, and close the channel."""
         try:
             if self.is_joined:
                 self._channel.send([encode(Bye(reason[:_MAX_REASON_LENGTH]))])
-                # Queued frames leave with a `receive`.
+                # `receive` sends queued frames.
                 self._channel.receive(timeout_s=0)
         finally:
             self._channel.close()
 
     def handle_refusal(self, refuse: Refuse) -> None:
-        """Stop joining and pass the refusal to the role, which ends with it."""
+        """Stop joining and pass the refusal to the role, which then fails."""
         self.refusal = refuse.reason
         self._on_message(refuse)
 
@@ -243,7 +244,7 @@ class BrokerClient:
         now = self._clock()
         has_others = self._route is not None and self._route.has_others
         if (self.is_joined or has_others) and now - self._heard_at > BROKER_SILENCE_S:
-            # A fresh connection, because ZeroMQ may keep a half-open one for a long time.
+            # Reconnect, because ZeroMQ may keep a half-open connection for a long time.
             self._welcomed.clear()
             self._connected.clear()
             self._heard_at = now
@@ -283,12 +284,12 @@ class BrokerClient:
                 if not self._moves(message) and self._route is None:
                     self._on_message(message)
             case Bye():
-                return  # repeated: Hello is under way
+                return  # a repeated Bye: the Hello is already sent
             case _:
                 self._on_message(message)
 
     def _accept_welcome(self, welcome: Welcome) -> None:
-        # Several Hellos were queued while the broker was away: only the first answer to them starts anything.
+        # Several Hellos may have been queued during a broker outage: ignore all answers but the first.
         if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
             return
         if self._moves(welcome.living):
@@ -302,23 +303,24 @@ class BrokerClient:
         self._channel.send([encode(self._pong(sent_at=-1.0))])
 
     def _moves(self, living: LivingBrokers | None) -> bool:
-        """Go to another broker if the living ones say so; returns whether this peer does."""
+        """Move to another broker if the route prefers a live one; returns whether it moved."""
         if not (self._route and living and self._route.follow(living.brokers, at=living.broker)):
             return False
         log.info("moving", broker=living.broker, to=self._route.address)
         self._welcomed.clear()
         self._channel.send([encode(Bye(is_moving=True))])
-        # Queued frames leave with a `receive`; what comes in answer is of no use any more.
+        # `receive` sends queued frames; the received message is obsolete.
         self._channel.receive(timeout_s=0)
         self._channel.reconnect(self._route.address)
         self._heard_at = self._next_hello_at = self._clock()
         return True
 
     def _resend_order(self, connected: set[Member]) -> None:
-        """Repeat the newest order if the broker has members of it that it did not have before.
+        """Repeat the newest order if some of its members are newly connected to this broker.
 
-        It may have died with the broker of before, or missed a generator on its way from another one. The learner's own
-        thread cannot do that: it is blocked in the broadcast. A generator that has handled it only repeats its answer.
+        The order may have been lost with a previous broker, or may have missed a generator that was moving. The
+        learner's main thread cannot resend it because the broadcast blocks it. A generator that has already handled the
+        order only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):
@@ -329,11 +331,11 @@ class BrokerClient:
 
 
 def _decode(frames: Frames) -> Message:
-    """Decode a message of the broker. Raises RefusedByBrokerError."""
+    """Decode a message from the broker. Raises RefusedByBrokerError."""
     try:
         message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
     except RecordRefusedError as refusal:
-        # A newer broker's Refuse may have unknown fields; its reason is worth showing all the same.
+        # A newer broker's Refuse may not decode, but its reason is still worth showing.
         if refuse := decode_header(frames, RefuseHeader):
             return Refuse(refuse.reason)
         raise RefusedByBrokerError(
@@ -344,7 +346,7 @@ def _decode(frames: Frames) -> Message:
 
 
 class BrokerClientThread:
-    """Steps a BrokerClient on a thread of its own, so that a busy role still answers pings."""
+    """Steps a BrokerClient on a separate thread, so that a busy role still answers pings."""
 
     def __init__(self, client: BrokerClient) -> None:
         self._client = client
@@ -360,7 +362,7 @@ class BrokerClientThread:
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
         """Flush the outbox for at most `flush_s`, send Bye and end the thread; blocks at most one second longer.
 
-        `reason`: the error that ends the role, for the broker; empty for a regular departure.
+        `reason`: the error that ended the role; empty for a regular departure.
         """
         self._reason = reason
         deadline = time.monotonic() + flush_s
@@ -374,7 +376,7 @@ class BrokerClientThread:
         self._stopping.set()
         self._thread.join(timeout=1.0)
         if self.error and not self._thread.is_alive():
-            # A failed thread leaves the channel open so that the role can still send. It has to be closed here: an open
+            # A failed thread leaves the channel open so that the role can still send. Close it here, because an open
             # ZeroMQ context blocks the exit of the process.
             with suppress(ChannelClosedError):
                 self._client.close(reason=reason)

@@ -1,4 +1,4 @@
-"""Endpoints: checks of an address, and probes of who listens there, with plain sockets."""
+"""Endpoints: validation of addresses, and probes with plain sockets."""
 
 import ipaddress
 import re
@@ -18,19 +18,19 @@ from slipstream.configs.cluster import ClusterConfig
 
 PROBE_TIMEOUT_S = 1.0
 _MAX_PATH_BYTES = 107
-"""Length of a unix socket's path that the kernel takes."""
+"""The kernel's limit for the path of a unix socket."""
 
 
 def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | None = None) -> None:
-    """Raise ChannelClosedError unless the address, which `setting` names, may be listened at.
+    """Raise ChannelClosedError unless a role may listen at the address, which is the value of `setting`.
 
-    That is an ipc path, a loopback port, or a port of an address in `network`, that of `cluster.interface`.
+    Allowed are ipc paths, loopback ports, and ports of addresses in `network`, the network of `cluster.interface`.
     """
     transport, _, endpoint = address.partition("://")
     if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
         raise ChannelClosedError(
             f"{setting} must be a path of at most {_MAX_PATH_BYTES} bytes, got {len(endpoint.encode())}: {address}; "
-            "choose a shorter one, or none, for a socket of the run's own."
+            "choose a shorter one, or leave it out for the run's default socket."
         )
     host = endpoint.rpartition(":")[0]
     if transport == "ipc" or (transport == "tcp" and (is_loopback(host) or is_inside(host, network))):
@@ -44,9 +44,9 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Return a name of this machine and its network namespace, alike in all processes that share a loopback interface.
+    """Return an id of this machine and network namespace, equal in all processes that share a loopback interface.
 
-    Example: `node7-1f0c33a9-4026531840`. The name alone may be that of several machines, or of all their containers.
+    Example: `node7-1f0c33a9-4026531840`. Several machines or containers may share the host name.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     try:
@@ -57,12 +57,12 @@ def machine_id() -> str:
 
 
 def is_here(machine: str) -> bool:
-    """Return whether a `machine_id` is that of this machine; of an unknown one it is assumed."""
+    """Return whether a `machine_id` belongs to this machine; True for an empty one."""
     return machine in ("", machine_id())
 
 
 def is_own_machine(address: str) -> bool:
-    """Return whether an endpoint can be reached from its own machine alone."""
+    """Return whether an endpoint can be reached only from its machine."""
     transport, _, endpoint = address.partition("://")
     return transport != "tcp" or is_loopback(endpoint.rpartition(":")[0])
 
@@ -70,8 +70,8 @@ def is_own_machine(address: str) -> bool:
 def check_unused(address: str, *, setting: str) -> None:
     """Raise ChannelClosedError if a process listens at an ipc path.
 
-    Needed for ipc only: binding an ipc path silently takes it from its owner, while a port in use refuses by itself. A
-    path left behind by a dead broker accepts no connection and counts as free.
+    Binding an ipc path silently takes it from its owner, whereas binding a port in use fails. A path left behind by a
+    dead broker accepts no connection and counts as free.
     """
     transport, _, path = address.partition("://")
     if transport == "ipc" and path != "*" and is_listening(address):
@@ -79,14 +79,14 @@ def check_unused(address: str, *, setting: str) -> None:
 
 
 def remove_path(address: str) -> None:
-    """Delete the path of an ipc endpoint, which libzmq leaves behind; nothing for another. Idempotent."""
+    """Delete the path of an ipc endpoint, which libzmq leaves behind. Idempotent; a no-op for other endpoints."""
     transport, _, path = address.partition("://")
     if transport == "ipc":
         Path(path).unlink(missing_ok=True)
 
 
 def is_listening(address: str) -> bool:
-    """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
+    """Return whether a process accepts connections at a tcp or ipc endpoint; blocks at most one second."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint):
@@ -103,7 +103,7 @@ def _connected(transport: str, endpoint: str) -> socket.socket:
     probe = socket.socket(socket.AF_UNIX)
     try:
         probe.settimeout(PROBE_TIMEOUT_S)
-        # ZeroMQ writes a name of the abstract namespace with a leading @, the kernel with a zero byte.
+        # ZeroMQ marks names in the abstract namespace with a leading @, the kernel with a zero byte.
         probe.connect(endpoint.replace("@", "\0", 1) if endpoint.startswith("@") else endpoint)
     except OSError:
         probe.close()
@@ -116,7 +116,7 @@ CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20,
 
 
 def speaks_curve(address: str) -> bool:
-    """Return whether a server with encryption listens at an endpoint; blocks at most two seconds."""
+    """Return whether a CURVE server listens at an endpoint; blocks at most two seconds."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint) as probe:
@@ -140,7 +140,7 @@ def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedEr
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine alone."""
+    """Return whether a host is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -148,7 +148,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
-    """Return whether a host is an address in this network."""
+    """Return whether a host is an address in the network."""
     try:
         return network is not None and ipaddress.IPv4Address(host) in network
     except ValueError:
@@ -156,7 +156,7 @@ def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
 
 
 Addresses = Mapping[str, Sequence[str]]
-"""Name of an interface -> its IPv4 addresses."""
+"""Interface name -> its IPv4 addresses."""
 
 
 class Interface(NamedTuple):
@@ -167,26 +167,26 @@ class Interface(NamedTuple):
 
 
 def own_addresses() -> dict[str, list[str]]:
-    """Return the IPv4 addresses of this machine by interface."""
+    """Return this machine's IPv4 addresses by interface."""
     found = psutil.net_if_addrs()
     return {name: [each.address for each in found[name] if each.family == socket.AF_INET] for name in sorted(found)}
 
 
 def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None) -> Interface:
-    """Return the one address in `cluster.interface`, out of `addresses`, by default this machine's.
+    """Return the one address in `cluster.interface` among `addresses` (default: this machine's).
 
-    Raises ConfigError, with the addresses that there are.
+    Raises ConfigError listing the available addresses.
     """
     network = cluster.network
     assert network is not None, "cluster.interface is set"
-    there = [Interface(name, each) for name, own in (addresses or own_addresses()).items() for each in own]
-    inside = [each for each in there if IPv4Address(each.address) in network]
-    # A wide network, such as 0.0.0.0/0, is not meant to hold this machine's loopback address.
+    candidates = [Interface(name, each) for name, found in (addresses or own_addresses()).items() for each in found]
+    inside = [each for each in candidates if IPv4Address(each.address) in network]
+    # A wide network such as 0.0.0.0/0 does not mean to include the loopback address.
     reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
     chosen = inside if network.is_loopback else reachable
     if len(chosen) == 1:
         return chosen[0]
-    shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or there)) or "none"
+    shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or candidates)) or "none"
     got = f"{len(chosen)} inside: {shown}" if chosen else f"none inside, of {shown}"
     raise ConfigError(
         f"cluster.interface ({cluster.interface}) must hold exactly one address of {socket.gethostname()}, got {got}: "
@@ -195,9 +195,9 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a role could listen at a port now."""
+    """Return whether a role can listen at a port now."""
     with socket.socket() as tried, suppress(OSError):
-        # As ZeroMQ does: a port whose last connections still fade out is free.
+        # Like ZeroMQ: a port with connections in TIME_WAIT counts as free.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tried.bind((host, port))
         return True
@@ -205,9 +205,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
-    """Return this machine's address and the last free port of `cluster.ports`: roles that keep one take the first.
+    """Return this machine's address and the last free port of `cluster.ports`. Raises ConfigError.
 
-    For a program that can only be told a port, not given an open socket. Raises ConfigError.
+    For programs that take a port number but no open socket. Roles that keep their port take the first free one.
     """
     host = find_interface(cluster).address
     for port in reversed(cluster.port_range):
@@ -216,24 +216,24 @@ def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
     raise ConfigError(f"cluster.ports must have a free port on {host}, got {cluster.ports}: name a wider range.")
 
 
-def tcp_endpoints(cluster: ClusterConfig, *, before: str = "") -> list[str]:
-    """Return the endpoints that a role may bind here, in order; `before` first, if it is one of them.
+def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
+    """Return the endpoints that a role may bind here, in order; `previous` first if it is one of them.
 
     Raises ConfigError.
     """
     host = find_interface(cluster).address
     endpoints = [f"tcp://{host}:{port}" for port in cluster.port_range]
-    # Machines that know the address of before find a restarted role there.
-    return [before, *endpoints] if before in endpoints else endpoints
+    # Other machines find a restarted role at its previous address.
+    return [previous, *endpoints] if previous in endpoints else endpoints
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the variables that have Gloo and NCCL use this machine's interface; empty unless the network is trusted.
+    """Return the environment variables that select this machine's interface for Gloo and NCCL.
 
-    Raises ConfigError.
+    Empty unless the network is trusted. Raises ConfigError.
     """
     if not cluster.trusted_network:
         return {}
     name = find_interface(cluster).name
-    # With =, NCCL takes the interface of exactly this name, not the first that begins with it.
+    # The = makes NCCL match the exact name instead of a prefix.
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

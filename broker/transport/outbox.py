@@ -19,9 +19,9 @@ class _Entry(Record):
 class Outbox:
     """Holds each trajectory until its Ack or fatal Nack and releases it for sending within the credit. Thread-safe.
 
-    States of an entry: waiting -> sent -> gone. A non-fatal Nack returns it to waiting for `retry_after_s`, and so does
-    a missing answer: frames in transit on a connection that breaks for an instant are lost silently, answers included.
-    Resending is safe because the store's insert is idempotent.
+    States of an entry: waiting -> sent -> gone. A non-fatal Nack returns the entry to waiting for `retry_after_s`. So
+    does a missing answer, because a brief connection loss silently drops frames in transit. Resending is safe because
+    inserts are idempotent.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class Outbox:
         self._max_messages = 0
         self._max_bytes = 0
         self.deferral_reason = ""
-        """Reason of the newest non-fatal Nack, such as `store_full`; empty again after the next Ack."""
+        """Reason of the newest non-fatal Nack, such as `store_full`; cleared by the next Ack."""
         self.num_deferred = 0
         """Number of non-fatal Nacks so far."""
 
@@ -43,17 +43,17 @@ class Outbox:
 
     @property
     def is_over_credit(self) -> bool:
-        """Whether more trajectories wait than the credit covers: the generator should request no prompts."""
+        """Whether the backlog exceeds the credit, so that the generator should request no prompts."""
         with self._lock:
             return bool(self._waiting) and len(self._entries) >= self._max_messages
 
     def lease_ids(self) -> set[str]:
-        """Return the leases of all trajectories in the outbox."""
+        """Return the lease ids of all trajectories in the outbox."""
         with self._lock:
             return {entry.header.lease_id for entry in self._entries.values()}
 
     def set_credit(self, *, messages: int, size_bytes: int) -> None:
-        """Set the number and bytes of trajectories that may be sent without an Ack."""
+        """Set the maximum number and bytes of unacknowledged trajectories."""
         with self._lock:
             self._max_messages, self._max_bytes = messages, size_bytes
 
@@ -63,10 +63,11 @@ class Outbox:
             self._waiting[header.id] = 0.0
 
     def pop_sendable(self) -> list[tuple[TrajectoryHeader, bytes]]:
-        """Return what may be sent now, oldest first, and mark it as sent."""
+        """Return the trajectories that may be sent now, oldest first, and mark them as sent."""
         now = self._clock()
         with self._lock:
-            self._requeue_unanswered(now)
+            for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
+                self._wait(trajectory_id, until=0.0)
             sendable: list[tuple[TrajectoryHeader, bytes]] = []
             for trajectory_id, at in self._waiting.items():
                 entry = self._entries[trajectory_id]
@@ -89,11 +90,11 @@ class Outbox:
             self.deferral_reason = ""
 
     def reject(self, nack: Nack) -> None:
-        """Handle a Nack: remove the trajectory if it is fatal, else send it again later."""
+        """Remove the trajectory of a fatal Nack; schedule a retry for any other."""
         with self._lock:
             if nack.is_fatal:
                 self._remove(nack.id)
-            # Not if it waits already: a late Nack from before a reconnect must not delay it.
+            # Ignored for a waiting trajectory: a late Nack from before a reconnect must not delay it.
             elif nack.id in self._sent_at:
                 self._wait(nack.id, until=self._clock() + nack.retry_after_s)
                 self.deferral_reason = nack.reason
@@ -106,10 +107,6 @@ class Outbox:
             self._sent_at = {}
             self._sent_bytes = 0
 
-    def _requeue_unanswered(self, now: float) -> None:
-        for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
-            self._wait(trajectory_id, until=0.0)
-
     def _wait(self, trajectory_id: str, *, until: float) -> None:
         del self._sent_at[trajectory_id]
         self._sent_bytes -= len(self._entries[trajectory_id].payload)
@@ -118,7 +115,7 @@ class Outbox:
     def _has_credit(self, size_bytes: int, *, num_sending: int) -> bool:
         sent = len(self._entries) - len(self._waiting) + num_sending
         fits = self._sent_bytes + size_bytes <= self._max_bytes
-        # With nothing in flight one always goes: a trajectory above the whole credit must not block the outbox.
+        # With nothing in flight, always send one: a trajectory larger than the credit must not block the outbox.
         return sent == 0 or (sent < self._max_messages and fits)
 
     def _remove(self, trajectory_id: str) -> None:

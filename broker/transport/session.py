@@ -1,12 +1,11 @@
-"""Session: a process's membership in a run, from connecting to the broker's address until its Bye.
+"""Session: a process's membership in a run, from connecting to a broker until its Bye.
 
-Links: the clients of a process, one for each broker that it has joined.
+BrokerClients: a process's clients, one per joined broker. A generator has one client, which moves between brokers. The
+learner has one client for every broker.
 
-A generator has one client, which goes from broker to broker by itself. The learner has one for every broker.
-
-Consumes: messages of all brokers.
-Produces: the learner's messages, to all brokers; their members as one list.
-Invariant: the learner has a client for every broker that another one calls alive.
+Consumes: messages from all brokers.
+Produces: the learner's messages, sent to all brokers; the brokers' members, merged into one list.
+Invariant: the learner has a client for every broker that another broker reports as alive.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ from slipstream.runtime.credentials import TOKEN_REMEDY, Keys
 log = structlog.get_logger(__name__)
 
 Connect = Callable[[str, Callable[[Message], None]], BrokerClient]
-"""Address, and a function for the messages from there -> a client."""
+"""(address, handler for messages from that broker) -> client."""
 
 
 @dataclass
@@ -57,8 +56,8 @@ class _Link:
     thread: BrokerClientThread | None = None
 
 
-class Links:
-    """Fulfils Sender; thread-safe. Life: open -> send* -> stop."""
+class BrokerClients:
+    """A process's clients. Implements Sender; thread-safe. Life: open -> send* -> stop."""
 
     def __init__(
         self,
@@ -69,9 +68,9 @@ class Links:
         brokers: Mapping[str, str],
         is_reachable: Callable[[str], bool] = is_listening,
     ) -> None:
-        """`on_message` gets all messages for the role, on the threads of the clients; `joins_all`: of a learner.
+        """`on_message` receives all messages for the role, on the clients' threads. `joins_all`: True for a learner.
 
-        `brokers`: name -> address, as far as this process knows, for those it cannot reach where they say they are.
+        `brokers`: known brokers, name -> address, for those that are unreachable at their announced addresses.
         """
         self._connect = connect
         self._on_message = on_message
@@ -83,24 +82,24 @@ class Links:
         self._is_stopped = False
         self._order: OpenEpoch | Update | None = None
         self._members: dict[str, list[MemberState]] = {}
-        """Newest report of each broker, the last to report at the end."""
+        """Broker -> its newest members, in order of arrival."""
         self._living: set[str] | None = None
-        """Brokers whose members count; None: all."""
+        """Live brokers, the only ones whose members count; None for all."""
 
     def open(self, address: str, *, broker: str = "") -> tuple[BrokerClient, BrokerClientThread]:
-        """Start a client to an address; those to the other brokers follow by themselves once it has joined."""
+        """Start a client to an address. After its Welcome, a learner opens clients to the other brokers."""
         link = _Link(address, broker)
         with self._lock:
             self._links.append(link)
         client = link.client = self._connect(address, lambda message: self._receive(link, message))
-        # Its members may have missed it on their way from another broker.
+        # Members that were moving from another broker may have missed the order.
         client.order = self._order
         link.thread = BrokerClientThread(client)
         link.thread.start()
         return client, link.thread
 
     def send(self, message: Message) -> None:
-        """Queue a message for every broker: each passes a weight order on to those of its members that it serves."""
+        """Queue a message for every broker. Each broker relays a weight order to the members it serves."""
         with self._lock:
             if isinstance(message, OpenEpoch | Update):
                 self._order = message
@@ -108,7 +107,7 @@ class Links:
                 client.send(message)
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Leave the run at every broker; arguments as for BrokerClientThread.stop."""
+        """Leave the run at every broker; same arguments as BrokerClientThread.stop."""
         with self._lock:
             self._is_stopped = True
             threads = [link.thread for link in self._links if link.thread]
@@ -120,46 +119,46 @@ class Links:
             case Welcome(living=living):
                 with self._lock:
                     link.broker = living.broker if living else ""
-                    # A broker serves one connection of a learner: two would take turns for ever. One that was left for
-                    # its twin leaves none.
+                    # A broker serves one connection per learner: two would replace each other forever. A link that was
+                    # already left does not end its replacement.
                     twins = [each for each in self._links if each.broker == link.broker and each is not link]
                     for twin in twins if link in self._links else ():
                         self._leave(twin)
-                self._follow(living)
+                self._update_brokers(living)
                 self._on_message(message)
             case LivingBrokers():
-                self._follow(message)
+                self._update_brokers(message)
             case Members(generators=generators):
                 with self._lock:
                     self._members.pop(link.broker, None)
                     self._members[link.broker] = generators
-                    self._on_message(self._joined())
+                    self._on_message(self._merged_members())
             case _:
                 self._on_message(message)
 
-    def _follow(self, living: LivingBrokers | None) -> None:
-        """Open clients to brokers that have none, and leave out the members of those that are gone."""
+    def _update_brokers(self, living: LivingBrokers | None) -> None:
+        """Open clients to new brokers, and drop the members of dead ones."""
         with self._lock:
             if not (self._joins_all and living) or self._is_stopped:
                 return
             known = {link.broker: link for link in self._links}
             for name in living.brokers.keys() - {living.broker}:
                 link = known.get(name)
-                address = self._choose(name, living.brokers[name], link)
+                address = self._choose_address(name, living.brokers[name], link)
                 if address and (link is None or link.address != address):
                     self._replace(link, name, address)
-            before, self._living = self._joined(), set(living.brokers)
-            # Generators go on to other brokers, which report them then; or theirs is back, with nothing new to report.
-            if (joined := self._joined()) != before:
-                self._on_message(joined)
+            before, self._living = self._merged_members(), set(living.brokers)
+            # Report a change at once: the next Members may come late, or not at all from a broker that is back.
+            if (merged := self._merged_members()) != before:
+                self._on_message(merged)
 
-    def _choose(self, broker: str, announced: str, link: _Link | None) -> str:
-        """Return the address at which this process joins a broker; empty without one."""
-        # Which of the addresses that this process knows is whose, only a Welcome tells.
+    def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
+        """Return the address for joining a broker; empty if none is known."""
+        # Only a Welcome tells which known address belongs to which broker.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
-        # The announced one first, for another role may have taken the port that a broker had. But as seen from here it
-        # may be out of reach, where a tunnel is not, and a loopback address that of another process.
+        # Prefer the announced address, since another role may have taken the broker's old port. But it may be
+        # unreachable from here without a tunnel, and a loopback address may belong to another process.
         both = [*own, announced] if link and is_own_machine(announced) else [announced, *own]
         addresses = [*filter(None, dict.fromkeys(both))]
         if len(addresses) < 2:
@@ -170,7 +169,7 @@ class Links:
         if self._is_reachable(address):
             log.info("broker_found", broker=broker, address=address)
         else:
-            reason = "nobody listens there, as seen from here: its generators get no weights until it is reached"
+            reason = "unreachable from this machine: its generators get no weights until the learner reaches it"
             log.warning("broker_not_reached", broker=broker, address=address, reason=reason)
         if link:
             self._leave(link)
@@ -179,11 +178,11 @@ class Links:
     def _leave(self, link: _Link) -> None:
         self._links.remove(link)
         if link.thread:
-            # It may wait for this lock: it is left to end by itself.
+            # On a separate thread, because the client's thread may be waiting for this lock.
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
 
-    def _joined(self) -> Members:
-        # Of two brokers that both have a generator, one hangs or is about to hear of its move: the last one knows more.
+    def _merged_members(self) -> Members:
+        # If two brokers report a generator, one hangs or has not noticed its move: the last report wins.
         counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
         by_member = {state.member: state for states in counted for state in states}
         return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))
@@ -195,30 +194,30 @@ class Inbox(Protocol):
     def get(self, *, timeout_s: float) -> Message | None:
         """Return the next message; None after `timeout_s`.
 
-        Raises RefusedByBrokerError once the broker has rejected this peer, ClientDiedError if the client's thread died.
+        Raises RefusedByBrokerError after the broker has refused this peer, ClientDiedError if the client's thread died.
         """
         ...
 
 
 class Sender(Protocol):
-    """Way out for the messages of a role, to one broker or to all."""
+    """Sends a role's messages to one broker (BrokerClient) or to all (BrokerClients)."""
 
     def send(self, message: Message) -> None:
-        """Queue a message; any thread."""
+        """Queue a message, from any thread."""
         ...
 
 
 class QueueInbox:
-    """Filled by the client's thread; read by `get`, or forwarded to a listener once there is one."""
+    """Queue filled by the client's thread and read by `get`, or forwarded to a listener once one is set."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message | ClientDiedError] = queue.SimpleQueue()
         self._listener: Callable[[Message | ClientDiedError], None] = self._queue.put
-        # Between the queue and a new listener no message may be left behind, or overtake another.
+        # Keeps messages complete and in order when a listener replaces the queue.
         self._lock = threading.Lock()
 
     def put(self, message: Message | ClientDiedError) -> None:
-        """Add a message, or the error that ended the client: its `on_message` and `on_end`."""
+        """Add a message or the error that ended the client. Serves as the client's `on_message` and `on_end`."""
         with self._lock:
             self._listener(message)
 
@@ -231,7 +230,7 @@ class QueueInbox:
         return message
 
     def forward_to(self, listener: Callable[[Message | ClientDiedError], None]) -> None:
-        """Pass all queued messages to `listener`, and every later one, on the client's thread."""
+        """Pass all queued messages to `listener`, then every later one on the client's thread."""
         with self._lock:
             while (message := self._pop(timeout_s=0)) is not None:
                 listener(message)
@@ -245,9 +244,9 @@ class QueueInbox:
 
 
 def call_threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object], argument: object) -> None:
-    """Schedule `call(argument)` on `loop`, from any thread or signal handler; does nothing on a closed loop.
+    """Schedule `call(argument)` on `loop`, from any thread or signal handler; a no-op on a closed loop.
 
-    Messages and signals still arrive while a role empties its outbox, after its loop has ended.
+    Messages and signals still arrive while a role flushes its outbox after its loop has ended.
     """
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, argument)
@@ -263,13 +262,13 @@ class Session:
 
     client: BrokerClient
     thread: BrokerClientThread
-    links: Links
-    """Clients of all brokers that this process has joined; `client` is the first, and a generator's only one."""
+    clients: BrokerClients
+    """Clients of all joined brokers; `client` is the first, and the only one of a generator."""
     inbox: QueueInbox
     welcome: Welcome
-    """The Welcome of the join; later ones arrive in the inbox."""
+    """The first Welcome; later ones arrive in the inbox."""
     member: Member
-    """This process in membership epochs."""
+    """This process as a member of epochs."""
 
     @contextmanager
     def leave_at_exit(self, *, flush_s: float = 0.0) -> Iterator[None]:
@@ -281,11 +280,11 @@ class Session:
             reason = str(error).strip() or type(error).__name__
             raise
         finally:
-            self.links.stop(flush_s=flush_s, reason=reason)
+            self.clients.stop(flush_s=flush_s, reason=reason)
 
 
 class StatusBoard:
-    """Status for a role's Pongs. The client's thread reads it; the role sets its source once it has loaded."""
+    """Status for a role's Pongs, read by the client's thread. The role sets the source after loading."""
 
     def __init__(self) -> None:
         self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
@@ -309,12 +308,12 @@ def join(
     weight_transport: Literal["", "collective", "snapshot", "delta"] = "",
     brokers: Mapping[str, str] | None = None,
 ) -> Session:
-    """Connect and wait for the Welcome, logging every few seconds what is missing.
+    """Connect and wait for the Welcome, logging what is missing every few seconds.
 
-    Of several brokers a generator goes to the one that its hash gives it, the learner to all. `brokers`: those that are
-    known here, by name, `address` among them; whichever welcomes this process tells the others.
+    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: known
+    brokers, name -> address, including `address`. The Welcome tells the addresses of the others.
 
-    Raises RefusedByBrokerError if the broker rejects this peer, WaitTimeoutError after `timeout_s`.
+    Raises RefusedByBrokerError if the broker refuses this peer, WaitTimeoutError after `timeout_s`.
     """
     hello = Hello(
         role,
@@ -334,21 +333,21 @@ def join(
         channel = ZmqClientChannel(to, keys=keys, max_message_bytes=max_message_bytes)
         return BrokerClient(channel, hello=hello, status=status, on_message=on_message, on_end=inbox.put, route=route)
 
-    links = Links(connect, on_message=inbox.put, joins_all=route is None, brokers=known)
-    client, thread = links.open(address)
+    clients = BrokerClients(connect, on_message=inbox.put, joins_all=route is None, brokers=known)
+    client, thread = clients.open(address)
     try:
         welcome = _wait_for_welcome(thread, inbox, address=address, keys=keys, timeout_s=timeout_s)
     except BaseException:
-        links.stop()
+        clients.stop()
         raise
-    return Session(client, thread, links, inbox, welcome, Member(peer_id, hello.incarnation))
+    return Session(client, thread, clients, inbox, welcome, Member(peer_id, hello.incarnation))
 
 
 def _wait_for_welcome(
     thread: BrokerClientThread, inbox: QueueInbox, *, address: str, keys: Keys, timeout_s: float
 ) -> Welcome:
     deadline = Deadline(timeout_s, what=f"the welcome of the broker at {address}")
-    # Soon at first: another token ends the wait.
+    # Diagnose early the first time, since a wrong token ends the wait.
     interval_s = _FIRST_REPORT_S
     while True:
         message = inbox.get(timeout_s=min(interval_s, max(0.1, deadline.left_s)))
@@ -363,7 +362,7 @@ def _wait_for_welcome(
 
 
 def _diagnose(address: str, keys: Keys) -> str:
-    """Return what a wait for the broker lacks. Raises RefusedByBrokerError if it has another token."""
+    """Describe why the broker does not answer. Raises RefusedByBrokerError if it has another token."""
     if not is_listening(address):
         return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
     if is_refused(address, keys):

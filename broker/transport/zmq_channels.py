@@ -1,10 +1,10 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
-Every socket, on unix sockets too, speaks CURVE with keys derived from the run's token: it encrypts, authenticates both
-ends, and hears nothing from anyone else. Before a connection has authenticated itself libzmq keeps one frame of it at
-most, so frames are bounded by PIECE_BYTES, and larger ones travel in pieces.
+Every socket, unix sockets included, uses CURVE with keys derived from the run's token, which encrypts and authenticates
+both ends. Before authentication libzmq keeps at most one frame per connection, so frames are limited to PIECE_BYTES and
+larger ones are sent in pieces.
 
-Every option that decides about loss, memory or timeouts is set explicitly: most of libzmq's defaults mean "forever" or
+Every option that affects loss, memory or timeouts is set explicitly, because most of libzmq's defaults are "forever" or
 "unlimited".
 """
 
@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
+from slipstream.broker.transport.channels import check_open
 from slipstream.broker.transport.endpoints import (
     PROBE_TIMEOUT_S,
     bind_error,
@@ -38,26 +39,22 @@ from slipstream.configs.cluster import ClusterConfig
 from slipstream.runtime.credentials import Keys
 
 PIECE_BYTES = 64 * 1024
-"""Largest frame towards a server, and so the memory that a connection can fill before it has authenticated itself."""
+"""Maximum frame size towards a server, and so the memory an unauthenticated connection can occupy."""
 
 
 def in_pieces(frames: Frames) -> Frames:
-    """Split a message with a frame above PIECE_BYTES: an empty frame, the number of pieces of each frame, the pieces.
+    """Split a message with a frame above PIECE_BYTES: an empty frame, the piece count of each frame, the pieces.
 
-    No message starts with an empty frame otherwise, because a header is never empty.
+    The empty frame is unambiguous, because a header is never empty.
     """
     if all(len(frame) <= PIECE_BYTES for frame in frames):
         return frames
-    split = [_pieces_of(frame) for frame in frames]
+    split = [[frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame] for frame in frames]
     return [b"", msgspec.msgpack.encode([len(pieces) for pieces in split]), *chain.from_iterable(split)]
 
 
-def _pieces_of(frame: bytes) -> Frames:
-    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame]
-
-
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`; if the pieces do not add up, return the message as it is: its empty header is refused."""
+    """Undo `in_pieces`. Returns an inconsistent message unchanged; its empty header is refused later."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:
@@ -74,7 +71,7 @@ def assembled(frames: Frames) -> Frames:
 HIGH_WATER_MARK = 4096
 """Messages per peer and direction in libzmq's queues; the credit keeps regular traffic far below."""
 LINGER_S = 0.5
-"""Seconds for which `close` waits for queued frames to leave."""
+"""Time that `close` waits for queued frames to be sent, seconds."""
 
 Options = dict[int, int | bytes]
 
@@ -84,7 +81,7 @@ _COMMON_OPTIONS: Options = {
     zmq.LINGER: int(LINGER_S * 1000),
     zmq.IPV6: 0,
     zmq.HANDSHAKE_IVL: 5_000,
-    # A peer whose machine lost power or network sends no FIN: only these options detect it.
+    # A machine that loses power or network sends no FIN: only these options detect that.
     zmq.HEARTBEAT_IVL: 2_000,
     zmq.HEARTBEAT_TIMEOUT: 8_000,
     zmq.HEARTBEAT_TTL: 8_000,
@@ -94,13 +91,13 @@ _COMMON_OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
-    # Without it a message to a peer that has left is dropped silently.
+    # Otherwise messages to a departed peer are dropped silently.
     zmq.ROUTER_MANDATORY: 1,
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1_000,
-    # 0: frames in libzmq's queue when the broker dies are kept and sent to its successor; 1 would drop them.
+    # 0 keeps frames in libzmq's queue when the broker dies and sends them to its successor; 1 would drop them.
     zmq.IMMEDIATE: 0,
 }
 
@@ -108,7 +105,7 @@ _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
 BROKER_ADDRESS = "broker.address"
 _ZAP_DOMAIN = "slipstream"
 _CURVE_BYTES = 64
-"""More than what encryption adds to a frame."""
+"""Upper bound on the bytes that encryption adds to a frame."""
 
 
 def _client_options(keys: Keys) -> Options:
@@ -123,7 +120,7 @@ def _server_options(keys: Keys) -> Options:
     return _SERVER_OPTIONS | {
         zmq.CURVE_SERVER: 1,
         zmq.CURVE_SECRETKEY: keys.server_secret,
-        # Without an authenticator libzmq would let every client in that knows the server's key.
+        # Without an authenticator libzmq would accept every client that knows the server's key.
         zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
         zmq.ZAP_ENFORCE_DOMAIN: 1,
         zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
@@ -131,7 +128,7 @@ def _server_options(keys: Keys) -> Options:
 
 
 class _OwnClients:
-    """Admits clients that hold the run's client key, or a guest's. A credentials provider of ThreadAuthenticator."""
+    """Admits clients with the run's client key or a guest's key. A credentials provider for ThreadAuthenticator."""
 
     def __init__(self, keys: Keys) -> None:
         self._expected = {keys.client_public, *keys.guests}
@@ -141,7 +138,7 @@ class _OwnClients:
 
 
 def check_free(address: str, *, network: IPv4Network | None = None) -> None:
-    """Raise ChannelClosedError unless a broker can be bound at the address."""
+    """Raise ChannelClosedError unless a broker can bind the address."""
     check_reach(address, setting=BROKER_ADDRESS, network=network)
     check_unused(address, setting=BROKER_ADDRESS)
     with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
@@ -153,9 +150,9 @@ def check_free(address: str, *, network: IPv4Network | None = None) -> None:
 
 
 def is_refused(address: str, keys: Keys) -> bool:
-    """Return whether the listener at an address speaks CURVE, but with other keys; blocks at most three seconds.
+    """Return whether a CURVE server at an address refuses these keys; blocks at most three seconds.
 
-    A server closes the connection of a stranger at once. One that is only slow to answer has not refused anybody.
+    A server closes connections with wrong keys at once, so a slow answer is not a refusal.
     """
     if not speaks_curve(address):
         return False
@@ -169,19 +166,19 @@ def is_refused(address: str, keys: Keys) -> bool:
 
 
 class ZmqServerChannel:
-    """The broker's end. Fulfils ServerChannel; single-threaded."""
+    """The broker's end. Implements ServerChannel; single-threaded."""
 
     def __init__(
         self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None
     ) -> None:
-        """Bind the address, which `setting` names; only clients with the same keys are heard.
+        """Bind the address, the value of `setting`, and accept only clients with the same keys.
 
-        Raises ChannelClosedError if the address is in use, or neither ipc nor loopback nor in `network`.
+        Raises ChannelClosedError if the address is in use, or is neither ipc nor loopback nor in `network`.
         """
         check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
         self._path = self.address = ""
-        """Bound endpoint, with the actual port in place of 0; after `bind`, the one for other machines."""
+        """Bound endpoint, with the actual port instead of 0; after `bind`, the endpoint for other machines."""
         self._guests = {key.decode(): name for key, name in keys.guests.items()}
         self.guest = ""
         self._context = zmq.Context()
@@ -200,7 +197,7 @@ class ZmqServerChannel:
         self.address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def bind(self, endpoint: str) -> bool:
-        """Listen there as well, for other machines; False if it is in use. Raises ChannelClosedError."""
+        """Also listen at an endpoint for other machines; False if it is in use. Raises ChannelClosedError."""
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -211,7 +208,7 @@ class ZmqServerChannel:
         return True
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
         received = self._receive_now()
@@ -224,12 +221,12 @@ class ZmqServerChannel:
             identity = self._socket.recv(flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        # The authenticator's word for the connection's key, not anything that the client says of itself.
+        # The authenticator sets User-Id to the connection's key; the client cannot forge it.
         self.guest = self._guests.get(str(identity.get("User-Id")), "")
         return [identity.bytes, *self._socket.recv_multipart(flags=zmq.NOBLOCK)]
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         try:
             self._socket.send_multipart([identity, *frames], flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -248,10 +245,10 @@ class ZmqServerChannel:
         return number
 
     def close(self) -> None:
-        """Unbind; queued frames get LINGER_S to leave. Idempotent."""
+        """Unbind, after at most LINGER_S for sending queued frames. Idempotent."""
         if self._socket.closed:
             return
-        # While this socket still listens: afterwards the path may be that of another broker.
+        # Delete the path while this socket still listens: afterwards it may belong to another broker.
         remove_path(self._path)
         self._socket.disable_monitor()
         self._refusals.close(linger=0)
@@ -261,18 +258,18 @@ class ZmqServerChannel:
 
 
 class ZmqClientChannel:
-    """A peer's end. Fulfils ClientChannel.
+    """A peer's end. Implements ClientChannel.
 
-    A zmq socket belongs to one thread, so `send` only appends to a queue and writes to a socket pair; the thread in
-    `receive` polls the pair and moves the queue into the zmq socket. The credit granted by the broker bounds the queue.
+    A ZeroMQ socket belongs to one thread, so `send` only appends to a queue and writes to a socket pair. The thread in
+    `receive` polls the pair and moves the queue into the ZeroMQ socket. The broker's credit bounds the queue.
     """
 
     def __init__(self, address: str, *, keys: Keys, max_message_bytes: int) -> None:
-        """Connect in the background; the broker need not be running."""
+        """Connect in the background; the broker may start later."""
         self._address = address
         self._options: Options = _client_options(keys) | {zmq.MAXMSGSIZE: max_message_bytes}
         self._context = zmq.Context()
-        # Outside the socket, because only its own thread may use that.
+        # Separate from the socket, which only its thread may use.
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
         self._is_notified = False
@@ -282,14 +279,14 @@ class ZmqClientChannel:
         self._socket = self._connect()
 
     def send(self, frames: Frames) -> None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         self._queue.append(in_pieces(frames))
         self._notify()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            _check_open(self._socket)
+            check_open(is_closed=self._socket.closed)
             self._flush()
             frames = _receive_now(self._socket)
             if frames is not None or self._consume_wake():
@@ -304,18 +301,18 @@ class ZmqClientChannel:
         self._notify()
 
     def reconnect(self, address: str = "") -> None:
-        _check_open(self._socket)
+        check_open(is_closed=self._socket.closed)
         self._queue.clear()
         self._address = address or self._address
         dropped, self._socket = self._socket, self._connect()
-        # What it took already leaves for a broker that is alive: the Bye of a peer that moves.
+        # When moving to another address, the old broker is alive: let the socket send its last frames, such as Bye.
         dropped.close(linger=_milliseconds(LINGER_S) if address else 0)
 
     def close(self) -> None:
-        """Close; queued frames get LINGER_S to leave. Idempotent."""
+        """Close, after at most LINGER_S for sending queued frames. Idempotent."""
         if self._socket.closed:
             return
-        # libzmq lingers for its own queue only: this one has to be moved there first.
+        # libzmq lingers only for its internal queue, so move this queue there first.
         deadline = time.monotonic() + LINGER_S
         self._flush()
         while self._queue and time.monotonic() < deadline:
@@ -327,7 +324,7 @@ class ZmqClientChannel:
         self._context.term()
 
     def _connect(self) -> zmq.Socket:
-        # Random per connection: a ROUTER that still holds the old connection refuses a new one of the same identity.
+        # Random per connection: a ROUTER that still holds the old connection refuses a new one with the same identity.
         identity: Options = {zmq.IDENTITY: uuid.uuid4().hex.encode()}
         connected = _open(self._context, zmq.DEALER, self._options | identity)
         try:
@@ -340,12 +337,12 @@ class ZmqClientChannel:
         return connected
 
     def _flush(self) -> None:
-        # Only this thread removes from the queue, so the head is still the same after it was sent.
+        # Only this thread removes from the queue, so its head does not change while it is sent.
         while self._queue:
             try:
                 self._socket.send_multipart(self._queue[0], flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return  # at the high-water mark: `_wait` polls for room
+                return  # at the high-water mark; `_wait` polls for room
             self._queue.popleft()
 
     def _wait(self, timeout_s: float) -> None:
@@ -356,19 +353,19 @@ class ZmqClientChannel:
         poller.poll(_milliseconds(timeout_s))
         with suppress(BlockingIOError):
             self._wakeup_receiver.recv(4096)
-        # Before the queue is looked at: whoever appends to it later finds this unset and notifies.
+        # Reset before reading the queue: a thread that appends later sees it unset and notifies.
         self._is_notified = False
 
     def _notify(self) -> None:
         if self._is_notified:
             return
         self._is_notified = True
-        # A closed socket pair has no receiver.
+        # The socket pair may be closed.
         with suppress(OSError):
             self._wakeup_sender.send(b"\0")
 
     def _consume_wake(self) -> bool:
-        # Cleared only if seen set: otherwise a `wake` between test and clearing would be lost.
+        # Clear it only if set: otherwise a `wake` between test and clearing would be lost.
         if not self._is_woken.is_set():
             return False
         self._is_woken.clear()
@@ -394,21 +391,16 @@ def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000) + 1
 
 
-def _check_open(checked: zmq.Socket) -> None:
-    if checked.closed:
-        raise ChannelClosedError("a channel must not be used after close: open a new one")
-
-
 def listen(
-    address: str, *, keys: Keys, cluster: ClusterConfig, setting: str = BROKER_ADDRESS, before: str = ""
+    address: str, *, keys: Keys, cluster: ClusterConfig, setting: str = BROKER_ADDRESS, previous: str = ""
 ) -> ZmqServerChannel:
-    """Open a server at the address, which `setting` names; beside an ipc one also at a port for other machines, if
-    `cluster` has an interface: the first of `tcp_endpoints` that is free.
+    """Open a server at the address, the value of `setting`. Raises ConfigError, ChannelClosedError.
 
-    Raises ConfigError, ChannelClosedError.
+    If `cluster` has an interface, a server at an ipc address also listens for other machines, at the first free one of
+    `tcp_endpoints`.
     """
     is_local = cluster.network is None or not address.startswith("ipc://")
-    endpoints = [] if is_local else tcp_endpoints(cluster, before=before)
+    endpoints = [] if is_local else tcp_endpoints(cluster, previous=previous)
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
         if endpoints and not any(map(channel.bind, endpoints)):

@@ -1,1 +1,1 @@
-"""Weight transports, one per module with both of its ends, and the snapshots that generators fetch."""
+"""Weight transports, both ends of each in one module, and the snapshots that generators fetch."""

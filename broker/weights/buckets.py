@@ -1,10 +1,11 @@
-"""Flat buckets: packs many named tensors into few contiguous byte buffers, and back without copying.
+"""Flat buckets: pack many named tensors into a few contiguous byte buffers, and unpack them without copying.
 
-The layout (slots and sizes) is sent in `Update`, the bytes over a weight transport. Checksums cover all bytes of a
-bucket, gaps between tensors included.
+`Update` carries the layout (slots and sizes), a weight transport the bytes. Checksums cover all bytes of a bucket,
+including the gaps between tensors.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot
 
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this, so that any dtype can be viewed in place."""
+"""Alignment of every tensor, so that any dtype can be viewed in place."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""
@@ -24,29 +25,30 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
     """Lay out tensors in the given order; returns their slots and the size of each bucket in bytes.
 
-    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets a bucket of its own.
+    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own bucket.
     Raises WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
     for name, shape, dtype in tensors:
         num_bytes = math.prod(shape) * dtype.itemsize
-        offset = _aligned(sizes[-1]) if sizes else 0
+        offset = -(-sizes[-1] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if sizes else 0
         if not sizes or (sizes[-1] > 0 and offset + num_bytes > bucket_bytes):
             sizes.append(0)
             offset = 0
         slots.append(TensorSlot(name, list(shape), dtype_name(dtype), len(sizes) - 1, offset))
         sizes[-1] = offset + num_bytes
-    _check_names(slots)
+    if repeated := [name for name, count in Counter(slot.name for slot in slots).items() if count > 1]:
+        raise WeightTransferError(f"tensor names must be unique, got repeated: {_first(repeated)}")
     return slots, sizes
 
 
 def allocate(
     sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Allocate uint8 buckets, in host memory or on `device`, reusing those of `reuse` that fit; new ones hold zeros.
+    """Allocate zeroed uint8 buckets in host memory or on `device`, reusing buckets in `reuse` that have the same size.
 
-    `is_pinned`: in page-locked memory, which a GPU copies from and to asynchronously.
+    `is_pinned`: use page-locked memory, for asynchronous copies from and to a GPU.
     """
     return [
         reuse[i]
@@ -64,9 +66,9 @@ def pack(
     sizes: Sequence[int],
     reuse: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled once.
+    """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled exactly once.
 
-    `reuse`: buckets of an earlier call to overwrite. Raises WeightTransferError.
+    `reuse`: buckets of an earlier call, which are overwritten. Raises WeightTransferError.
     """
     buckets: list[Tensor] = []
     is_queued = False
@@ -78,9 +80,9 @@ def pack(
             raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
-        # Copies from a GPU into pinned buckets are faster, and overlap with what gathers the next tensor.
+        # Copies from a GPU into pinned buckets are faster and overlap with gathering the next tensor.
         buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
-        _view(buckets[slot.bucket], slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        _view(buckets, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not buckets[0].is_cuda
     if open_slots:
         raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
@@ -90,12 +92,12 @@ def pack(
 
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
-    """Return named tensors in the order of `slots`, as views. Raises WeightTransferError for an invalid slot."""
-    return [(slot.name, _view(_bucket_of(buckets, slot), slot)) for slot in slots]
+    """Return named views into the buckets, in the order of `slots`. Raises WeightTransferError for an invalid slot."""
+    return [(slot.name, _view(buckets, slot)) for slot in slots]
 
 
 def checksums(buckets: Iterable[Tensor]) -> list[int]:
-    """Return the xxh3-64 of each bucket's bytes, without copying them."""
+    """Return the xxh3-64 of each bucket's bytes."""
     return [xxhash.xxh3_64_intdigest(bucket.detach().contiguous().numpy()) for bucket in buckets]
 
 
@@ -107,13 +109,13 @@ def combine(checksums: Sequence[int]) -> str:
 def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
     """Raise WeightTransferError, naming the bucket, unless all checksums match."""
     if len(buckets) != len(expected):
-        raise WeightTransferError(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
+        raise WeightTransferError(f"an update must have one checksum per bucket ({len(buckets)}), got {len(expected)}")
     for index, bucket in enumerate(buckets):
         check_bucket(bucket, index, expected=expected)
 
 
 def check_bucket(bucket: Tensor, index: int, *, expected: Sequence[int]) -> None:
-    """Raise AlteredWeightsError unless the checksum of bucket `index` is that in `expected`."""
+    """Raise AlteredWeightsError unless the bucket's checksum equals `expected[index]`."""
     (got,) = checksums([bucket])
     if got != expected[index]:
         raise AlteredWeightsError(
@@ -127,21 +129,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
+def _view(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
+    # Slots come from the wire: check that they stay within their buckets.
     if not 0 <= slot.bucket < len(buckets):
         raise WeightTransferError(
             f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"
         )
-    return buckets[slot.bucket]
-
-
-def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
-    # Slots come from the wire: none may reach outside its bucket.
-    dtype = _dtype_of(slot)
+    bucket, dtype = buckets[slot.bucket], getattr(torch, slot.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
     end = slot.offset + math.prod(slot.shape) * dtype.itemsize
     if slot.offset < 0 or slot.offset % ALIGNMENT_BYTES or min(slot.shape, default=0) < 0 or end > bucket.numel():
         raise WeightTransferError(
@@ -149,20 +145,6 @@ def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
             f"({bucket.numel()} bytes), got bytes {slot.offset} to {end}"
         )
     return bucket[slot.offset : end].view(dtype).view(slot.shape)
-
-
-def _dtype_of(slot: TensorSlot) -> torch.dtype:
-    dtype = getattr(torch, slot.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
-    return dtype
-
-
-def _check_names(slots: Sequence[TensorSlot]) -> None:
-    seen: set[str] = set()
-    repeated = {slot.name for slot in slots if slot.name in seen or seen.add(slot.name)}  # type: ignore[func-returns-value]
-    if repeated:
-        raise WeightTransferError(f"tensor names must be unique, got repeated: {_first(repeated)}")
 
 
 def _first(names: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
-"""CheckpointNames: the tensors of a transformers module as its checkpoint on the hub names and shapes them.
+"""CheckpointNames: converts a transformers module's tensors to the names and shapes of its checkpoint on the hub.
 
-transformers holds some models in another layout than their checkpoints, such as the experts of a layer in one tensor;
-engines load the checkpoint's. The learner sends that, and each generator derives the same names from its own config.
+transformers changes the layout of some models when it loads them. For example, it merges the experts of a layer into
+one tensor. Engines load the checkpoint layout, so the learner sends that, and each generator derives the same names
+from its model config.
 """
 
 from collections import defaultdict
@@ -22,24 +23,24 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class CheckpointNames:
-    """Names, shapes and dtypes of a module's checkpoint, and the conversion of its tensors both ways.
+    """Names, shapes and dtypes of a module's checkpoint, and the conversion of its tensors in both directions.
 
-    Parameters and persistent buffers; a tied tensor once, under its first name, as in checkpoints on the hub.
+    Includes parameters and persistent buffers. A tied tensor appears once, under its first name, as on the hub.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """`module` may be on the meta device or sharded: only its shapes are read.
+        """Read the shapes of `module`, which may be on the meta device or sharded.
 
         Raises WeightTransferError for a model that cannot be published.
         """
         if quantized := getattr(module.config, "quantization_config", None):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
             raise WeightTransferError(
-                f"{type(module).__name__} cannot be published: its checkpoint must be unquantised, as the learner's "
-                f"weights are, got {method}; convert it to bfloat16 first"
+                f"{type(module).__name__} cannot be published: its checkpoint must be unquantized, like the learner's "
+                f"weights, got {method}; convert it to bfloat16 first"
             )
-        # Every generator must come to the same names, whatever was saved in which layout: so the conversions of the
-        # model's type count, not those its own file happened to need.
+        # Use the conversions of the model type, not those that a particular file needed, so that every generator
+        # derives the same names regardless of its file's layout.
         conversions = [
             conversion
             for conversion in get_model_conversion_mapping(module, add_legacy=False)
@@ -53,36 +54,39 @@ class CheckpointNames:
         for name, tensor in held.items():
             names[id(tensor)].append(name)
         self.tied = [several for several in names.values() if len(several) > 1]
-        """Groups of names of one tensor, which the checkpoint has under the first."""
-        # ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
+        """Groups of names of one tensor; the checkpoint uses the first."""
+        # ZeRO-3 replaces a parameter by an empty tensor and keeps its shape in `ds_shape`.
         shapes = {name: getattr(held[name], "ds_shape", held[name].shape) for name, *_ in names.values()}
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        alone = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
+        separate = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
         self._renamed = {
-            name: target for name, made in alone.items() for target, tensor in made.items() if tensor is meta[name]
+            name: target for name, made in separate.items() for target, tensor in made.items() if tensor is meta[name]
         }
-        """Held name -> checkpoint name of the tensors that are the same in both."""
+        """Module name -> checkpoint name of tensors that need no conversion."""
         members = defaultdict[str, list[str]](list)
-        for name, made in alone.items():
+        for name, made in separate.items():
             members[next(iter(made))].append(name)
-        self._members = {name: members[next(iter(made))] for name, made in alone.items()}
-        """Held name -> names that are converted together with it."""
+        self._members = {name: members[next(iter(made))] for name, made in separate.items()}
+        """Module name -> all module names converted together with it."""
         self.tensors: dict[str, Tensor] = dict(self.convert(meta.items()))
-        """Checkpoint name -> a tensor on the meta device of its shape, in the order in which `convert` yields them."""
-        whole = self._revert(meta)
-        is_same = {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in self.tensors.items()}
-        if not is_same or _size(whole) != _size(meta):
+        """Checkpoint name -> meta tensor with its shape, in the order of `convert`."""
+        together = self._revert(meta)
+        is_same = {name: t.shape for name, t in together.items()} == {name: t.shape for name, t in self.tensors.items()}
+        if not is_same or _size(together) != _size(meta):
             raise WeightTransferError(
-                f"{type(module).__name__} cannot be published: its layout in transformers must turn into that of its "
+                f"{type(module).__name__} cannot be published: its layout in transformers must convert to that of its "
                 "checkpoint one layer at a time and without loss; train another model"
             )
         strict = sorted(module._keep_in_fp32_modules_strict or ())
-        self._full = {target for name, made in alone.items() for target in made if any(part in name for part in strict)}
+        self._full = {
+            target for name, made in separate.items() for target in made if any(part in name for part in strict)
+        }
 
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """Name, shape and dtype on the wire of each tensor, in order, for an engine that computes in `dtype`.
+        """Return name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
 
-        What transformers keeps in float32 in any model, as the routing biases of DeepSeek-V3, travels in it.
+        Tensors that transformers always keeps in float32, such as the routing biases of DeepSeek-V3, are sent in
+        float32.
         """
         return [
             (name, tensor.shape, torch.float32 if name in self._full else dtype)
@@ -90,15 +94,16 @@ class CheckpointNames:
         ]
 
     def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Turn tensors by the module's names into those of the checkpoint, one layer at a time.
+        """Convert tensors from module names to checkpoint names, one layer at a time.
 
-        Most are passed on as they are; those of a re-laid-out layer are copied, and wait until all of it are there.
+        Most tensors pass through unchanged. The tensors of a layer with another layout are collected until the layer is
+        complete, then copied.
         """
         waiting: dict[str, Tensor] = {}
         for name, tensor in held:
             if name in self._renamed:
                 yield self._renamed[name], tensor
-            # Absent: another name of a tied tensor, or a buffer that checkpoints do not have.
+            # Skipped: further names of a tied tensor, and buffers that checkpoints lack.
             elif members := self._members.get(name):
                 waiting[name] = tensor
                 if all(member in waiting for member in members):
@@ -111,7 +116,7 @@ class CheckpointNames:
         for name, target in self._renamed.items():
             held[name].copy_(sent[target])
         for members in {tuple(members) for name, members in self._members.items() if name not in self._renamed}:
-            # A conversion only moves elements: that of their indices tells where each of them belongs.
+            # Conversions only move elements, so converting the indices gives each element's position.
             sizes = [held[name].numel() for name in members]
             indices = zip(members, torch.arange(sum(sizes)).split(sizes), strict=True)
             values = torch.empty(sum(sizes))
@@ -125,7 +130,7 @@ class CheckpointNames:
 
 
 class AdapterNames(CheckpointNames):
-    """Names and shapes of an adapter, which are those of peft's files."""
+    """Names and shapes of an adapter, the same as in peft's files."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         """`module` may be on the meta device or sharded."""

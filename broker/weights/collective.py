@@ -1,8 +1,8 @@
 """Collective transport: broadcasts over NCCL, Gloo or unix sockets, in one process group per membership epoch.
 
-The groups are built directly over a store that the learner keeps for the whole run, under a prefix per epoch.
-torch's default group, which DeepSpeed and vLLM each create for themselves, is neither needed nor touched, and a group
-can be closed and rebuilt as members join and leave.
+The groups are built over a store that the learner keeps for the whole run, with a prefix per epoch. They do not use
+torch's default group, which belongs to DeepSpeed in the learner and to vLLM in a generator, so they can be closed and
+rebuilt as members join and leave.
 """
 
 import time
@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class CollectiveSender:
-    """The learner's end: rank 0, and owner of the rendezvous store. Fulfils WeightSender; belongs to one thread."""
+    """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class CollectiveSender:
     ) -> None:
         """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
 
-        `folder`: where members meet by file, which a folder of its owner's keeps from strangers; None: at a TCPStore on
-        `host` at the first of `ports` that is free, 0 for any.
+        `folder`: private folder for a rendezvous through a file, inaccessible to other users; None: use a TCPStore on
+        `host` at the first free port of `ports` (0 for any).
         """
         self._device = torch.device(device)
         self._own_host = folder or host
         self.address: tuple[str, int]
-        """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
+        """Host and port of the rendezvous store, or `file://` and its path; constant for the whole run."""
         self._store: dist.Store | None
         if folder:
             self.address = process_group.create_file(folder), 0
@@ -64,15 +64,15 @@ class CollectiveSender:
 
     @property
     def device(self) -> DeviceName:
-        """Device that NCCL would send from."""
+        """Device from which NCCL would send."""
         return device_name(self._device)
 
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None
     ) -> None:
-        """Close the previous group and build this one; `backend`: None for that of the device.
+        """Close the previous group and build a new one. `backend`: None selects the device's.
 
-        Without members there is no group and `broadcast` does nothing. An error names the missing ranks.
+        Builds no group without members; `broadcast` is then a no-op. An error names the missing ranks.
         """
         self._is_aborted.clear()
         self._close_group()
@@ -80,7 +80,7 @@ class CollectiveSender:
             raise WeightTransferError(f"weight epoch {epoch} must be opened before close(): this sender is closed")
         if num_members > 0:
             own = EpochRank(epoch, SENDER_RANK, num_members + 1)
-            # Known to `abort` before it is built, because building may block.
+            # Set before it is built, so that `abort` can end a blocked build.
             wire_device = torch.device("cpu") if backend == "gloo" else self._device
             self._group = ProcessGroup(own, device=wire_device, is_aborted=self._is_aborted)
             try:
@@ -92,13 +92,13 @@ class CollectiveSender:
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         if self._num_members == 0:
-            return  # a version without receivers is still committed
+            return  # no receivers; the version is still committed
         group = _require_open(self._group)
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
         except WeightTransferError:
-            # The ranks are at different operations now: only a new epoch brings them together again.
+            # The ranks are now at different operations: only a new epoch can synchronize them.
             self._close_group()
             raise
 
@@ -122,7 +122,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A generator's end: rank 1 or more. Fulfils WeightReceiver; belongs to one thread.
+    """A generator's end: rank 1 or higher. Implements WeightReceiver; belongs to one thread.
 
     Received tensors are views into staging buckets in host memory, which the next `receive` overwrites.
     """
@@ -131,16 +131,16 @@ class CollectiveReceiver:
         self._device = torch.device(device)
         self._group: ProcessGroup | None = None
         self.staging: SharedBuckets | None = None
-        """Memory of what was received last, which other processes of this machine may map."""
+        """Buckets of the last `receive`, which other processes on this machine may map."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         self._close_group()
-        # Gloo sends host memory, which lets a generator share the learner's GPU.
+        # Gloo sends host memory, so a generator can share the learner's GPU.
         wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device
         own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
         with naming_phase(own, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
-            store, own_host = _meet(opening, deadline)
+            store, own_host = _open_rendezvous(opening, deadline)
         group = ProcessGroup(own, device=wire_device)
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
@@ -149,7 +149,7 @@ class CollectiveReceiver:
     ) -> list[tuple[str, Tensor]]:
         """Receive and verify all buckets, return named views; `timeout_s` bounds each bucket.
 
-        Raises WeightTransferError. The group stays open if only a checksum or the layout was wrong, else it is closed.
+        Raises WeightTransferError. A wrong checksum or layout leaves the group open; any other error closes it.
         """
         group = _require_open(self._group)
         try:
@@ -158,7 +158,7 @@ class CollectiveReceiver:
         except WeightTransferError:
             self._close_group()
             raise
-        # Before the engine sees any of it: a version that was half loaded could not be undone.
+        # Verify everything before the engine loads anything: a partial load could not be undone.
         flat.verify(staging, expected=checksums)
         return flat.unpack(staging, slots)
 
@@ -184,8 +184,8 @@ class CollectiveReceiver:
             self._group = None
 
 
-def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
-    """Open the learner's rendezvous store; returns it with the `own_host` of a group. Raises RuntimeError, OSError."""
+def _open_rendezvous(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
+    """Open the learner's rendezvous store; returns it and the group's `own_host`. Raises RuntimeError, OSError."""
     if process_group.is_file(opening.host):
         store = process_group.open_file(opening.host)
         return store, Path(store.path).parent

@@ -1,13 +1,14 @@
 """Deltas: lossless, compressed differences between two versions of a bucket, element by element.
 
-A bucket is split into blocks, so that neither end needs much memory beside the bucket. A block's payload consists of
+A bucket is split into blocks, so that neither end needs much additional memory. A block's payload consists of
 
-    gaps    number of unchanged elements before each changed one, as bytes of 255 and a final one below, to be summed
-    steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; byte planes: the
+    gaps    number of unchanged elements before each changed one: the sum of any number of bytes 255 and a final lower
+            byte
+    steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; in byte planes: the
             lowest byte of every step first, then the next bytes
 
-compressed together by zstd. A weight that moved to the adjacent number of its format, which is the usual effect of a
-small learning rate, is a step of 1 whatever its magnitude. Integers reproduce every bit pattern, NaNs included.
+compressed together by zstd. A small learning rate usually moves a weight to the adjacent number of its format, which is
+a step of 1 at any magnitude. Integers reproduce every bit pattern, including NaNs.
 """
 
 import itertools
@@ -29,9 +30,9 @@ from slipstream.configs.base import Record
 BLOCK_ELEMENTS = 2**20
 _WIDTHS = (8, 4, 2, 1)
 _CONTINUED = 255
-"""Byte of a gap that is continued in the next byte."""
+"""Byte of a gap that continues in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher levels take many times longer for a few percent, since the steps are nearly random."""
+"""Higher levels take many times longer and save only a few percent, because the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -39,10 +40,10 @@ Elements = npt.NDArray[np.unsignedinteger]
 
 
 class Block(Record, array_like=True):
-    """Part of a payload for one block. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
+    """A block's part of a payload. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
 
     num_changed: Count
-    """Elements that differ; 0: no bytes in the payload."""
+    """Elements that differ; 0: the payload has no bytes for the block."""
     num_gap_bytes: Count
     """Bytes of the gaps before compression."""
     num_bytes: Count
@@ -53,14 +54,14 @@ class BucketDelta(Record):
     """Delta of one bucket. Example: BucketDelta(size_bytes=6011, width=2, blocks=[...], checksum=7)."""
 
     size_bytes: Count
-    """Bytes to transfer: of the payload, or of the whole bucket."""
+    """Bytes to transfer: size of the payload, or of the whole bucket."""
     is_full: bool = False
-    """Whether the bucket is transferred whole, because the payload would not be smaller."""
+    """Whether the whole bucket is transferred because the payload would not be smaller."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
     """Bytes of one element of the bucket."""
     blocks: list[Block] = []
     checksum: int = 0
-    """xxh3-64 of the payload's bytes."""
+    """xxh3-64 of the payload."""
 
 
 class Delta(Record):
@@ -97,9 +98,9 @@ def width_of(bucket: int, slots: Sequence[TensorSlot]) -> int:
 
 
 def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes]:
-    """Encode the change from `base` to `new`, uint8 on the CPU; returns the delta and its payload (empty if full).
+    """Encode the change from `base` to `new`, both uint8 on the CPU, with `width` bytes per element.
 
-    `width`: bytes per element.
+    Returns the delta and its payload (empty if full).
     """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
@@ -120,13 +121,13 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Apply a delta in place to a uint8 bucket on the CPU. Raises AlteredWeightsError; the bucket is undefined then."""
+    """Apply a delta in place to a uint8 bucket on the CPU. Raises AlteredWeightsError, leaving the bucket undefined."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
         raise AlteredWeightsError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
             f"got {len(payload)} bytes with checksum {xxhash.xxh3_64_intdigest(payload):#018x}"
         )
-    # The base is not verified here: the caller compares the checksum of the result.
+    # The caller verifies the checksum of the result, so the base needs no check here.
     elements = _elements(onto, delta.width)
     starts = range(0, len(elements), BLOCK_ELEMENTS)
     ends = list(itertools.accumulate((block.num_bytes for block in delta.blocks), initial=0))
@@ -151,7 +152,7 @@ def _apply_block(block: Block, part: bytes, *, onto: Elements) -> None:
     if block.num_changed == 0:
         return
     width = onto.dtype.itemsize
-    # Checked before anything is allocated: the numbers come from another process.
+    # Check before allocating anything, because the numbers come from another process.
     if block.num_changed > len(onto) or block.num_gap_bytes > block.num_changed + len(onto) // _CONTINUED:
         raise _damaged(f"at most {len(onto)} changes in a block", f"{block.num_changed} in {block.num_gap_bytes} bytes")
     plain = _decompress(part, size_bytes=block.num_gap_bytes + width * block.num_changed)
@@ -176,7 +177,7 @@ def _unpack_gaps(packed: Bytes) -> npt.NDArray[np.int64]:
 
 
 def _fold_sign(steps: Elements) -> Elements:
-    """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ...: small steps of either sign have zero high bytes."""
+    """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ..., so that small steps of either sign have zero high bytes."""
     sign = steps >> (8 * steps.dtype.itemsize - 1)
     return (steps << 1) ^ np.negative(sign)
 

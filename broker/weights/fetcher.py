@@ -1,9 +1,9 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the generators that the update names as lenders, from the learner's folder if it can, else from the
-learner's server, and falls back from a delta to the whole snapshot whatever the reason. The result always has the
-checksums of the update; what a lender sent also has the learner's digests, which cannot be forged. Lenders get at most
-half of the time, so that the learner can still serve.
+It reads from the update's lenders, then from the learner's folder if it is accessible, then from the learner's server.
+After any failure of a delta it falls back to the whole snapshot. The result always matches the checksums of the update.
+Bytes from a lender must also match the learner's digests, which cannot be forged. Lenders get at most half of the time,
+which leaves enough for the learner.
 """
 
 import os
@@ -31,9 +31,9 @@ from slipstream.runtime.credentials import Keys
 
 _POLL_INTERVAL_S = 0.05
 _DIAGNOSE_TIMEOUT_S = 2.0
-"""Extra seconds to find out which version is there instead of the requested one."""
+"""Additional time to find out which version is available instead, seconds."""
 _GIVE_UP_S = 10.0
-"""Time without progress after which a lender is given up for the next source."""
+"""Time without progress after which a lender is abandoned for the next source."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,10 +49,10 @@ class Fetcher:
         cluster: ClusterConfig = LOCAL,
         host_weights: HostWeights | None = None,
     ) -> None:
-        """`keys`: of the run; None in a process that fetches nothing. `host_weights`: where versions are kept.
+        """`keys`: the run's keys; None in a process that never fetches. `host_weights`: memory for the versions.
 
-        `lend_at`: endpoint at which other generators may fetch what this one holds, by a port of `cluster` if it has an
-        interface; empty: none. Raises ConfigError, WeightTransferError if it cannot be bound.
+        `lend_at`: endpoint for lending to other generators, also bound to a port of `cluster` if it has an interface;
+        empty: lend nothing. Raises ConfigError, WeightTransferError if it cannot be bound.
         """
         self._keys = keys
         self._streams: dict[str, WeightStream] = {}
@@ -67,7 +67,7 @@ class Fetcher:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint at which others fetch from this generator; empty: none."""
+        """This generator's endpoint for lending; empty: none."""
         return self._server.address if self._server else ""
 
     @property
@@ -78,7 +78,7 @@ class Fetcher:
     def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
         """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
-        Blocks at most `update.timeout_s`, and ends soon after `cancelled` is set. Raises WeightTransferError.
+        Blocks at most `update.timeout_s`, and returns soon after `cancelled` is set. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"
@@ -101,7 +101,7 @@ class Fetcher:
         return buckets
 
     def release(self) -> None:
-        """Free the memory once the buckets are no longer used; the next version is fetched whole."""
+        """Free the buckets, which must no longer be in use. The next version is fetched whole."""
         self._host_weights.release()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Fetcher:
 
     # --- from other generators -----------------------------------------------------------------------------------
     def _fetch_from_lenders(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> str:
-        """Return the lender that had the version; empty if none. Raises WeightTransferError when cancelled."""
+        """Return the lender that provided the version; empty if none did. Raises WeightTransferError when cancelled."""
         half = Deadline(deadline.left_s / 2, what=f"version {update.version} from other generators")
         for address in source.lenders if update.digests else ():
             try:
@@ -140,21 +140,21 @@ class Fetcher:
 
     def _fetch_from_lender(self, address: str, update: Update, cancelled: Event, deadline: Deadline) -> None:
         if not is_listening(address):
-            raise WeightTransferError(f"nobody listens at {address}")
+            raise WeightTransferError(f"no process listens at {address}")
         stream = self._connect(address, cancelled, give_up_s=_GIVE_UP_S)
-        checksum, begins = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
-        # It is told of the version at the same time, and may still be loading the one before.
+        checksum, start = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
+        # The lender gets the update at the same time and may still be loading the previous version.
         while (version := stream.find(checksum, timeout_s=deadline.left_s)) is None:
-            if begins.is_over or deadline.is_over:
+            if start.is_over or deadline.is_over:
                 raise WeightTransferError(f"the lender at {address} must begin to fetch it within {_GIVE_UP_S:g} s")
             cancelled.wait(_POLL_INTERVAL_S)
         self._read(stream, version, update, deadline, digests=update.digests)
 
     # --- from the learner ----------------------------------------------------------------------------------------
     def _fetch_from_learner(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> None:
-        """Fetch from the learner's folder, if it can be seen, else from its server. Raises WeightTransferError."""
+        """Fetch from the learner's folder if it is visible, else from its server. Raises WeightTransferError."""
         stream, folder = self._connect(source.address, cancelled), source.folder
-        # Not Path.is_dir, which raises for a folder in one that may not be searched.
+        # Not Path.is_dir, which raises if a parent folder may not be searched.
         is_visible = os.path.isdir(folder)  # noqa: PTH112
         files: list[WeightFiles] = [SnapshotStore(Path(folder)), stream] if is_visible else [stream]
         # The update may arrive before the learner has written the version.
@@ -174,7 +174,7 @@ class Fetcher:
                     self._read(files, version, update, deadline)
                     return True
             except (WeightTransferError, OSError) as error:
-                # The next source may be intact: a damaged file in the folder does not concern the server.
+                # Try the next source: a damaged file in the folder does not affect the server.
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
                 failure = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
         if failure:
@@ -185,7 +185,7 @@ class Fetcher:
         self, files: WeightFiles, version: int, update: Update, deadline: Deadline, *, digests: Sequence[bytes] = ()
     ) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
-        # By the number that these files have it under: equal weights may have been published twice.
+        # Use the version number of these files: the learner may have published equal weights twice.
         manifest = msgspec.structs.replace(Manifest.of(update), version=version)
         self._host_weights.update_to(
             files, manifest, with_deltas=with_deltas, timeout_s=deadline.left_s, digests=digests
@@ -193,7 +193,7 @@ class Fetcher:
 
 
 def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:
-    """Build the error for a version that did not appear, with how the newest one differs from it."""
+    """Build the error for a version that did not appear; it describes how the newest one differs."""
     after, checksums = f"within {update.timeout_s:g} s", update.checksums
     newest = files.newest(timeout_s=_DIAGNOSE_TIMEOUT_S)
     if newest is None:

@@ -1,8 +1,8 @@
 """HostWeights: a version of the weights in host memory, updated to later versions by deltas or whole snapshots.
 
-The version can be lent on while it arrives: each bucket as soon as it is verified, its delta once all are. What is lent
-has therefore passed the lender's own verification, and wrong bytes are the fault of whoever sent them. A lent version
-takes no memory of its own: its buckets are overwritten by the next one, and deltas are kept of the newest two.
+A generator can lend a version while it arrives: each bucket as soon as it is verified, the deltas once all buckets are.
+A lender therefore sends only verified bytes, and wrong bytes are the sender's fault. Lending needs no additional memory
+except for the deltas of the newest two versions. The next version overwrites the buckets.
 """
 
 import re
@@ -23,9 +23,9 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import DELTA, Manifest, WeightFiles, delta_name
 
 _MAX_DELTAS = 16
-"""Length of a chain of deltas above which the snapshot is fetched."""
+"""Maximum length of a delta chain; beyond it the snapshot is fetched."""
 _DELTAS_LENT = 2
-"""Versions whose deltas are kept for those who fetch later."""
+"""Number of newest versions with deltas kept for later fetches."""
 _BUCKET = re.compile(r"bucket-(\d{4,6})\.bin")
 
 log = structlog.get_logger(__name__)
@@ -35,25 +35,25 @@ DeltaFiles = dict[tuple[int, str], bytes]
 
 
 class HostWeights:
-    """Flat buckets, each verified or being overwritten. Updated by one thread; fulfils ServedFiles for any other.
+    """Flat buckets, each verified or being overwritten. One thread updates them; others may use it as ServedFiles.
 
-    A version that fails midway can be continued from another source: what was verified is not read again.
+    After a failure, another source can continue the update: verified buckets are not read again.
     """
 
     def __init__(self) -> None:
         self.buckets: SharedBuckets | None = None
         """Updated in place; None while no memory is allocated."""
         self.num_bytes = 0
-        """Bytes read so far, of all versions."""
+        """Bytes read so far, over all versions."""
         self._held: list[int | None] = []
-        """Checksum of each bucket's bytes; None while they are overwritten."""
+        """Checksum of each bucket; None while it is overwritten."""
         self._base: list[int] = []
-        """Checksums of the version that deltas start from: the last complete one before `_target`."""
+        """Bucket checksums of the last complete version before `_target`, the base of its deltas."""
         self._target = ""
         self._source: WeightFiles | None = None
         self._num_arrived = 0
-        """Bytes that have come over a network, less those of `_source`."""
-        # Lent bytes are copied under it, so that none are overwritten meanwhile.
+        """Bytes received over a network so far, without those of `_source`."""
+        # Lent bytes are copied under this lock, so that they are not overwritten at the same time.
         self._lock = Lock()
         self._lent: Manifest | None = None
         self._is_arriving = self._deltas_may_come = False
@@ -61,17 +61,17 @@ class HostWeights:
 
     @property
     def checksum(self) -> str:
-        """Combined checksum of the buckets; empty while any of them is incomplete."""
+        """Combined checksum of the buckets; empty while any bucket is incomplete."""
         held = [checksum for checksum in self._held if checksum is not None]
         return flat.combine(held) if held and len(held) == len(self._held) else ""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors of the buckets; empty without memory."""
+        """Tensors of the buckets; empty if no memory is allocated."""
         return self.buckets.tensors if self.buckets else []
 
     def release(self) -> None:
-        """Free the memory; no version is held or lent then."""
+        """Free the memory and stop lending."""
         with self._lock:
             self._lent = None
             self._free()
@@ -91,10 +91,10 @@ class HostWeights:
         timeout_s: float,
         digests: Sequence[bytes] = (),
     ) -> None:
-        """Update to the manifest's version: by a chain of deltas if one exists and is smaller, else whole.
+        """Update to the manifest's version, by a chain of deltas if one exists and is smaller, else by whole buckets.
 
-        `timeout_s` bounds each file. `digests` are given for the files of a lender: BLAKE3 of each bucket. A lender
-        without the deltas is an error, since the learner has them. Raises WeightTransferError.
+        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, required for a lender's files. A lender without
+        the deltas is an error, since the learner has them. Raises WeightTransferError.
         """
         self._num_arrived, self._source = self._progress - files.num_arrived, files
         if manifest.checksum != self._target:
@@ -119,12 +119,12 @@ class HostWeights:
 
     @contextmanager
     def _replacing(self, index: int, manifest: Manifest, digests: Sequence[bytes]) -> Iterator[None]:
-        """Verify a bucket after the block, which overwrites it. Raises AlteredWeightsError."""
+        """Let the block overwrite a bucket, then verify it. Raises AlteredWeightsError."""
         with self._lock:
             self._held[index] = None
         yield
         flat.check_bucket(self.tensors[index], index, expected=manifest.checksums)
-        # xxh3 detects damage, but bytes that have a given one can be made.
+        # xxh3 detects damage but can be forged.
         if digests and digest(self.tensors[index]) != digests[index]:
             raise AlteredWeightsError(f"bucket {index} of version {manifest.version} must have the learner's digest")
         with self._lock:
@@ -132,7 +132,7 @@ class HostWeights:
 
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
-            # What is lent stays lent: whoever asks while the memory is being made is told that it comes.
+            # Keep lending: requests during the allocation are answered with NotYetError.
             with self._lock:
                 self._free()
             fresh = SharedBuckets(sizes)
@@ -142,11 +142,11 @@ class HostWeights:
     def _apply_deltas(
         self, files: WeightFiles, manifest: Manifest, *, timeout_s: float, digests: Sequence[bytes]
     ) -> None:
-        """Update by deltas. Raises WeightTransferError if no chain of them leads to the version."""
+        """Update by deltas. Raises WeightTransferError if no chain leads to the version."""
         read: DeltaFiles = {}
         deltas = self._chain(files, manifest, read, timeout_s=timeout_s)
         for index in self._outdated(manifest):
-            # A bucket that failed before, or whose last delta replaces it whole, needs no payloads up to there.
+            # A bucket that failed before is read whole, as is one that a delta replaces; earlier payloads are skipped.
             full = [delta.version for delta in deltas if delta.buckets[index].is_full]
             whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
             later = [delta for delta in deltas if whole is None or delta.version > whole]
@@ -200,7 +200,7 @@ class HostWeights:
     # --- lending -------------------------------------------------------------------------------------------------
     @contextmanager
     def lending(self, manifest: Manifest | None, *, with_deltas: bool = False) -> Iterator[None]:
-        """Lend the version that the block fetches, from now on until the next one; None: lend nothing."""
+        """Lend the version that the block fetches, until the next call; None: lend nothing."""
         with self._lock:
             self._lent, self._is_arriving = manifest, True
             self._deltas_may_come = with_deltas and self.checksum != ""
@@ -247,7 +247,7 @@ class HostWeights:
 
     @property
     def _progress(self) -> int:
-        """Number that grows while a version arrives, also within a bucket that takes long."""
+        """Counter that grows while a version arrives, even within a bucket."""
         return self._num_arrived + (self._source.num_arrived if self._source else 0)
 
     def _lend_deltas(self, read: DeltaFiles) -> None:
@@ -258,7 +258,7 @@ class HostWeights:
 
 
 def digest(bucket: Tensor) -> bytes:
-    """Return BLAKE3 of a bucket's bytes, by all cores."""
+    """Return BLAKE3 of a bucket's bytes, computed on all cores."""
     return blake3(bucket.numpy().data, max_threads=blake3.AUTO).digest()
 
 

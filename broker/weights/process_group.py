@@ -1,26 +1,26 @@
-"""ProcessGroup: one rank's end of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
+"""ProcessGroup: one rank of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
 
-Building has three phases, all under the epoch's deadline:
+Building has three phases, all before the epoch's deadline:
     gather   every member registers; rank 0 then publishes a verdict: proceed, or which members are missing
     connect  the process group is built
     probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
-Any later failure closes the group on every rank: a rank that fails closes its connections, which ends the operations of
-the ranks that wait for it. With NCCL over NVLink there is no connection that could break: the others notice a dead peer
-at the timeout of the bucket.
+Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
+ranks that wait for it. NCCL over NVLink has no connection that could break, so the other ranks notice a dead peer only
+at the bucket's timeout.
 
-On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started:
-otherwise NCCL's watchdog reacts to an error by ending the process.
+On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started.
+Otherwise NCCL's watchdog ends the process after an error.
 
-DoubleBuffer: two buffers on a GPU between buckets in host memory and a broadcast that takes GPU memory.
+DoubleBuffer: two GPU buffers between buckets in host memory and a broadcast of GPU memory.
 
-Invariant: nothing is enqueued on the default stream, on which the learner trains: copies have a stream of their own,
-broadcasts another. A copy starts only after the broadcast out of its buffer ended, a broadcast only after its copy.
+Invariant: nothing is enqueued on the default stream, which the learner trains on. Copies and broadcasts each have a
+stream. A copy starts only after the previous broadcast from its buffer, and a broadcast only after its copy.
 
 Rendezvous: the ranks of a membership epoch meet before they build a process group.
 
-The learner owns one store for the whole run, a file in the run's private folder, or a TCPStore, which takes what anyone
-writes who reaches its port; every epoch has its own prefix in it. Each rank registers; rank 0 waits
-for all and publishes a verdict, either to proceed or which ranks are missing, so that no rank waits in vain.
+The learner owns one store for the whole run, with a prefix per epoch. The store is a file in the run's private folder,
+or a TCPStore, which accepts writes from anyone who can reach its port. Each rank registers. Rank 0 waits for all ranks
+and publishes a verdict, which is either to proceed or a list of the missing ranks, so that every wait ends.
 """
 
 import select
@@ -43,19 +43,19 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, behind the current stream; returns a function that
-makes that stream wait for its end, and blocks until then."""
+"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. Returns a function
+that makes that stream wait for the broadcast and blocks until it ends."""
 
 
 class DoubleBuffer:
-    """While one bucket is broadcast, its neighbour is copied. Belongs to one thread.
+    """Copies one bucket while another one is broadcast. Belongs to one thread.
 
-    Versions are staged and verified in host memory, because a second whole version beside the model would cost the
-    model's size once more. The buffers grow to the largest bucket and are kept.
+    Versions are staged and verified in host memory, because a second version on the GPU would double the model's
+    memory. The buffers grow to the largest bucket and are kept.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        """`cuda`: torch.cuda, or what has its streams."""
+        """`cuda`: torch.cuda, or a substitute with streams."""
         self._device = device
         self._cuda = cuda
         self._copies = cuda.Stream(device)
@@ -63,14 +63,14 @@ class DoubleBuffer:
         self._buffers: list[Tensor] = []
 
     def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        """Broadcast buckets in order; those on the GPU already as they are. Blocks."""
+        """Broadcast buckets in order; buckets on the GPU need no copy. Blocks."""
         self._grow([bucket for bucket in buckets if not bucket.is_cuda])
         self._upload(buckets, 0)
         for index in range(len(buckets)):
             self._broadcasts.wait_stream(self._copies)
             with self._cuda.stream(self._broadcasts):
                 finish = start(index, self._buffer(buckets, index))
-                # Into the other buffer, which is free: `finish` has blocked until its broadcast ended.
+                # The other buffer is free, because the previous `finish` blocked until its broadcast ended.
                 self._upload(buckets, index + 1)
                 finish()
 
@@ -84,7 +84,7 @@ class DoubleBuffer:
                     self._broadcasts.wait_event(copied[index - 2])
                 start(index, self._buffer(buckets, index))()
             self._copies.wait_stream(self._broadcasts)
-            # Out of this buffer while the other one fills.
+            # Copy out of this buffer while the other one fills.
             with self._cuda.stream(self._copies):
                 bucket.copy_(self._buffer(buckets, index), non_blocking=True)
             copied.append(self._copies.record_event())
@@ -98,7 +98,8 @@ class DoubleBuffer:
     def _grow(self, buckets: Sequence[Tensor]) -> None:
         largest = max((bucket.numel() for bucket in buckets), default=0)
         if largest > (self._buffers[0].numel() if self._buffers else 0):
-            # On the stream that writes them first: memory of the default stream's may still be read by its kernels.
+            # Allocate on the stream that writes them first: kernels on the default stream may still read memory that
+            # was allocated there.
             with self._cuda.stream(self._copies):
                 self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
@@ -109,7 +110,7 @@ class DoubleBuffer:
 
 SENDER_RANK = 0
 STORE_TIMEOUT_S = 10.0
-"""Timeout of store operations other than our own waits, seconds."""
+"""Timeout of store operations except our explicit waits, seconds."""
 PROCEED = b"proceed"
 _POLL_INTERVAL_S = 0.002
 
@@ -123,8 +124,8 @@ class EpochRank(NamedTuple):
 
 
 def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
-    """Open the store on this address, at the first free port; 0 takes any. Raises WeightTransferError."""
-    # Bound here, because torch, given only a port, listens on every interface.
+    """Open the store on this host at the first free port (0 for any). Raises WeightTransferError."""
+    # Bind here, because torch would listen on every interface.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _bind_first(listener, host, ports)
@@ -135,7 +136,7 @@ def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+        master_listen_fd=listener.detach(),  # the store now owns and closes it
     )
 
 
@@ -159,7 +160,7 @@ FILE_NAME = "rendezvous-"
 
 
 def create_file(folder: Path) -> str:
-    """Return the address of a new store in `folder`; those of learners that were killed are deleted."""
+    """Create a store in `folder` and return its address. Deletes the stores of killed learners."""
     for left_behind in folder.glob(f"{FILE_NAME}*"):
         left_behind.unlink(missing_ok=True)
     path = folder.resolve() / f"{FILE_NAME}{uuid.uuid4().hex}"
@@ -173,16 +174,16 @@ def delete_file(address: str) -> None:
 
 
 def is_file(address: str) -> bool:
-    """Return whether an address is that of a file, rather than a host."""
+    """Return whether an address names a file rather than a host."""
     return address.startswith(_FILE)
 
 
 def open_file(address: str) -> dist.FileStore:
-    """Open a store that `create_file` made. Raises OSError if there is none."""
+    """Open a store that `create_file` made. Raises OSError if it does not exist."""
     path = address.removeprefix(_FILE)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} must be there, on the learner's machine, got no such file")
-    # A negative number of users: the learner deletes the file, and not its last user.
+        raise FileNotFoundError(f"{path} must exist, on the learner's machine, got no such file")
+    # With a negative number of users, the learner deletes the file, not its last user.
     return dist.FileStore(path, -1)
 
 
@@ -192,26 +193,26 @@ def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner, independent of whether this machine's name resolves.
+    """Return the local address of a connection to the learner. Does not require this machine's name to resolve.
 
-    Connecting by hand also detects an unreachable store early, with a short error; torch's client would retry and dump
-    its stack. Raises OSError.
+    The explicit connection also detects an unreachable store early, with a short error; torch's client would retry and
+    dump its stack. Raises OSError.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]
 
 
 def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
-    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError, naming the missing.
+    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError naming missing ranks.
 
-    Rank 0 stops waiting when `is_aborted` is set; its verdict then reaches all ranks.
+    Rank 0 also stops waiting when `is_aborted` is set, and publishes its verdict to all ranks.
     """
     if own.rank != SENDER_RANK:
         store.set(f"ready/{own.rank}", b"1")
         _await_verdict(store, deadline=deadline)
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    # Published in both cases: the other ranks wait for it, whether or not they are the missing ones.
+    # Publish it in both cases, because all other ranks wait for it.
     verdict = f"rank {missing} did not arrive in time" if missing else ""
     store.set("verdict", verdict.encode() or PROCEED)
     if missing:
@@ -219,13 +220,13 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until the deadline; at least a millisecond, because torch takes zero for no timeout."""
+    """Return the seconds until the deadline, at least a millisecond because torch treats zero as no timeout."""
     return max(deadline - time.monotonic(), 0.001)
 
 
 def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
     for rank in range(SENDER_RANK + 1, own.num_ranks):
-        # Polling instead of `wait`: torch writes two lines to stderr for every wait that times out.
+        # Poll instead of calling `wait`, because torch writes two lines to stderr for every timeout.
         while not store.check([f"ready/{rank}"]):
             if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
                 yield rank
@@ -244,39 +245,39 @@ def _await_verdict(store: dist.Store, *, deadline: float) -> None:
 
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one Gloo operation; equal on all ranks. Gloo notices a dead peer at once except while it writes to it, so a
-piece must fit the kernel's socket buffer: otherwise all other ranks would wait for the deadline."""
+"""Size of one Gloo operation, equal on all ranks. Gloo notices a dead peer at once except during a write to it, so a
+piece must fit into the kernel's socket buffer. Otherwise all other ranks would wait for the deadline."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
-"""Bounds for the connect phase, below the epoch's deadline: all members are ready then, and one that dies
-holds up all others and their engines. NCCL takes longer because it detects the topology first."""
+"""Time limits for the connect phase, below the epoch's deadline: all members are ready, and a member that dies now
+blocks the others and their engines. NCCL takes longer because it detects the topology first."""
 _GRACE_S = 1.0
-"""Extra seconds for an operation that has reached its timeout to raise."""
+"""Additional time for a timed-out operation to raise its error, seconds."""
 _ABORT_S = 5.0
-"""Longest wait for an abort of NCCL's, which may hang itself; it goes on in the background."""
+"""Maximum wait for an NCCL abort, which may hang; it then continues in the background."""
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
-"""Errors that torch and sockets raise: DistError and Gloo's errors are RuntimeErrors."""
+"""Errors of torch and sockets: DistError and Gloo's errors are RuntimeErrors."""
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or `cuda:` and the GPU's UUID, which is the same in every process that sees it."""
+    """Return `cpu`, or `cuda:` and the GPU's UUID, which is the same in every process."""
     return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def choose_backend(
     setting: Literal["auto", "gloo", "nccl"], own: DeviceName, others: Sequence[DeviceName]
 ) -> GroupBackend:
-    """Choose for one epoch, by the devices of the learner and its members: NCCL where each has a GPU of its own.
+    """Choose an epoch's backend by the devices of the learner and the members: NCCL if each has a separate GPU.
 
-    Raises WeightTransferError for `nccl` where it cannot work.
+    Raises WeightTransferError if the setting is `nccl` but NCCL cannot work.
     """
     devices = [own, *others]
     if on_cpu := sum(not device.startswith("cuda:") for device in devices):
         obstacle = f"{on_cpu} of {len(devices)} on a CPU"
     else:
-        obstacle = "two of them on one GPU" if len(set(devices)) < len(devices) else ""
+        obstacle = "two on one GPU" if len(set(devices)) < len(devices) else ""
     if setting == "nccl" and obstacle:
         raise WeightTransferError(
-            f"weights.backend=nccl needs the learner and each generator on a GPU of its own, got {obstacle}: use "
+            f"weights.backend=nccl needs the learner and each generator on separate GPUs, got {obstacle}: use "
             "weights.backend=auto"
         )
     return "gloo" if obstacle or setting == "gloo" else "nccl"
@@ -291,9 +292,9 @@ class Backend(Protocol):
 
 
 class UnixBackend:
-    """Broadcasts from rank 0 between processes of one machine, over unix sockets in a folder of their user's.
+    """Broadcasts from rank 0 to processes on the same machine, over unix sockets in a folder private to the user.
 
-    Gloo would listen at TCP ports, which take connections from every user of the machine. An operation runs in `wait`.
+    Gloo would listen at TCP ports, which accept connections from every user of the machine. Operations run in `wait`.
     """
 
     def __init__(self, store: dist.Store, own: EpochRank, *, folder: Path, timeout_s: float) -> None:
@@ -307,7 +308,7 @@ class UnixBackend:
             self._peers[0].connect(store.get("socket"))
             self._peers[0].setblocking(False)
             return
-        # A name for each epoch: no member of an earlier one finds it.
+        # A new name per epoch, so that members of an earlier one cannot find it.
         path = folder / f"{FILE_NAME}{uuid.uuid4().hex[:8]}.s"
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
@@ -326,7 +327,7 @@ class UnixBackend:
         return self
 
     def wait(self, _timeout: timedelta) -> None:
-        """Send to, or receive from, all peers at once. Raises OSError."""
+        """Send to all peers, or receive from the sender. Raises OSError."""
         left = {peer.fileno(): (peer, self._buffer) for peer in self._peers}
         poll = select.poll()
         for descriptor in left:
@@ -346,7 +347,7 @@ class UnixBackend:
                     poll.unregister(descriptor)
 
     def abort(self) -> None:
-        """End the operations of all ranks; from any thread."""
+        """End the operations of all ranks. Thread-safe."""
         for peer in self._peers:
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
@@ -357,10 +358,10 @@ class UnixBackend:
 
 
 class ProcessGroup:
-    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even in `open`."""
+    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even during `open`."""
 
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
-        """`is_aborted`: set by `abort`, and by its owner to end the wait for members."""
+        """`is_aborted`: set by `abort`, or by the caller to end the wait for members."""
         self._own = own
         self._phase = partial(naming_phase, own)
         self._device = device
@@ -370,12 +371,12 @@ class ProcessGroup:
         self._backend: Backend | None = None
 
     def open(self, store: dist.Store, *, own_host: str | Path, timeout_s: float) -> "ProcessGroup":
-        """Block until all ranks have joined. Raises WeightTransferError; the group is closed then.
+        """Block until all ranks have joined. Raises WeightTransferError and closes the group.
 
-        `own_host`: address of this machine, or the folder in which ranks of one machine have their sockets.
+        `own_host`: address of this machine, or the socket folder of ranks on the same machine.
         """
         deadline = time.monotonic() + timeout_s
-        # A prefix per epoch: late writes of an earlier epoch cannot be taken for this one's.
+        # A prefix per epoch separates it from late writes of earlier epochs.
         prefixed = dist.PrefixStore(f"weights/epoch-{self._own.epoch}", store)
         with self._phase("gather"):
             gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
@@ -385,7 +386,7 @@ class ProcessGroup:
                 prefixed, self._own, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline)
             )
         try:
-            # The timeout of NCCL's operation counts from when its communicator stands, which may be never.
+            # NCCL's timeout starts only once its communicator is established, which may never happen.
             with self._phase("probe"), self._aborting_at(deadline):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 self._begin_operation(byte, timeout_s=seconds_left(deadline))()
@@ -410,15 +411,15 @@ class ProcessGroup:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Abort the running operation, as far as the backend supports it: Gloo does not."""
+        """Abort the running operation, if the backend supports it; Gloo does not."""
         self._is_aborted.set()
         self._abort_backend()
 
     def close(self) -> None:
-        """Close all connections, which ends the operations of the other ranks. No own operation may be running."""
+        """Close all connections, which ends the other ranks' operations. This rank must not be running one."""
         self._abort_backend()
-        # Gloo closes its connections with the last reference to the backend. Cleared here rather than with this object,
-        # which a traceback may keep alive.
+        # Gloo closes its connections with the last reference to the backend. Clear it explicitly, because a traceback
+        # may keep this object alive.
         self._backend = None
 
     def _abort_backend(self) -> None:
@@ -449,25 +450,25 @@ class ProcessGroup:
         return finish_in_phase
 
     def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
-        """Begin one operation; returns a function that blocks until it has ended and raises its error."""
+        """Begin an operation; returns a function that blocks until it ends and raises its error."""
         if bucket.numel() == 0:
             return lambda: None
-        # The operation's own timeout ends it and makes `wait` raise. Gloo has no way to cancel it earlier, and dropping
-        # the group while an operation runs would block on it with the GIL held.
+        # The operation's timeout ends it and makes `wait` raise. Gloo cannot cancel it earlier, and deleting the group
+        # during an operation would block with the GIL held.
         assert self._backend is not None, "a closed group must not be used"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
-        # With a timeout NCCL's `wait`, too, blocks this thread, not only the stream. Called in no frame of ours that
-        # holds `work`, as a traceback would keep it alive, and with it Gloo's connections.
+        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. It is called without a frame that holds
+        # `work`: a traceback would keep it, and thereby Gloo's connections, alive.
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
     def _check_not_aborted(self) -> None:
-        # An operation of NCCL's that was aborted ends like one that succeeded.
+        # An aborted NCCL operation ends like a successful one.
         if self._is_aborted.is_set():
             raise RuntimeError("it was aborted")
 
     @contextmanager
     def _aborting_at(self, deadline: float) -> Iterator[None]:
-        """Abort at the deadline what has no deadline of its own: NCCL's connecting."""
+        """Abort at the deadline, because NCCL's connecting has no timeout."""
         if self._is_on_host:
             yield
             return
@@ -482,7 +483,7 @@ class ProcessGroup:
 
 @contextmanager
 def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
-    """Raise torch's errors as WeightTransferErrors that name epoch, rank and phase."""
+    """Convert torch's errors to WeightTransferErrors that name epoch, rank and phase."""
     try:
         yield
     except TORCH_ERRORS as error:
@@ -509,10 +510,10 @@ def build_backend(
 
 def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
-    # Above all other timeouts, because NCCL's watchdog ends the process when its own one expires.
+    # Longer than all other timeouts, because NCCL's watchdog ends the process when this one expires.
     options._timeout = timedelta(days=1)
     options.group_name = f"weights-epoch-{own.epoch}"
-    # Its calls return at once, so that an abort from another thread ends a communicator that does not come to stand.
+    # Non-blocking calls, so that another thread can abort a communicator that cannot be established.
     options.config.blocking = 0
     return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
 

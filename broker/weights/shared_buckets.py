@@ -1,6 +1,6 @@
 """SharedBuckets: flat buckets in anonymous memory that the engine's processes on this machine can map.
 
-The memory belongs to the creating process and is freed with it, however it ends.
+The kernel frees the memory when the creating process ends, even after a crash.
 """
 
 import mmap
@@ -23,23 +23,29 @@ log = structlog.get_logger(__name__)
 
 
 def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Return the memory this process can still take: of the machine, or less if a container limits it."""
+    """Return the memory still available to this process on the machine, or in its container if that is less."""
     limits = group_limits("memory", root=mount, own=own)
     return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 
 
 class SharedBuckets:
-    """uint8 buckets of given sizes, initially zero. The constructor raises WeightTransferError if memory is short.
+    """Zeroed uint8 buckets of the given sizes.
 
-    One mapping for all of them: a descriptor each would exceed a process's limit for a large model.
+    They share one mapping, because one descriptor each would exceed the process's limit for a large model.
     """
 
     def __init__(self, sizes: Sequence[int], *, is_pinned: bool = False) -> None:
-        """`is_pinned`: page-locked, so that a GPU copies from and to it asynchronously."""
-        _check_memory(sum(sizes))
+        """Allocate the buckets; raises WeightTransferError if memory is short.
+
+        `is_pinned`: page-lock the memory, for asynchronous copies from and to a GPU.
+        """
+        # The kernel allocates memory lazily and would kill the process only at the first write.
+        free = free_memory_bytes()
+        if sum(sizes) > free:
+            raise _memory_error(sum(sizes), f"{free / 2**20:.0f} MiB available")
         self.sizes = list(sizes)
         """Size of each bucket, bytes; empty once closed."""
-        # No file that a crash could leave behind; other processes open it through /proc.
+        # A memfd leaves no file behind after a crash; other processes open it through /proc.
         self._descriptor: int | None = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._descriptor, _end(sizes))
@@ -48,7 +54,7 @@ class SharedBuckets:
             self.close()
             raise _memory_error(sum(sizes), str(error)) from error
         self.tensors: list[Tensor] = _split(memory, sizes)
-        """Writable; valid until `close`, as are views of them."""
+        """Writable tensors. They and their views are valid until `close`."""
 
     @property
     def path(self) -> str:
@@ -63,9 +69,9 @@ class SharedBuckets:
 
 
 def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> list[Tensor]:
-    """Map the buckets of another process, unverified and not to be written to. Raises WeightTransferError."""
+    """Map another process's buckets, unverified and read-only. Raises WeightTransferError."""
     try:
-        # Page-locked memory that is copied on write would be copied when it is locked.
+        # Page-locking copy-on-write memory would copy it, so pinned memory is mapped writable.
         with Path(path).open("r+b" if is_pinned else "rb") as file:
             return _split(_map(file.fileno(), _end(sizes), is_writable=is_pinned, is_pinned=is_pinned), sizes)
     except (OSError, ValueError) as error:
@@ -86,7 +92,7 @@ def _split(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # Copy-on-write for the reader: torch has no read-only tensors.
+    # Readers map it copy-on-write, because torch has no read-only tensors.
     access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_COPY
     mapped = np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
     memory = torch.from_numpy(mapped)
@@ -96,19 +102,12 @@ def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> T
 
 
 def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """Page-lock memory for as long as it is mapped; without the right to, copies of it are only slower."""
+    """Page-lock the memory while it is mapped. Failure is not fatal: copies are only slower."""
     cuda: Any = torch.cuda.cudart()
     if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
         weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
     else:
         log.warning("weights_not_pinned", bytes=memory.numel())
-
-
-def _check_memory(num_bytes: int) -> None:
-    # The kernel grants the memory lazily, and would kill the process only when it is written to.
-    free = free_memory_bytes()
-    if num_bytes > free:
-        raise _memory_error(num_bytes, f"{free / 2**20:.0f} MiB available")
 
 
 def _memory_error(num_bytes: int, got: str) -> WeightTransferError:

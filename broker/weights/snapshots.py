@@ -1,18 +1,18 @@
-"""Snapshots: a version of the weights as files, for generators that do not take part in its broadcast.
+"""Snapshots: the weights of a version as files, for generators that do not take part in its broadcast.
 
 version-00000012/
     manifest.json       the version's tensors, buckets and their checksums
     bucket-0000.bin     the bytes of one bucket, as in a broadcast
-Invariant: a folder of this name is complete, whenever its writer was killed; readers verify everything they read.
+Invariant: a folder with this name is complete even if its writer was killed. Readers verify everything they read.
 
-SnapshotStore: the newest versions of the weights in a folder, each with the delta from the version before.
+SnapshotStore: the newest versions of the weights in a folder, each with the delta from the previous version.
 
 <run folder>/weights/
-    version-00000012/       a snapshot (broker/weights/py); only the newest few keep their buckets
+    version-00000012/       a snapshot; only the newest few keep their buckets
         delta.json          the delta to this version, if it has one
         delta-0000.bin      the delta's payload for one bucket
-One process writes versions; any number read them, directly or through broker/weights/stream.py.
-Invariant: the version written last is the newest. Higher ones are deleted: a resumed learner has rolled them back.
+One process writes versions. Any number of processes read them, directly or through broker/weights/stream.py.
+Invariant: the last written version is the newest. Higher versions are deleted: a resumed learner has rolled them back.
 """
 
 import mmap
@@ -50,15 +50,15 @@ class Manifest(Record):
 
     version: int
     checksum: str
-    """Checksum over the checksums of all buckets; the store keeps it with the version."""
+    """Combined checksum of all buckets, which the store records with the version."""
     slots: list[TensorSlot]
     bucket_bytes: list[int]
     checksums: list[int]
-    """xxh3-64 of the bytes of each bucket."""
+    """xxh3-64 of each bucket's bytes."""
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
-        """Build the manifest of the version that an update announces."""
+        """Build the manifest of the version in an update."""
         checksum = flat.combine(update.checksums)
         return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
 
@@ -80,9 +80,9 @@ def versions(folder: Path) -> list[int]:
 
 
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
-    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
+    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing folder.
 
-    Raises WeightTransferError if the disk is full or the folder not writable; nothing is left behind then.
+    Raises WeightTransferError if the disk is full or the folder is not writable, leaving nothing behind.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -93,7 +93,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         for name, content in more:
             write_synced(unfinished / name, content)
         write_synced(unfinished / MANIFEST, msgspec.json.encode(manifest))
-        # Files and folder are on disk before the rename publishes them, so that no crash leaves a partial version.
+        # Sync files and folder before the rename publishes them, so that no crash leaves a partial version.
         sync_path(unfinished)
         if path.exists():
             remove(path)
@@ -135,7 +135,7 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
-    """Map a bucket from its file, unverified; writes do not reach the file. Raises WeightTransferError."""
+    """Map a bucket's file copy-on-write, unverified. Raises WeightTransferError."""
     name, size = path / bucket_name(index), manifest.bucket_bytes[index]
     try:
         with name.open("rb") as file:
@@ -148,17 +148,11 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def remove(path: Path) -> None:
-    """Delete a snapshot. Renamed first, so that a crash leaves no part of it under its name."""
+    """Delete a snapshot. Renames it first, so that a crash leaves no partial snapshot under its name."""
     aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete leftovers of killed writers. For the only writer of the folder."""
-    for path in folder.glob(f".version-*{_UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 DELTA = "delta.json"
@@ -168,17 +162,17 @@ log = structlog.get_logger(__name__)
 
 
 class WeightFiles(Protocol):
-    """Source that a generator reads versions from: a SnapshotStore, or a WeightStream from a server that has one."""
+    """Source of versions for a generator: a SnapshotStore, or a WeightStream from a server."""
 
     num_arrived: int
-    """Bytes that have come over a network so far, those of unfinished files included."""
+    """Bytes received over a network so far, including those of incomplete files."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
         ...
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """Return the newest version; None if there is none. Raises WeightTransferError."""
+        """Return the newest version, None without any. Raises WeightTransferError."""
         ...
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
@@ -186,21 +180,21 @@ class WeightFiles(Protocol):
         ...
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
+        """Read a whole file, which must have the size of `into`. Raises WeightTransferError."""
         ...
 
 
 class _Label(msgspec.Struct):
-    """The fields of a manifest that a search needs."""
+    """The fields of a manifest needed for a search."""
 
     version: int
     checksum: str
 
 
 class SnapshotStore:
-    """The versions in one folder. Fulfils WeightFiles, without waiting, and ServedFiles.
+    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles.
 
-    `put` belongs to one process; the rest may be called by any.
+    `put` belongs to one process; any process may call the other methods.
     """
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
@@ -215,33 +209,35 @@ class SnapshotStore:
     def put(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> None:
-        """Write a version and, with `with_delta`, the delta from the previous one; does nothing if it exists already.
+        """Write a version and, with `with_delta`, the delta from the previous one; a no-op if it already exists.
 
-        Versions in `pinned` keep their buckets, however old. Blocks until the files are on disk. Raises
-        WeightTransferError if there is no room, or the buckets do not match the update.
+        Versions in `pinned` keep their buckets regardless of age. Blocks until the files are on disk. Raises
+        WeightTransferError if the disk is full or the buckets do not match the update.
         """
         manifest = Manifest.of(update)
         with self._put_lock:
             if self._is_newest(manifest):
                 return
             flat.verify(buckets, expected=manifest.checksums)
-            remove_unfinished(self.folder)
+            # Leftovers of killed writers. This process is the folder's only writer.
+            for leftover in self.folder.glob(f".version-*{_UNFINISHED}"):
+                shutil.rmtree(leftover, ignore_errors=True)
             base = self._base_for(manifest) if with_delta else None
             more = self._delta_files(*base, manifest, buckets) if base else ()
             write(self.folder / folder_name(manifest.version), manifest, buckets, more=more)
             try:
                 self._prune(newest=manifest.version, pinned=pinned)
             except OSError as error:
-                # Not fatal: pruning is tried again with the next version.
+                # Not fatal: the next version retries.
                 log.warning("snapshots_not_pruned", reason=str(error))
 
     def _is_newest(self, manifest: Manifest) -> bool:
-        # By checksum too: a resumed learner gives other weights the same version number.
+        # Compare the checksum too: a resumed learner reuses version numbers for different weights.
         newest = self.newest()
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        """Return the previous version and its buckets; None if they are missing or have another layout."""
+        """Return the previous version and its buckets; None if they are missing or have a different layout."""
         before = [version for version in versions(self.folder) if version < manifest.version]
         if not before:
             return None
@@ -269,7 +265,7 @@ class SnapshotStore:
         yield DELTA, msgspec.json.encode(step)
 
     def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
-        """Delete what is too old, and versions above the newest, which a resumed learner has rolled back."""
+        """Delete old buckets and deltas, and versions above the newest, which a resumed learner has rolled back."""
         held = versions(self.folder)
         kept = [version for version in held if version <= newest]
         for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):
@@ -280,7 +276,7 @@ class SnapshotStore:
 
     # --- reading -------------------------------------------------------------------------------------------------
     def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
-        # Newest first: most queries are for the version that was just announced.
+        # Newest first, because most queries ask for the version that was just announced.
         labels = (self._label(version) for version in reversed(versions(self.folder)))
         return next((label.version for label in labels if label and label.checksum == checksum), None)
 
@@ -307,7 +303,7 @@ class SnapshotStore:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def _path(self, version: int, name: str) -> Path:
-        # Names come from other processes too: only files that belong to a version may be opened.
+        # Names may come from other processes: open only files that belong to a version.
         if not _FILE.fullmatch(name) or version < 0:
             raise WeightTransferError(
                 f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"

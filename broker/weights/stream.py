@@ -1,14 +1,14 @@
-"""Stream: reads a SnapshotStore over ZeroMQ in chunks, for generators that do not share its file system.
+"""Stream: reads a SnapshotStore in chunks over ZeroMQ, for generators that do not share its file system.
 
     generator -> server               server -> generator
     Find                              Found
     ReadChunk                         Chunk + bytes | Later | Gone
-The generator requests a few chunks ahead and no more, which bounds the memory of both ends. After any error in transit
-(a chunk damaged, lost or out of order, a restarted server) it reconnects and continues after the last good byte.
-Encrypted and authenticated with the run's token, like all sockets (broker/transport/zmq_channels.py).
+The generator requests only a few chunks ahead, which bounds the memory of both ends. After a damaged, lost or reordered
+chunk or a restart of the server it reconnects and resumes after the last good byte.
+The run's token encrypts and authenticates the stream, like all sockets (broker/transport/zmq_channels.py).
 
-A server is the learner's, or that of a generator that lends a version on, perhaps while it fetches it itself. Of the
-learner its clients expect an answer until their deadline; a lender must make progress.
+The server belongs to the learner, or to a generator that lends a version, possibly while it is still fetching it.
+Clients wait for the learner until their deadline, but abandon a lender without progress.
 """
 
 import math
@@ -26,7 +26,7 @@ from slipstream.broker.errors import ChannelClosedError, NotYetError, WeightTran
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel
 from slipstream.broker.transport.endpoints import is_listening
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, listen
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, listen
 from slipstream.broker.weights.snapshots import check_size
 from slipstream.buffer.trajectory import Name
 from slipstream.configs.base import Record
@@ -40,20 +40,20 @@ class _Stream(Record, tag_field="type", tag=True):
 
 
 class Find(_Stream):
-    """Query for a version by its checksum, and for the newest one."""
+    """Query for the version with a checksum and for the newest version."""
 
     checksum: Name
-    """Combined checksum of the requested version; empty: only the newest is of interest."""
+    """Combined checksum of the requested version; empty: query only the newest."""
 
 
 class Found(_Stream):
-    """Answer to Find, with its checksum."""
+    """Answer to Find; repeats its checksum."""
 
     checksum: Name
     version: int | None
     """Version with that checksum; None: missing."""
     newest: int | None
-    """Newest version; None: there is none."""
+    """Newest version; None without any."""
 
 
 class ReadChunk(_Stream):
@@ -61,14 +61,14 @@ class ReadChunk(_Stream):
 
     version: int
     name: Name
-    """Name of a snapshot's file, like bucket-0003.bin."""
+    """File name in the snapshot, like bucket-0003.bin."""
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
     num_bytes: Annotated[int, Meta(ge=0)]
-    """Number of bytes; 0: only the size of the file is requested."""
+    """Number of bytes; 0 requests only the file's size."""
 
 
 class Chunk(_Stream):
-    """Answer to ReadChunk, with its version, name and offset; the bytes are the second frame."""
+    """Answer to ReadChunk; repeats its version, name and offset. The bytes are the second frame."""
 
     version: int
     name: Name
@@ -80,17 +80,17 @@ class Chunk(_Stream):
 
 
 class Later(_Stream):
-    """Answer to ReadChunk of a lender that is still fetching the file itself."""
+    """Answer to ReadChunk from a lender that is still fetching the file."""
 
     version: int
     name: Name
     offset: int
     num_bytes: int
-    """Bytes it has received so far: as long as they grow, waiting is worthwhile."""
+    """Bytes the lender has received so far; waiting is worthwhile while this grows."""
 
 
 class Gone(_Stream):
-    """Answer to ReadChunk for a file that does not exist, or no longer."""
+    """Answer to ReadChunk for a file that does not exist or was deleted."""
 
     version: int
     name: Name
@@ -104,15 +104,15 @@ CHUNK_BYTES = 256 * 1024
 CHUNKS_AHEAD = 8
 _HEADER_BYTES = 4096
 _MAX_READ_BYTES = 256 * 2**20
-"""Size of a file that `read` returns whole: a manifest, a delta's payload."""
+"""Maximum size of a file for `read`, such as a manifest or a delta's payload."""
 _MAX_DAMAGED = 5
-"""Damaged chunks in a row after which a transfer fails."""
+"""Consecutive damaged chunks after which a transfer fails."""
 _STEP_S = 0.1
 """Interval at which blocked threads check for `close` and cancellation."""
 _CLOSE_TIMEOUT_S = 5.0
-"""For the current answer and for queued frames; a thread that takes longer ends with the process."""
+"""Time limit for the current answer and queued frames; a slower thread ends with the process."""
 _ASK_AGAIN_S = 0.02
-"""Time between two requests for what a lender does not have yet."""
+"""Interval between requests for data that a lender does not have yet."""
 
 log = structlog.get_logger(__name__)
 
@@ -121,14 +121,14 @@ T = TypeVar("T")
 
 
 class ServedFiles(Protocol):
-    """Files of versions: a SnapshotStore, or the HostWeights of a lender. Called by the server's thread."""
+    """Files to serve: a SnapshotStore, or a lender's HostWeights. Called by the server's thread."""
 
     def find(self, checksum: str) -> int | None:
         """Return the version with this checksum; None if it is missing."""
         ...
 
     def newest(self) -> int | None:
-        """Return the newest version; None if there is none."""
+        """Return the newest version, None without any."""
         ...
 
     def size_bytes(self, version: int, name: str) -> int:
@@ -136,26 +136,29 @@ class ServedFiles(Protocol):
         ...
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Read up to `num_bytes` from `offset`; fewer at the end. Raises NotYetError, WeightTransferError."""
+        """Read up to `num_bytes` from `offset`, fewer at the end. Raises NotYetError, WeightTransferError."""
         ...
 
 
 class StreamServer:
-    """Serves the files of versions from a thread of its own."""
+    """Serves the files of versions on its own thread."""
 
     def __init__(
         self, files: ServedFiles, *, keys: Keys, address: str = "tcp://127.0.0.1:*", cluster: ClusterConfig = LOCAL
     ) -> None:
-        """Listen at an endpoint of this machine; `*` takes any free port. Raises WeightTransferError.
+        """Listen at an endpoint of this machine; `*` selects any free port. Raises WeightTransferError.
 
-        With an interface in `cluster`, an ipc endpoint is joined by a port for other machines.
+        If `cluster` has an interface and the endpoint is ipc, also listens at a port for other machines.
         """
         self._files = files
         self.num_bytes = 0
         """Bytes of files sent so far."""
-        self._channel = _bind(address, keys, cluster)
+        try:
+            self._channel = listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
+        except ChannelClosedError as error:
+            raise WeightTransferError(str(error)) from error
         self.address = self._channel.address
-        """Bound endpoint, with the actual port in place of `*`."""
+        """Bound endpoint, with the actual port instead of `*`."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
@@ -177,7 +180,7 @@ class StreamServer:
         try:
             request = msgspec.msgpack.decode(frames[0], type=Find | ReadChunk)
         except (ValueError, IndexError):
-            return None  # any program may connect: there is nothing to answer
+            return None  # any program may connect: ignore unknown messages
         try:
             if isinstance(request, ReadChunk):
                 return self._chunk(request)
@@ -194,7 +197,7 @@ class StreamServer:
 
     def _chunk(self, request: ReadChunk) -> Frames:
         file_bytes = self._files.size_bytes(request.version, request.name)
-        # Bounded here, whatever the request asks for.
+        # Limit the chunk regardless of the request.
         num_bytes = min(request.num_bytes, CHUNK_BYTES)
         content = self._files.read_part(request.version, request.name, offset=request.offset, num_bytes=num_bytes)
         self.num_bytes += len(content)
@@ -204,7 +207,7 @@ class StreamServer:
 
 
 class WeightStream:
-    """A generator's end. Fulfils WeightFiles; belongs to one thread."""
+    """A generator's end. Implements WeightFiles; belongs to one thread."""
 
     def __init__(
         self,
@@ -215,17 +218,17 @@ class WeightStream:
         stall_s: float = 2.0,
         give_up_s: float | None = None,
     ) -> None:
-        """Connect in the background to an address like tcp://127.0.0.1:5758; the server need not be running.
+        """Connect in the background to an address like tcp://127.0.0.1:5758; the server may start later.
 
-        Reconnects after `stall_s` without a chunk, then after twice as long each time, since the link may be slow.
-        `give_up_s`: time after which a lender without progress fails; None waits for the learner, up to the deadline.
+        Reconnects after `stall_s` without a chunk and doubles that time after each stall, since the link may be slow.
+        `give_up_s`: time without progress after which a lender fails; None waits until the deadline, for the learner.
         """
         self._give_up_s = give_up_s
         self._address = address
         self._channel = channel or ZmqClientChannel(address, keys=keys, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
         self.cancelled = threading.Event()
-        """Set by another thread to end a blocked operation soon, with WeightTransferError."""
+        """Another thread sets it to end a blocked operation with WeightTransferError."""
         self.num_resumed = 0
         """Number of reconnects within transfers."""
         self.num_arrived = 0
@@ -254,7 +257,7 @@ class WeightStream:
         try:
             self._run(transfer, deadline)
         except WeightTransferError:
-            # Chunks still in transit must not be taken for the answer to a later request.
+            # Discard chunks still in transit, so that they do not answer a later request.
             self._channel.reconnect()
             raise
 
@@ -289,9 +292,12 @@ class WeightStream:
                 self.cancelled.wait(_ASK_AGAIN_S)
             if is_accepted:
                 continue
-            # A slow link looks like a stall: with a constant limit it would reconnect forever.
+            # A slow link looks like a stall: with a constant limit the stream would reconnect forever.
             stall_s *= 2 if frames is None else 1
-            self._resume(transfer)
+            log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
+            self.num_resumed += 1
+            self._reconnect()
+            transfer.rewind()
 
     def _find(self, checksum: str, *, timeout_s: float) -> Found:
         def read(answer: Answer) -> Found | None:
@@ -312,7 +318,7 @@ class WeightStream:
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
 
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
-        """Send a request, again after each stall, until `read` recognizes its answer."""
+        """Send a request until `read` recognizes its answer; resend it after each stall."""
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
         progress = _Progress(self._give_up_s)
         self._channel.send([msgspec.msgpack.encode(request)])
@@ -336,17 +342,10 @@ class WeightStream:
                 self._reconnect()
                 self._channel.send([msgspec.msgpack.encode(request)])
 
-    def _resume(self, transfer: "_Transfer") -> None:
-        """Reconnect and continue after the last good byte."""
-        log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
-        self.num_resumed += 1
-        self._reconnect()
-        transfer.rewind()
-
     def _reconnect(self) -> None:
-        # A learner may be restarted at its address; a lender that died is not.
+        # A learner may restart at its address; a dead lender does not.
         if self._give_up_s is not None and not is_listening(self._address):
-            raise WeightTransferError(f"the lender at {self._address} must be alive, but nobody listens there any more")
+            raise WeightTransferError(f"the lender at {self._address} must be alive, but no process listens there now")
         self._channel.reconnect()
 
     def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferError:
@@ -358,18 +357,18 @@ class WeightStream:
 
 
 class _Transfer:
-    """Transfer of one file: the bytes received and requested so far."""
+    """Progress of one file: the bytes received and requested so far."""
 
     def __init__(self, version: int, name: str, into: memoryview) -> None:
         self.version = version
         self.name = name
         self.into = into
         self.num_good = 0
-        """Bytes from the start that were received and verified."""
+        """Received and verified bytes, from the start."""
         self.num_arriving = 0
-        """Bytes that a lender has received itself, if it is still fetching the file."""
+        """Bytes that the lender has received, if it is still fetching the file."""
         self.is_waiting = False
-        """Whether the lender did not have the next bytes yet."""
+        """Whether the lender does not have the next bytes yet."""
         self._num_requested = 0
 
     @property
@@ -384,11 +383,11 @@ class _Transfer:
             self._num_requested += CHUNK_BYTES
 
     def rewind(self) -> None:
-        """Request again what was not received."""
+        """Request the missing bytes again."""
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:
-        """Store the next chunk, or note that it comes later; False for any other message.
+        """Store the next chunk, or record that it is not available yet; False for any other message.
 
         Raises WeightTransferError if the file does not exist.
         """
@@ -403,11 +402,11 @@ class _Transfer:
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
-        # Others are answers to requests from before a reconnect.
+        # Any other chunk answers a request from before a reconnect.
         is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if self.is_waiting and answer.offset > self.num_good:
-            return True  # requested ahead before it was known that the lender has to be waited for
+            return True  # requested ahead, before the lender asked to wait
         if (
             not is_next
             or not frames[1]
@@ -421,7 +420,7 @@ class _Transfer:
 
 
 class _Progress:
-    """Time since a server last sent, or received itself, something new."""
+    """Time since a server last sent or received new bytes."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = math.inf if limit_s is None else limit_s
@@ -437,7 +436,7 @@ class _Progress:
         return self.left_s == 0.0
 
     def record(self, num_bytes: int) -> int:
-        """Return by how much it is more than ever before."""
+        """Return the growth over the previous maximum."""
         growth = max(0, num_bytes - self._num_bytes)
         if growth:
             self._num_bytes, self._ends_at = num_bytes, time.monotonic() + self._limit_s
@@ -449,10 +448,3 @@ def _decode(frames: Frames) -> Answer | None:
         return msgspec.msgpack.decode(frames[0], type=Answer)
     except (ValueError, IndexError):
         return None
-
-
-def _bind(address: str, keys: Keys, cluster: ClusterConfig) -> ZmqServerChannel:
-    try:
-        return listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
-    except ChannelClosedError as error:
-        raise WeightTransferError(str(error)) from error

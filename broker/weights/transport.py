@@ -1,8 +1,6 @@
-"""Protocols of the two ends of a weight transport.
+"""Protocols for the two ends of a weight transport, and an in-memory transport for the serial mode.
 
-Weight transport within one process, for the serial mode.
-
-Fulfils the protocols of the collective transport, on one thread: the sender publishes, and receivers come after it.
+The in-memory transport implements the protocols on a single thread: the sender publishes before receivers read.
 """
 
 from typing import Protocol
@@ -24,7 +22,7 @@ class WeightSender(Protocol):
 
     @property
     def device(self) -> DeviceName:
-        """Device of the sender, by which the backend of an epoch is chosen."""
+        """Device of the sender, which determines an epoch's backend."""
         ...
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
@@ -32,21 +30,18 @@ class WeightSender(Protocol):
         ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send uint8 buckets in order, each within `timeout_s`.
-
-        Raises WeightTransferError; the group is closed then.
-        """
+        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError and closes the group."""
         ...
 
     def abort(self) -> None:
-        """Abort the operation that another thread is blocked in, which raises WeightTransferError there."""
+        """Abort another thread's blocked operation, which then raises WeightTransferError."""
         ...
 
     def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
-    """A generator's end, in the process that holds the model (for vLLM, its worker process)."""
+    """A generator's end, in the process that holds the model (for vLLM, the worker process)."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group. Blocks until all members have joined. Raises WeightTransferError."""
@@ -57,8 +52,8 @@ class WeightReceiver(Protocol):
     ) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
 
-        The tensors are views, valid until the next `receive`. They are verified before they are returned, so that an
-        error leaves the engine with the version it had.
+        The tensors are views, valid until the next `receive`. Verification comes first, so that an error leaves the
+        engine at its current version.
         """
         ...
 
@@ -66,7 +61,7 @@ class WeightReceiver(Protocol):
 
 
 class MemoryWeights:
-    """State shared by sender and receivers: the open epoch and its latest broadcast."""
+    """State shared by sender and receivers: the open epoch and its newest broadcast."""
 
     def __init__(self) -> None:
         self.epoch: int | None = None
@@ -75,10 +70,10 @@ class MemoryWeights:
 
 
 class MemorySender:
-    """The learner's end. Fulfils WeightSender; never blocks."""
+    """The learner's end. Implements WeightSender; never blocks."""
 
     address = "memory", 0
-    """Placeholder for OpenEpoch: nothing listens."""
+    """Placeholder for OpenEpoch."""
     device: DeviceName = "cpu"
 
     def __init__(self, weights: MemoryWeights) -> None:
@@ -88,7 +83,7 @@ class MemorySender:
         self._weights.epoch, self._weights.num_members, self._weights.buckets = epoch, num_members, []
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Publish a copy, so that the caller may overwrite `buckets`. Raises WeightTransferError without an epoch."""
+        """Publish a copy; the caller may overwrite `buckets`. Raises WeightTransferError without an epoch."""
         if self._weights.epoch is None:
             raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
         self._weights.buckets = [bucket.clone() for bucket in buckets]
@@ -102,9 +97,9 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """A generator's end. Fulfils WeightReceiver; never blocks, so that engines call it on the thread of their loop.
+    """A generator's end. Implements WeightReceiver; never blocks, so engines call it on their event loop's thread.
 
-    Received tensors are views shared by all receivers: read-only.
+    Received tensors are views shared by all receivers; treat them as read-only.
     """
 
     def __init__(self, weights: MemoryWeights) -> None:

@@ -22,7 +22,7 @@ import structlog
 import torch
 
 from slipstream.broker.dataset import Dataset, read_train
-from slipstream.broker.prompt_rows import Row
+from slipstream.broker.messages import Row
 from slipstream.buffer.archive.archive import read_images
 from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.codec import encode, unpack

@@ -321,7 +321,7 @@ def test_pieces_that_do_not_add_up_arrive_with_an_empty_header(sockets: ZmqWire,
 
 # --- strangers -------------------------------------------------------------------------------------------------------
 def own_socket(context: zmq.Context, address: str, keys: Keys | None = KEYS) -> zmq.Socket:
-    """A socket without the manners of a channel; without keys it does not even encrypt."""
+    """A raw socket, unencrypted without keys."""
     opened = context.socket(zmq.DEALER)
     opened.linger = 0
     if keys:
@@ -348,7 +348,7 @@ def test_a_stranger_is_not_heard_and_is_counted(kind: str, name: str, tmp_path: 
     assert server.take_refused() == 0
     with zmq.Context() as context, own_socket(context, wire.address, STRANGERS[name]) as stranger:
         stranger.send_multipart([b"hello"])
-        # One that does not even encrypt may hang up before the server does, as any probe of the port may.
+        # An unencrypted stranger may hang up before the server counts it, like any probe of the port.
         assert name == "no keys" or eventually(lambda: server.take_refused() > 0)
         assert server.receive(timeout_s=0.2) is None
     client.send([b"still here"])
@@ -383,7 +383,7 @@ def test_a_server_tells_by_the_key_which_guest_sent_a_message(kind: str, tmp_pat
         for name, token in {"alice": tokens["alice"], "": TOKEN, "bob": tokens["bob"], "carol": stranger}.items()
     }
     for name in ("alice", "", "bob"):
-        # In pieces, too: the name is that of the connection, not of a frame.
+        # Also in pieces: the name belongs to the connection, not to a frame.
         for frames in ([b"hello"], [b"hello", bytes(3 * PIECE_BYTES)]):
             clients[name].send(frames)
             identity, received = next_at_server(server, clients[name])
@@ -411,7 +411,7 @@ def test_bytes_before_the_handshake_do_not_grow_the_memory_of_the_server(sockets
     process = psutil.Process()
     before, sent = process.memory_info().rss, 0
     block = bytes(2**20)
-    # A frame that announces a terabyte, one that would fit, and messages of many frames whose last one never comes.
+    # A frame that announces a terabyte, one that would fit, and an endless message of many frames.
     for start in (
         b"\x02" + (2**40).to_bytes(8, "big"),
         b"\x02" + (2**28).to_bytes(8, "big"),
@@ -563,7 +563,7 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
     files, threads = process.num_fds(), process.num_threads()
     for _ in range(10):
         once()
-    # The kernel counts a thread for a moment longer than its join lasts: in the second count, and in the first.
+    # The kernel still counts a thread for a moment after its join, in both counts.
     assert eventually(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 

@@ -1,4 +1,4 @@
-"""Generators lend versions on: the learner serves few, and whatever a lender does, the weights are right."""
+"""Generators lend versions: the learner serves few of them, and the weights are right whatever a lender does."""
 
 import signal
 import subprocess
@@ -69,7 +69,7 @@ class Scene:
         )
 
     def begin(self, fetcher: Fetcher, version: int, *lenders: str, **order: bool | float) -> "Future[int]":
-        """Fetch in a thread; the result is the number of bytes that were read."""
+        """Fetch in a thread; the result is the number of bytes read."""
         return self.threads.submit(self.fetch, fetcher, version, *lenders, **order)
 
     def fetch(self, fetcher: Fetcher, version: int, *lenders: str, **order: bool | float) -> int:
@@ -99,10 +99,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch_as_planned(scene: Scene, version: int, *, by_delta: bool) -> list[int]:
-    """All generators, each on a machine of its own, fetch at once as planned; returns the bytes of each."""
+    """Let all generators, each on its own machine, fetch concurrently as planned; returns the bytes of each."""
     table = MemberTable(on_evict=lambda *_: None, clock=(clock := FakeClock()))
     members = [Member(f"g{number:02}", "1") for number in range(len(scene.fetchers))]
-    # By tcp as far as the plan knows: whatever is in the folder of the test is reached by all.
+    # The plan sees tcp addresses; the sockets are in the folder of the test, which all can reach.
     reached = {f"tcp://10.0.0.{number}:1": fetcher for number, fetcher in enumerate(scene.fetchers)}
     states = zip(members, reached, strict=True)
     table.update(Members([MemberState(m, "ready", 0, "delta", m.peer_id, address) for m, address in states]))
@@ -196,7 +196,7 @@ def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(
 
 # --- lenders that fail -----------------------------------------------------------------------------------------------
 class Liar(HostWeights):
-    """Flips a bit of every file whose name begins so."""
+    """Flips a bit of every file with this prefix."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_a_lender_that_is_gone_or_has_moved_on_is_passed_over(scene: Scene) -> N
     scene.publish(2)
     scene.fetch(lender, 2, is_lent=True)
     assert scene.fetch(fetcher, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
-    assert "nobody listens" in fetcher.lender_errors[0].reason
+    assert "no process listens" in fetcher.lender_errors[0].reason
 
 
 @pytest.mark.usefixtures("impatient")
@@ -278,7 +278,7 @@ def test_a_lender_whose_own_fetch_fails_holds_up_nobody(scene: Scene) -> None:
 
 def test_a_lender_gets_half_of_the_time(scene: Scene) -> None:
     class Teasing(HostWeights):
-        """Claims for ever to receive more."""
+        """Claims forever to receive more."""
 
         def find(self, checksum: str) -> int | None:
             return 1
@@ -332,7 +332,7 @@ def until(reached: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "give_up_s", "reason"),
-    [(signal.SIGKILL, 10.0, "nobody listens there any more"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
+    [(signal.SIGKILL, 10.0, "no process listens there now"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
 )
 def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     big: Scene,
@@ -353,7 +353,7 @@ def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     (error,) = fetcher.lender_errors
     assert not error.is_altered
     assert reason in error.reason
-    # What had arrived is not fetched again.
+    # Received data is not fetched again.
     assert big.server.num_bytes - before <= size * 2 // 3
 
 

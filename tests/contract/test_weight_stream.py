@@ -1,4 +1,4 @@
-"""A snapshot store read over ZeroMQ: despite any damage in transit the result is right, or an error comes in time."""
+"""A snapshot store read over ZeroMQ: despite damage in transit the result is right, or an error is raised in time."""
 
 import socket
 import time
@@ -25,11 +25,11 @@ COLUMNS = 2**19
 BUCKET_BYTES = 8 * COLUMNS
 
 Disturb = Callable[[int, Frames], Frames | None]
-"""(number of the message, its frames) -> frames that arrive instead; None: none do."""
+"""(number of the message, its frames) -> frames that arrive instead; None drops the message."""
 
 
 class DisturbedChannel:
-    """A client channel with faults in transit, which counts messages. Fulfils ClientChannel."""
+    """A client channel with faults in transit, which counts messages. Implements ClientChannel."""
 
     def __init__(self, address: str, disturb: Disturb) -> None:
         self._channel = ZmqClientChannel(address, keys=KEYS, max_message_bytes=2 * CHUNK_BYTES)

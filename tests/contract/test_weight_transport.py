@@ -1,4 +1,4 @@
-"""Weight transport over Gloo and over unix sockets, then what only process groups do."""
+"""Weight transport over Gloo and over unix sockets, then properties of process groups only."""
 
 import socket
 import time
@@ -309,5 +309,5 @@ def test_members_on_one_machine_open_no_port_and_their_files_are_gone_afterwards
     assert store.stat().st_mode & 0o077 == 0
     group.close()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(WeightTransferError, match="must be there, on the learner's machine"):
+    with pytest.raises(WeightTransferError, match="must exist, on the learner's machine"):
         group.receivers[0].open_epoch(OpenEpoch(1, [], f"file://{store}", 0, 1.0), rank=1)

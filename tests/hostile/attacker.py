@@ -17,7 +17,7 @@ from tests.hostile.target import MAX_MESSAGE_BYTES
 
 _TIMEOUT_S = 60.0
 _FIRST_SENTINEL = 10**9
-"""Id of a group that is never admitted: the Nack for its trajectory shows that everything sent before was handled."""
+"""Id of a group that is never admitted: its Nack shows that the broker has handled all earlier frames."""
 
 
 class Attacker:
@@ -53,7 +53,7 @@ class Attacker:
 
     def await_answers(self, meanwhile: Callable[[], None]) -> None:
         """Block until the broker has answered everything sent so far, calling `meanwhile` repeatedly."""
-        # Within one step Nacks are sent before Acks: only an answer of a later step comes after all of them.
+        # A step sends Nacks before Acks: only an answer from a later step follows all of them.
         for _ in range(2):
             sentinel = self._send_sentinel()
             deadline = time.monotonic() + _TIMEOUT_S
@@ -116,7 +116,7 @@ class Attacker:
         reason = nack.reason.partition(":")[0]
         self.reasons[reason] += 1
         if reason == UNREADABLE:
-            # The message was predicted as one refusal; which ids can be read in it is not predictable.
+            # The message counts as one predicted refusal; its readable ids are not predictable.
             return
         self._num_unanswered -= 1
         self._last_nacked = nack.id
@@ -124,7 +124,7 @@ class Attacker:
 
 
 def _read_as_broker(frames: Frames) -> Message:
-    """Decode a message as the broker must. Raises RecordRefusedError if it must refuse it whole."""
+    """Decode a message like the broker. Raises RecordRefusedError if the broker must refuse the whole message."""
     if len(frames[0]) > MAX_MESSAGE_BYTES:
         raise RecordRefusedError("oversized", "")
     message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""GoodPeer: a regular generator that works while the broker is under attack."""
+"""GoodPeer: a regular generator that works during the attack."""
 
 import time
 from collections import deque
@@ -15,7 +15,7 @@ _TIMEOUT_S = 20.0
 
 
 class GoodPeer:
-    """Leases every prompt, answers a few at a time, and keeps what was acknowledged."""
+    """Leases every prompt, answers a few at a time, and keeps the acknowledged trajectories."""
 
     def __init__(self, address: str) -> None:
         hello = Hello("generator", "good", "good-1", "here", 1)
@@ -31,7 +31,7 @@ class GoodPeer:
 
     @property
     def num_owed(self) -> int:
-        """Trajectories of its leases that were not sent yet."""
+        """Leased trajectories not sent yet."""
         return len(self._owed)
 
     def join(self) -> None:

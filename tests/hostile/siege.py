@@ -1,4 +1,4 @@
-"""Siege: mutated frames against a broker that serves a regular peer meanwhile, then checks of its state."""
+"""Siege: attacks a broker with mutated frames while it serves a regular peer, then checks its state."""
 
 import random
 import time
@@ -21,7 +21,7 @@ _FRAMES_PER_ROUND = 250
 _STORED_BEFORE = 64
 _SHARE_UNCHANGED = 0.05
 _MAX_GROWTH_MIB = 8.0
-"""Bound for broker and store each, after the warm-up; allocators round up by about half of it."""
+"""Limit per process after the warm-up; allocators round up by about half of it."""
 
 
 class Siege:

@@ -83,7 +83,7 @@ class ScriptedGenerator:
     def end(self) -> bool:
         """Leave; returns whether all was acknowledged."""
         self._thread.join(timeout=30)
-        self._session.links.stop(flush_s=20)
+        self._session.clients.stop(flush_s=20)
         return not len(self._session.client.outbox)
 
     def _status(self) -> PeerStatus:
@@ -152,7 +152,7 @@ class ScriptedLearner:
 
     def announce(self, version: int) -> None:
         members = [each.member for each in self._states]
-        self.session.links.send(Update(NO_EPOCH, members, version, [], [], [], [], [], 1.0, 1.0))
+        self.session.clients.send(Update(NO_EPOCH, members, version, [], [], [], [], [], 1.0, 1.0))
 
 
 class Scene:
@@ -211,7 +211,7 @@ class Scene:
         until(lambda: self.is_met(condition), timeout_s=40, what=what)
 
     def close(self) -> None:
-        self.learner.session.links.stop()
+        self.learner.session.clients.stop()
         for process in self.brokers.values():
             process.send_signal(signal.SIGTERM)
         for process in self.brokers.values():

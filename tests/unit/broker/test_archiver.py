@@ -1,4 +1,4 @@
-"""The archiver writes shards and steps when they are due and loses nothing by errors of store or disk."""
+"""The archiver writes shards and steps when they are due and loses nothing after errors of the store or the disk."""
 
 import time
 from collections.abc import Iterator
@@ -264,7 +264,7 @@ def test_a_step_is_written_later_after_a_full_disk(archiver, store, tmp_path):
 
 
 class RefusingStore(FakeStore):
-    """Refuses everything but reports, as a store with a full disk does for the archiver."""
+    """Accepts only reports, like a store with a full disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store
     for place in ("there", "remote"):
         assert shards_in(tmp_path / place) == [["0", "1", "2"], ["3", "4", "5"]]
         assert [entry.step for entry in Archive(tmp_path / place).steps()] == [1, 2]
-    # The first machine lacks the newest shard, and gets it; one of its own would be a second archive.
+    # The first machine fetches the newest shard that it lacks; a folder with other shards is refused.
     make_mirrored(store, tmp_path / "here", tmp_path / "remote").close()
     assert shards_in(tmp_path / "here") == shards_in(tmp_path / "remote")
     other = write_archive(tmp_path / "other", [make_finished("9")])

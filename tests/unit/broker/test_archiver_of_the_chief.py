@@ -1,4 +1,4 @@
-"""The archiver of the chief works, and those of the other brokers wait."""
+"""Only the chief's archiver works; those of other brokers wait."""
 
 import time
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
     assert store.events == [], "neither is the chief"
     store.fence = fences["first"] = 1
     await_status(threads["first"], lambda status: status.groups == 3)
-    # The first does not know yet, and what it forgets is refused.
+    # The first broker does not know yet; the store refuses its `forget`.
     store.fence = 2
     store.finish(*range(3, 6))
     before = store.events.count("forget")
@@ -64,7 +64,7 @@ def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_s
         return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence, open_writer=open_writer)
 
     class Hangs(ShardWriter):
-        """Hangs behind its shard until another broker is the chief, and has archived on its machine."""
+        """Hangs after its shard until another broker has become the chief and archived on its machine."""
 
         def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
             written = super().write(groups)

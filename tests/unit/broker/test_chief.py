@@ -1,4 +1,4 @@
-"""Several routers on one store: who does what for all, and what peers are told of the others."""
+"""Several routers on one store: the shared work, and messages to peers about other brokers."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from slipstream.buffer.errors import StaleFenceError
 from tests.fakes import FakePeer, RouterScene
 
 
-class Beside:
+class Beside(RouterScene):
     """Another router of the same run, on the same store and clock."""
 
     def __init__(self, scene: RouterScene, name: str) -> None:
-        self.hub, self.clock = MemoryBroker(), scene.clock
+        self.hub, self.clock, self.run, self.store = MemoryBroker(), scene.clock, scene.run, scene.store
         self.router = Router(
             self.hub.server(),
             scene.store,
@@ -28,9 +28,6 @@ class Beside:
             address="tcp://10.0.0.1:20001",
             clock=scene.clock,
         )
-
-    def step(self) -> None:
-        self.router.step(timeout_s=0)
 
 
 @pytest.fixture
@@ -48,14 +45,14 @@ def second(first: RouterScene) -> Beside:
     return beside
 
 
-def tick(*scenes: RouterScene | Beside, seconds: float = 1.0) -> None:
+def tick(*scenes: RouterScene, seconds: float = 1.0) -> None:
     scenes[0].clock.now += seconds
     for scene in scenes:
         scene.step()
 
 
-def silence(*alive: RouterScene | Beside, seconds: float) -> None:
-    """Let the others hang for so long."""
+def silence(*alive: RouterScene, seconds: float) -> None:
+    """Let the other routers hang."""
     for _ in range(int(seconds)):
         tick(*alive)
 
@@ -63,11 +60,10 @@ def silence(*alive: RouterScene | Beside, seconds: float) -> None:
 # --- the chief -------------------------------------------------------------------------------------------------------
 def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
     assert (bool(first.router.chief.fence), bool(second.router.chief.fence)) == (True, False)
-    peer = FakePeer(second, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = second.join("g1", is_ready=True)
     peer.lease(max_trajectories=4)
     for _ in range(int(first.run.broker.lease_s) - 1):
-        # It holds none: the answer was lost on the way.
+        # It holds no lease: the answer was lost in transit.
         peer.exchange(Pong(-1.0, "ready", 0))
         tick(first, second)
     assert first.store.counts().leased == 2
@@ -76,7 +72,7 @@ def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
         tick(second)
     assert second.router.chief.fence == 2
     assert (first.store.counts().leased, first.store.counts().returned) == (0, 2)
-    assert ("broker-1", "is the chief of all brokers from now on") in events(first)
+    assert ("broker-1", "became the chief of all brokers") in first.events()
 
 
 def test_a_chief_that_hung_does_nothing_for_all_any_more(first, second):
@@ -88,23 +84,21 @@ def test_a_chief_that_hung_does_nothing_for_all_any_more(first, second):
     first.router.chief.work()
     tick(first, second)
     assert (first.router.chief.fence, second.router.chief.fence) == (0, 2)
-    assert all("clock" not in text for _, text in events(first))
+    assert all("clock" not in text for _, text in first.events())
 
 
 def test_the_clock_of_the_store_is_followed_by_whoever_is_the_chief_after_it(first, second):
-    peer = FakePeer(second, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = second.join("g1", is_ready=True)
     (prompt,) = peer.lease(max_trajectories=2).prompts
     peer.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
     first.store_is_ahead_s += 3600
     silence(second, first, seconds=3)
     assert first.store.counts().leased == 1
-    assert [text[:35] for _, text in events(first)].count("the store's clock jumped by +3600 s") == 1
+    assert [text[:35] for _, text in first.events()].count("the store's clock jumped by +3600 s") == 1
 
 
 def test_a_jump_of_the_clock_that_a_broker_saw_before_it_became_the_chief_takes_no_lease(first, second):
-    peer = FakePeer(first, "generator", "g1")
-    peer.exchange(Pong(-1.0, "ready", 0))
+    peer = first.join("g1", is_ready=True)
     (prompt,) = peer.lease(max_trajectories=2).prompts
     peer.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
     first.store_is_ahead_s += 3600
@@ -142,15 +136,8 @@ def test_a_broker_that_has_just_started_or_hung_first_asks_who_is_alive(first, s
         first.clock.now += LEASE_S + 1
 
 
-def test_the_only_broker_of_a_run_tells_its_peers_of_no_others(scene):
-    peer = FakePeer(scene, "generator", "g0")
-    (welcome,) = peer.receive()
-    assert welcome.living is None
-
-
 def test_a_generator_that_goes_to_another_broker_keeps_its_leases(first, second):
-    before = FakePeer(first, "generator", "g0")
-    before.exchange(Pong(-1.0, "ready", 0))
+    before = first.join("g0", is_ready=True)
     (prompt,) = before.lease(max_trajectories=2).prompts
     before.exchange(Bye(is_moving=True))
     after = FakePeer(second, "generator", "g0")
@@ -162,8 +149,7 @@ def test_a_generator_that_goes_to_another_broker_keeps_its_leases(first, second)
 
 
 def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_another(first, second):
-    before = FakePeer(first, "generator", "g0")
-    before.exchange(Pong(-1.0, "ready", 0))
+    before = first.join("g0", is_ready=True)
     (prompt,) = before.lease(max_trajectories=2).prompts
     after = FakePeer(second, "generator", "g0")
     for _ in range(int(first.run.broker.peer_timeout_s) + 2):
@@ -172,7 +158,7 @@ def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_anot
     for seconds in range(int(first.run.broker.peer_timeout_s) + 2):
         after.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
         tick(second, first)
-        # Once it is silent here, this one says nothing of it any more.
+        # Once the peer is silent here, this broker no longer reports it.
         assert seconds < 3 or first.store.roles()["g0"]["broker"] == "broker-1"
     assert first.router._peers.generators() == []
     assert (first.store.counts().leased, first.store.counts().returned) == (1, 0)
@@ -191,14 +177,14 @@ def test_a_request_to_drain_outlives_the_broker_that_has_sent_the_order(first, s
     FakePeer(second, "generator", "g0")
     first.store.request("broker", "drain/g0", str(first.store.now() + 60))
     tick(second)
-    # That broker and its order are lost; the generator goes on here.
+    # That broker and its order are lost; the generator moves here.
     peer = FakePeer(first, "generator", "g0")
     tick(first)
     assert Drain("drain requested") in peer.receive()
     peer.exchange(Pong(-1.0, "draining", 0))
     tick(first)
     assert first.store.requests("broker") == {}
-    assert [text for name, text in events(first) if name == "g0"] == ["ordered to drain, as requested"]
+    assert [text for name, text in first.events() if name == "g0"] == ["ordered to drain, as requested"]
 
 
 def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(first, second):
@@ -208,7 +194,3 @@ def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(fi
     for _ in range(2):
         tick(first, second)
     assert (first.router.chief.share, second.router.chief.share) == (0.75, 0.25)
-
-
-def events(scene: RouterScene) -> list[tuple[str, str]]:
-    return [(event.role, event.text) for event in scene.store.events(limit=99)]

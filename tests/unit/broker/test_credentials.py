@@ -32,7 +32,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def run_in(folder: Path, content: str | bytes | None = None, *, mode: int = 0o600) -> RunConfig:
-    """A run in `folder`, with a file for its token if there is a content."""
+    """A run in `folder`, with a token file if `content` is given."""
     runs_dir = str(folder / "runs")
     if content is None:
         return make_run(runs_dir=runs_dir)

@@ -37,7 +37,7 @@ SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
     [
         # Eight at eight a second.
         ([FAST], 8, 1.0),
-        # Less than it does in one go.
+        # Fewer groups than it runs concurrently.
         ([FAST], 2, 1.0),
         # 8 / 8.8 s of work, but the slow one's first group is back after 10.
         ([FAST, SLOW], 8, 1.0),
@@ -45,7 +45,7 @@ SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
         ([SLOW, FAST], 100, 100 / 8.8),
         # 80 / 8 without, 80 / 8.8 = 9.1 with, but not before 10.
         ([SLOW, FAST], 80, 10.0),
-        # What is out counts: (8 + 8) / 8.
+        # Groups in flight count: (8 + 8) / 8.
         ([Pace(1.0, 8.0, 8)], 8, 2.0),
         # Two alike halve it.
         ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 0)], 8, 2.0),
@@ -66,10 +66,10 @@ def test_the_least_time_to_finish(paces: list[Pace], num_groups: int, seconds: f
         ([FAST, SLOW], 110, [100, 10]),
         # 80 in 9.1 s: 72.7 and 7.3.
         ([FAST, SLOW], 80, [73, 7]),
-        # Twice what there is could be done in one go: half each.
+        # Both together could run twice as many concurrently: half each.
         ([FAST, FAST], 8, [4, 4]),
         ([FAST, FAST], 7, [4, 4]),
-        # Of 2 and 12: a third and two thirds of 15, less what they have.
+        # Of 2 and 12: a third and two thirds of 15, minus the groups in flight.
         ([Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)], 12, [10, 2]),
         # 9 in all, of which one has more than its half.
         ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 6)], 3, [4, 0]),
@@ -262,13 +262,13 @@ def test_a_generator_keeps_its_measurements_on_a_new_connection(scene: Scene):
 
 # --- thousands of generators -----------------------------------------------------------------------------------------
 class PlainShares:
-    """The same decisions, worked out anew for every request from records of its own: the oracle."""
+    """Oracle: the same decisions, recomputed for every request from separate records."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, tuple[float, int]]] = {}
         self.took: dict[str, deque[tuple[float, float]]] = {}
         self.is_tied = False
-        """Whether the last share lay between two numbers of groups: sums in another order may round to the other."""
+        """Whether the last share was a tie in rounding, which sums in another order may round differently."""
 
     def add(self, name: str) -> None:
         self.groups.setdefault(name, {})
@@ -283,7 +283,7 @@ class PlainShares:
         self.took[name].append((max(now - at, 1e-6), max(now - at, 1e-6) / concurrent))
 
     def num_groups(self, name: str, available: int, now: float, takes_part: set[str]) -> int:
-        """Shares alone, without what is granted to the excluded."""
+        """Only the shares, without grants to excluded generators."""
         measured = {each: self._pace(each, now, None) for each in takes_part if self.took[each]}
         if not measured or len(takes_part) < 2 or name not in takes_part:
             return available
@@ -352,7 +352,7 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
                 for name in draw.sample(sorted(peers), len(peers)):
                     expected = oracle.num_groups(name, available, clock.now, takes_part)
                     groups = fair_share.num_groups(peers[name], available=available, oldest_version=oldest)
-                    # Where the share is 0, the grants to those excluded for long come on top: they have tests above.
+                    # A share of 0 may be raised by a grant after a long exclusion, which tests above cover.
                     is_granted = expected == 0 and groups == 1
                     is_rounded = oracle.is_tied and abs(groups - expected) == 1
                     assert groups == expected or is_granted or is_rounded, (seed, name)

@@ -14,7 +14,7 @@ NUM_GROUPS = 100
 
 
 class FullStore(MemoryStore):
-    """Refuses what it is out of memory for, as Redis does."""
+    """Refuses all trajectories, like Redis without memory."""
 
     def insert(self, trajectories, *, guest=""):
         return [Insertion(outcome="refused", reason="store_full") for _ in trajectories]

@@ -43,10 +43,7 @@ def train(scene: RouterScene, *peers: FakePeer) -> None:
 
 def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
     """Each completed one group of the first batch, in one and in five seconds."""
-    fast, slow = FakePeer(scene, "generator", "fast"), FakePeer(scene, "generator", "slow")
-    for peer in (fast, slow):
-        peer.receive()
-        peer.exchange(Pong(0.0, "ready", 0))
+    fast, slow = scene.join("fast", is_ready=True), scene.join("slow", is_ready=True)
     first, second = fast.lease(max_trajectories=2), slow.lease(max_trajectories=2)
     complete(scene, fast, first, seconds=1.0)
     complete(scene, slow, second, seconds=4.0)
@@ -54,10 +51,9 @@ def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
 
 
 def refusal(scene: RouterScene, peer: FakePeer) -> str:
-    """The reason of the answer to a request that gets nothing."""
+    """Reason of an empty answer to a request."""
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]
     assert answer.prompts == []
     return answer.reason
@@ -66,8 +62,7 @@ def refusal(scene: RouterScene, peer: FakePeer) -> str:
 def test_prompts_that_fill_more_than_a_message_come_in_several(tmp_path: Path):
     settings = {"learner": {"max_steps": 40}, "broker": {"max_message_bytes": 4096}}
     scene = RouterScene(tmp_path, settings=settings, staleness={"max_lag": 40})
-    peer = FakePeer(scene, "generator", "g")
-    peer.exchange(Pong(0.0, "ready", 0))
+    peer = scene.join("g", is_ready=True)
     answers = peer.exchange(LeaseRequest(max_trajectories=128))
     assert len({prompt.lease.id for answer in answers for prompt in answer.prompts}) == 64
     assert all(len(encode(answer)) <= 4096 for answer in answers)
@@ -86,12 +81,11 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     scene = RouterScene(tmp_path, staleness={"max_lag": 1})
     fast, slow = pair(scene)
     complete(scene, fast, fast.lease(max_trajectories=4), seconds=0.0)
-    # Both ask before anything is available; in the round that serves them the faster one's share is all there is.
+    # Both ask before any prompt is available. In the round that serves them, the faster one's share is everything.
     assert slow.exchange(LeaseRequest(max_trajectories=8)) == []
     assert fast.exchange(LeaseRequest(max_trajectories=8)) == []
     train(scene, fast, slow)
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     assert [len(message.prompts) for message in fast.receive() if isinstance(message, Prompts)] == [2]
     assert slow.receive() == []
 
@@ -100,8 +94,7 @@ def test_a_slow_generator_alone_gets_everything(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast, slow)
     fast.channel.close()
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
+    scene.tick()
     assert len(slow.lease(max_trajectories=8).prompts) == 2
 
 
@@ -111,8 +104,7 @@ def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_pat
     fast, slow = pair(scene)
     train(scene, fast)
     fast.channel.close()
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
+    scene.tick()
     if is_leased:
         assert slow.lease(max_trajectories=4).prompts
         return
@@ -141,9 +133,7 @@ def test_a_returned_prompt_waits_for_an_eligible_generator(scene: RouterScene):
 
 
 def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "only")
-    peer.receive()
-    peer.exchange(Pong(0.0, "ready", 0))
+    peer = scene.join("only", is_ready=True)
     scene.store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(9)))
     purposes = [prompt.lease.purpose for prompt in peer.lease(max_trajectories=8).prompts]
     assert purposes == ["greedy"] * 4 + ["train"] * 2
@@ -156,12 +146,11 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
 
 # --- curriculum ------------------------------------------------------------------------------------------------------
 def lease_all_rows(folder: Path, *, num_wrong: int) -> tuple[RouterScene, FakePeer, set[str]]:
-    """A run of ten rows in which the first so many groups are all wrong, the others half right; returns their uids."""
+    """A run of ten rows, `num_wrong` groups all wrong and the others half right; returns the uids of the wrong ones."""
     curriculum = {"explore": 0.0, "min_answers": 2}
     settings = {"data": {"curriculum": curriculum}, "learner": {"max_steps": 40}}
     scene = RouterScene(folder, settings=settings, staleness={"max_lag": 40})
-    peer = FakePeer(scene, "generator", "g")
-    peer.exchange(Pong(0.0, "ready", 0))
+    peer = scene.join("g", is_ready=True)
     prompts = peer.lease(max_trajectories=20).prompts
     for number, prompt in enumerate(prompts):
         for index in (0, 1):
@@ -199,8 +188,7 @@ def test_images_are_stored_once_and_before_anybody_can_refer_to_them(tmp_path: P
     rows = [make_picture_row([{"bytes": data}]) for data in (shared, shared, own)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pictures.parquet")
     scene = RouterScene(tmp_path, rows=tmp_path / "pictures.parquet", staleness={"max_lag": 4})
-    peer = FakePeer(scene, "generator", "g")
-    peer.exchange(Pong(0.0, "ready", 0))
+    peer = scene.join("g", is_ready=True)
     scene.store.open_evaluation("eval", purpose="sampled", version=0, rows=[2])
     (prompt,) = peer.lease(max_trajectories=1).prompts
     assert (prompt.lease.purpose, prompt.images) == ("sampled", [own])
@@ -214,8 +202,7 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
     rows = [make_picture_row([{"bytes": make_picture(seed=seed)}]) for seed in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pictures.parquet")
     scene = RouterScene(tmp_path, rows=tmp_path / "pictures.parquet", staleness={"max_lag": 4})
-    peer = FakePeer(scene, "generator", "g")
-    peer.exchange(Pong(0.0, "ready", 0))
+    peer = scene.join("g", is_ready=True)
 
     def refuse(_: object) -> None:
         raise StoreCannotWriteError("it takes no writes")

@@ -25,24 +25,15 @@ def test_a_hello_is_answered_with_the_whole_config(scene: RouterScene):
     (welcome,) = peer.receive()
     assert isinstance(welcome, Welcome)
     assert welcome.config_json == scene.config_json
-    assert welcome.store_url == ""
-
-
-def test_two_connected_generators_cannot_share_an_id(scene: RouterScene):
-    FakePeer(scene, "generator", "g0", "1")
-    (answer,) = FakePeer(scene, "generator", "g0", "2").receive()
-    assert isinstance(answer, Refuse)
-    assert "g0" in answer.reason
+    assert (welcome.store_url, welcome.living) == ("", None)
 
 
 def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_reason(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     prompts = peer.lease().prompts
     assert [p.lease.group_id for p in prompts] == ["0", "1"]
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (answer,) = peer.receive()
     assert answer.prompts == []
     assert "pacing" in answer.reason
@@ -50,24 +41,21 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_rea
 
 def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: Path):
     scene = RouterScene(tmp_path, capacity={"max_mib": 1})
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     (first,) = peer.lease(max_trajectories=2).prompts
     heavy = {"data_source": "x" * 600_000}
     for index in (0, 1):
         header, payload = make_packed(first.lease.group_id, index, group_size=2, **heavy)
         peer.exchange(Put([header]), payload)
     assert peer.exchange(LeaseRequest(max_trajectories=2)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (answer,) = peer.receive()
     assert answer.prompts == []
     assert answer.reason == "capacity: 1.1 MiB are stored, buffer.capacity.max_mib is 1"
 
 
 def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     header, payload = make_packed("0", 0)
     assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
@@ -77,21 +65,18 @@ def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(sc
 
 
 def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     peer.exchange(Hello("generator", "g1", "1", "here", 1))
     assert scene.store.counts().returned == 2
 
 
 def test_leases_of_a_silent_generator_go_to_another(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     scene.wait(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().returned == 2
-    other = FakePeer(scene, "generator", "g1")
-    other.receive()
+    other = scene.join("g1")
     assert [p.lease.attempt for p in other.lease().prompts] == [1, 1]
 
 
@@ -106,11 +91,9 @@ def test_a_generator_that_is_silent_for_longer_than_its_leases_keeps_them_until_
 
 
 def test_a_time_in_which_the_broker_was_stopped_is_no_silence_of_its_peers(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
-    scene.clock.now += scene.run.broker.peer_timeout_s + 1
-    scene.step()
+    scene.tick(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().leased == 2
     scene.wait(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().returned == 2
@@ -128,8 +111,7 @@ def test_a_request_is_not_answered_on_a_connection_that_was_replaced(scene: Rout
 
 
 def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     held = peer.lease().prompts[0].lease.id
     for _ in range(int(scene.run.broker.lease_s) + 3):
         scene.clock.now += 1.0
@@ -139,8 +121,7 @@ def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: RouterScene)
 
 
 def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     first, _ = (p.lease.id for p in peer.lease().prompts)
     peer.exchange(ReturnLeases([first], "test"))
     assert scene.store.counts().returned == 1
@@ -149,21 +130,17 @@ def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: Route
 
 
 def test_prompts_that_cannot_be_delivered_are_available_again(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.channel.send([encode(LeaseRequest(max_trajectories=4))])
-    # Its request leaves, and it is gone when the answer is sent.
+    # It sends its request and disconnects before the answer.
     peer.channel.close()
     scene.step()
     assert (scene.store.counts().leased, scene.store.counts().returned) == (0, 2)
 
 
 def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(scene: RouterScene):
-    learner = FakePeer(scene, "learner", "learner")
-    learner.receive()
-    first, second = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
-    first.receive()
-    second.receive()
+    learner = scene.join("learner", role="learner")
+    first, second = scene.join("g0"), scene.join("g1")
     first.exchange(Pong(0.0, "unsynced", -1))
     members = [m for m in learner.receive() if isinstance(m, Members)][-1]
     assert [(g.member.peer_id, g.state) for g in members.generators] == [("g0", "unsynced"), ("g1", "starting")]
@@ -198,8 +175,7 @@ def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene
 
     assert reported()[-1:] == ["ready"]
     for _ in range(3):
-        scene.clock.now += 1.0
-        scene.step()
+        scene.tick(1.0)
     assert reported() == ["silent"], "reported once"
     generator.exchange(Pong(0.0, "ready", 3))
     assert reported() == ["ready"]

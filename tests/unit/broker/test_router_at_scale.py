@@ -1,4 +1,4 @@
-"""Calls of the store, and bytes, of a router with hundreds of generators: they grow with what happens, not with N²."""
+"""Store calls and bytes of a router with hundreds of generators grow with events, not with N²."""
 
 from collections import Counter
 from pathlib import Path
@@ -42,7 +42,7 @@ class CountedStore:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> tuple[RouterScene, CountedStore, list[FakePeer]]:
-    """A router, its store, and generators that have said that they are ready."""
+    """A router, its store, and ready generators."""
     scene = RouterScene(tmp_path)
     counted = CountedStore(scene.store)
     for part in (scene.router, scene.router._leases):
@@ -91,21 +91,18 @@ def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):
     for peer in peers[1:]:
         peer.channel.send([encode(LeaseRequest(4))])
         peer.read()
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     counted.since()
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     calls = counted.since()
     assert calls["lease"] == 1
     assert sum(calls.values()) < 12, calls
     # A returned prompt goes to one of them at once.
     peers[0].exchange(ReturnLeases([first.prompts[0].lease.id], "test"))
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     answers = [answer for peer in peers[1:] for answer in peer.receive() if isinstance(answer, Prompts)]
     assert [len(answer.prompts) for answer in answers if answer.prompts] == [1]
-    # After a second all others learn why they wait, some dozens at once.
+    # After a second all others learn the reason for waiting, some dozens per step.
     scene.clock.now += 1.0
     for _ in range(4):
         scene.step()
@@ -122,7 +119,7 @@ def test_requests_that_can_be_answered_are_some_dozens_a_step_without_a_pause(tm
     lease = scene.store.lease
 
     def slow_lease(**asked: Any) -> Any:
-        # A busy machine: no pause may follow from the time that answers took.
+        # A busy machine: slow answers must not cause a pause.
         scene.clock.now += 0.005
         return lease(**asked)
 
@@ -157,15 +154,13 @@ def test_an_update_is_encoded_once_and_leaves_out_whom_else_it_goes_to(crowd):
 def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
     scene, _, peers = crowd
     learner = FakePeer(scene, "learner", "learner")
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     learner.receive()
     for peer in peers:
         peer.send([encode(Pong(0.0, "updating", 0))])
     told = [each for each in learner.receive() if isinstance(each, Members)]
     assert len(told) <= 1
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     newest = learner.receive()[-1]
     assert {each.state for each in newest.generators} == {"updating"}
     scene.step()
@@ -175,8 +170,7 @@ def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
 def test_a_silent_generator_is_told_without_a_message_of_its_own(crowd):
     scene, _, peers = crowd
     learner = FakePeer(scene, "learner", "learner")
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     learner.receive()
     scene.clock.now += 2.5 * scene.run.broker.heartbeat_s
     for peer in peers[1:]:
@@ -186,8 +180,7 @@ def test_a_silent_generator_is_told_without_a_message_of_its_own(crowd):
     told = [each for each in learner.receive() if isinstance(each, Members)][-1]
     assert [each.member.peer_id for each in told.generators if each.state == "silent"] == ["generator-000"]
     peers[0].send([encode(Pong(0.0, "ready", 0))])
-    scene.clock.now += 0.1
-    scene.step()
+    scene.tick(0.1)
     told = [each for each in learner.receive() if isinstance(each, Members)][-1]
     assert all(each.state == "ready" for each in told.generators)
 

@@ -26,22 +26,16 @@ def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
 
 
 def greet(scene: RouterScene, hello: Any) -> list:
-    peer = FakePeer(scene, "generator", "broker")
-    peer.receive()
+    peer = scene.join("broker")
     return peer.exchange(hello)
-
-
-def events(scene: RouterScene) -> list[tuple[str, str]]:
-    return [(event.role, event.text) for event in scene.store.events(limit=99)]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
 def test_of_two_generators_with_one_id_the_second_is_refused_and_the_first_continues(scene):
-    first = FakePeer(scene, "generator", "g0")
-    first.receive()
+    first = scene.join()
     (refuse,) = FakePeer(scene, "generator", "g0", "2").receive()
     assert "process 1 on here" in refuse.reason
-    assert events(scene) == [("g0", f"refused: {refuse.reason}")]
+    assert scene.events() == [("g0", f"refused: {refuse.reason}")]
     assert first.lease().prompts
 
 
@@ -55,8 +49,7 @@ def test_a_second_learner_of_another_name_is_refused_and_its_orders_reach_nobody
     first, second = FakePeer(scene, "learner", "learner"), FakePeer(scene, "learner", "other")
     (refuse,) = second.receive()
     assert "a run has one learner, whose id must be 'learner', got 'other'" in refuse.reason
-    generator = FakePeer(scene, "generator", "g0")
-    generator.receive()
+    generator = scene.join()
     members = [Member("g0", "1")]
     order = OpenEpoch(1, members, "nowhere", 1, 1.0)
     assert [type(answer) for answer in second.exchange(order)] == [Bye]
@@ -80,7 +73,10 @@ def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, c
     with capture_logs() as logs:
         (refuse,) = greet(scene, as_plain(HELLO, **changes))
     assert "a Hello must match this version" in refuse.reason
-    shown = [*(value for line in logs for value in line.values()), *(text for event in events(scene) for text in event)]
+    shown = [
+        *(value for line in logs for value in line.values()),
+        *(text for event in scene.events() for text in event),
+    ]
     assert all(text.isprintable() for text in shown if isinstance(text, str)), shown
     assert all(peer.hello.peer_id in ("g0", "broker") for peer in scene.router._peers.generators())
 
@@ -90,7 +86,7 @@ def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, c
 def test_an_older_and_a_newer_peer_are_refused_by_their_schema(scene, version):
     (refuse,) = greet(scene, msgspec.structs.replace(HELLO, schema_version=version))
     assert f"schema version must be {SCHEMA_VERSION}, got {version} from 'g0'" in refuse.reason
-    assert ("g0", f"refused: {refuse.reason}") in events(scene)
+    assert ("g0", f"refused: {refuse.reason}") in scene.events()
 
 
 @pytest.mark.parametrize(
@@ -115,16 +111,14 @@ def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes
 
 
 def test_a_hello_with_payloads_is_answered_too(scene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     (refuse,) = peer.exchange(HELLO, b"surplus")
     assert "Hello must have one frame" in refuse.reason
 
 
 # --- other unreadable messages ---------------------------------------------------------------------------------------
 def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
     put = as_plain(Put([header for header, _ in packed]))
@@ -140,8 +134,7 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
 
 
 def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     assert peer.exchange({"type": "Put", "headers": [{"name": "0-0-0"}]}) == []
     peer.exchange(Bye())
     assert not any(isinstance(answer, Nack) for answer in peer.exchange({"type": "Put", "headers": [{"id": "0-0-0"}]}))
@@ -155,13 +148,12 @@ def test_a_flood_of_refusals_produces_few_log_lines_and_events(scene):
             good.send([b"\xc1"])
             good.send([encode(Put([make_packed("99", 0)[0]])), b"no"])
             scene.clock.now += 0.01
-        scene.clock.now += 5
-        scene.step()
+        scene.tick(5)
     for event in ("peer_refused", "frame_refused", "trajectory_refused"):
         *first, rest = (line for line in logs if line["event"] == event)
         assert len(first) == 8
         assert rest["more"] == 300 - 8
-    assert len(events(scene)) == 8
+    assert len(scene.events()) == 8
     assert scene.store.counts().refused == {"malformed": 300, "checksum": 300}
 
 
@@ -171,7 +163,7 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
     peer = FakePeer(scene, "generator", "g0")
     peer.lease()
     peer.exchange(Bye("model.path must hold the same model"))
-    assert events(scene) == [("g0", "left: model.path must hold the same model; 2 leases returned")]
+    assert scene.events() == [("g0", "left: model.path must hold the same model; 2 leases returned")]
     assert scene.store.roles()["g0"]["reason"] == "left: model.path must hold the same model"
 
 

@@ -18,12 +18,11 @@ from slipstream.broker.messages import (
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import TrajectoryHeader
 from tests.builders import make_packed
-from tests.fakes import FakePeer, RouterScene
+from tests.fakes import RouterScene
 
 
 def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     header, payload = make_packed("0", 0)
     (nack,) = peer.exchange(Put([header]), payload[:-1] + b"x")
@@ -33,8 +32,7 @@ def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(
 
 
 def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1), make_packed("77", 0), make_packed("1", 0)]
     payloads = [payload for _, payload in packed]
@@ -50,8 +48,7 @@ def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
 
 @pytest.mark.parametrize("num_payloads", [0, 1, 3])
 def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterScene, num_payloads: int):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
     answers = peer.exchange(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
@@ -61,23 +58,20 @@ def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterSce
 
 
 def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
     assert scene.store.counts().refused == {"frame_count": 1}
     assert scene.store.counts().leased == 0
 
 
 def test_weight_orders_of_a_generator_are_not_relayed(scene: RouterScene):
-    one, other = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
-    one.receive(), other.receive()
+    one, other = scene.join("g0"), scene.join("g1")
     one.exchange(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
     assert other.receive() == []
 
 
 def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
     header, _ = make_packed("0", 0)
@@ -88,12 +82,7 @@ def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
 
 
 def test_a_generator_answers_weight_orders_for_itself_only(scene: RouterScene):
-    learner, one, other = (
-        FakePeer(scene, "learner", "learner"),
-        FakePeer(scene, "generator", "g0"),
-        FakePeer(scene, "generator", "g1"),
-    )
-    learner.receive(), one.receive(), other.receive()
+    learner, one, other = scene.join("learner", role="learner"), scene.join("g0"), scene.join("g1")
     one.exchange(EpochOpened(1, Member("g1", "1")))
     assert not [message for message in learner.receive() if isinstance(message, EpochOpened)]
     other.exchange(EpochOpened(1, Member("g1", "1")))
@@ -101,8 +90,7 @@ def test_a_generator_answers_weight_orders_for_itself_only(scene: RouterScene):
 
 
 def test_a_generator_can_return_its_own_leases_only(scene: RouterScene):
-    one, other = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
-    one.receive(), other.receive()
+    one, other = scene.join("g0"), scene.join("g1")
     held = one.lease().prompts[0].lease.id
     other.exchange(ReturnLeases([held], "test"))
     assert scene.store.counts().returned == 0
@@ -112,8 +100,7 @@ def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene
     def check_header(header: TrajectoryHeader, payload: bytes) -> None:
         raise TypeError("a bug")
 
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     peer.lease()
     monkeypatch.setattr(ingest, "check_header", check_header)
     header, payload = make_packed("0", 0)
@@ -132,15 +119,13 @@ def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene
     ],
 )
 def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Message):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     assert peer.exchange(message) == []
     assert scene.store.counts().refused == {"malformed": 1}
 
 
 def test_malformed_frames_do_not_end_the_loop(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
         peer.send(frames)
     assert peer.lease().prompts

@@ -6,17 +6,11 @@ from tests.fakes import FakePeer, RouterScene
 DRAIN_G0 = "drain/g0"
 
 
-def tick(scene: RouterScene) -> None:
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
-
-
 def drained(scene: RouterScene) -> FakePeer:
     """A generator that was sent one order to drain."""
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
-    tick(scene)
+    scene.tick()
     return peer
 
 
@@ -25,7 +19,7 @@ def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene
     for peer in peers:
         peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
-    tick(scene)
+    scene.tick()
     assert [peer.receive() for peer in peers] == [[Drain("drain requested")], []]
     assert [(event.role, event.text) for event in scene.store.events(limit=9)] == [
         ("g0", "ordered to drain, as requested")
@@ -33,38 +27,35 @@ def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene
 
 
 def test_a_generator_that_joins_later_is_ordered_too(scene: RouterScene):
-    """As after a restart of the broker, which takes the request before any peer is back."""
+    """Like a restarted broker, which reads the request before any peer is back."""
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
-    tick(scene)
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
-    tick(scene)
+    scene.tick()
+    peer = scene.join()
+    scene.tick()
     assert peer.receive() == [Drain("drain requested")]
     assert len(scene.store.events(limit=9)) == 1
 
 
 def test_the_order_is_repeated_until_the_generator_drains(scene: RouterScene):
     peer = drained(scene)
-    tick(scene)
+    scene.tick()
     assert peer.receive() == [Drain("drain requested")] * 2
     peer.exchange(Pong(sent_at=0.0, state="draining", version=0, reason="", gauges={}))
-    tick(scene)
+    scene.tick()
     assert peer.receive() == []
     assert len(scene.store.events(limit=9)) == 1
 
 
 def test_a_successor_of_the_same_name_is_not_ordered(scene: RouterScene):
     drained(scene).exchange(Bye())
-    other = FakePeer(scene, "generator", "g0", "2")
-    other.receive()
-    tick(scene)
+    other = scene.join(incarnation="2")
+    scene.tick()
     assert other.receive() == []
 
 
 def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.receive()
+    peer = scene.join()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() - 1))
-    tick(scene)
+    scene.tick()
     assert peer.receive() == []
     assert scene.store.take_requests("broker") == {}

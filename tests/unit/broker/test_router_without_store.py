@@ -9,7 +9,7 @@ from slipstream.broker.messages import Ack, AnyMessage, LeaseRequest, Nack, Ping
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from tests.builders import make_packed
-from tests.fakes import FakePeer, RouterScene
+from tests.fakes import RouterScene
 from tests.memory_store.store import MemoryStore
 
 UNAVAILABLE = StoreUnavailableError("it does not answer")
@@ -33,27 +33,14 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RouterScene:
     return RouterScene(tmp_path)
 
 
-def join(scene: RouterScene, name: str) -> FakePeer:
-    peer = FakePeer(scene, "generator", name)
-    peer.receive()
-    return peer
-
-
-def beat(scene: RouterScene) -> None:
-    """Advance by one heartbeat."""
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
-
-
 def test_every_peer_is_pinged_during_an_outage(scene: RouterScene):
-    peers = [join(scene, f"g{number}") for number in range(3)]
+    peers = [scene.join(f"g{number}") for number in range(3)]
     for peer in peers:
         peer.exchange(Pong(0.0, "ready", 0, lease_ids=["0-0"]))
     scene.store.error = UNAVAILABLE
     for peer in peers:
         peer.receive()
-    scene.clock.now += scene.run.broker.heartbeat_s
-    scene.step()
+    scene.tick()
     for peer in peers:
         frames = peer.channel.receive(timeout_s=0)
         assert isinstance(decode(frames[0], AnyMessage), Ping)
@@ -64,7 +51,7 @@ def test_every_peer_is_pinged_during_an_outage(scene: RouterScene):
     [(UNAVAILABLE, "store_unavailable"), (StoreCannotWriteError("its disk is full"), "store_cannot_write")],
 )
 def test_trajectories_are_deferred_counted_and_stored_later(scene: RouterScene, error, reason):
-    peer = join(scene, "g0")
+    peer = scene.join("g0")
     peer.lease()
     header, payload = make_packed("0", 0)
     scene.store.error = error
@@ -72,34 +59,33 @@ def test_trajectories_are_deferred_counted_and_stored_later(scene: RouterScene, 
     assert isinstance(nack, Nack)
     assert (nack.id, nack.reason, nack.is_fatal, nack.retry_after_s > 0) == (header.id, reason, False, True)
     scene.store.error = None
-    beat(scene)
+    scene.tick()
     gauges = scene.store.roles()["broker"]
     assert gauges[f"deferred_{reason}"] == 1
     assert gauges["reason"] == f"trajectories are deferred: {reason}"
     assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
-    beat(scene)
+    scene.tick()
     assert scene.store.roles()["broker"]["reason"] == ""
 
 
 def test_lease_requests_are_answered_with_the_reason_and_served_later(scene: RouterScene):
-    peer = join(scene, "g0")
+    peer = scene.join("g0")
     scene.store.error = UNAVAILABLE
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     assert peer.receive() == [Prompts([], reason="store_unavailable")]
     scene.store.error = None
     assert peer.lease().prompts
 
 
 def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene):
-    peers = [join(scene, f"g{number}") for number in range(2)]
+    peers = [scene.join(f"g{number}") for number in range(2)]
     peers[0].lease()
     scene.store.error = UNAVAILABLE
     scene.wait(scene.run.broker.peer_timeout_s + 1)
     scene.store.error = None
     assert scene.store.counts().returned == 0
-    beat(scene)
+    scene.tick()
     assert scene.store.counts().returned == 2
     assert [scene.store.roles()[name]["state"] for name in ("g0", "g1")] == ["gone", "gone"]
 
@@ -108,25 +94,24 @@ def test_of_a_store_that_hangs_one_answer_is_waited_for_however_many_peers_fall_
     scene: RouterScene, monkeypatch: pytest.MonkeyPatch
 ):
     for number in range(3):
-        join(scene, f"g{number}")
+        scene.join(f"g{number}")
     asked, record = [], scene.router._departures.record
     monkeypatch.setattr(scene.router._departures, "record", lambda: asked.append(1) or record())
     scene.store.error = UNAVAILABLE
     while len(scene.router._peers):
         asked.clear()
-        beat(scene)
+        scene.tick()
     assert len(asked) == 1
 
 
 def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
-    peer = join(scene, "g0")
+    peer = scene.join("g0")
     peer.lease()
     scene.store.error = UNAVAILABLE
     scene.wait(scene.run.broker.peer_timeout_s + 1)
-    again = FakePeer(scene, "generator", "g0")
-    again.receive()
+    scene.join()
     scene.store.error = None
-    beat(scene)
+    scene.tick()
     assert scene.store.counts().leased == 2
     assert scene.store.counts().returned == 0
 
@@ -134,13 +119,12 @@ def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
 def test_nothing_lapses_right_after_an_outage_so_that_its_holder_can_renew_it_first(scene: RouterScene):
     reaped_at: list[float] = []
     scene.store.reap = lambda **_: reaped_at.append(scene.clock.now) or []
-    beat(scene)
+    scene.tick()
     assert len(reaped_at) == 1
     scene.store.error = StoreCannotWriteError("its disk is full")
-    beat(scene)
+    scene.tick()
     scene.store.error = None
-    beat(scene)
+    scene.tick()
     assert len(reaped_at) == 1
-    scene.clock.now += 10
-    scene.step()
+    scene.tick(10)
     assert len(reaped_at) == 2

@@ -75,7 +75,7 @@ class Scene:
 
     def prompt(self, number: int) -> Prompt:
         lease = Lease(f"{number}-0", str(number), "train", number, number, 0, [0])
-        return Prompt(lease, f"test/{number}", f"{number}2+31=", "43", "test")
+        return Prompt(f"test/{number}", f"{number}2+31=", "43", "test", lease=lease)
 
     def answers(self, engine: HfEngine) -> list[tuple[Prompt, Trajectory]]:
         agent = self.agent(engine)

@@ -1,4 +1,4 @@
-"""A guest is convicted by what its answers add up to, and an honest one is not."""
+"""The checks convict a dishonest guest and no honest one."""
 
 import pytest
 
@@ -24,8 +24,7 @@ def test_one_lie_may_be_a_fault_and_two_convict():
     lie = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")
     assert verdict(lie, *[HONEST] * 9) == ""
     assert verdict(lie, *[HONEST] * 9, lie) == (
-        "2 of 11 answers that were checked are not what they say, the last: 7-0-1 has a reward of 1, and 0 by one's "
-        "own reward function"
+        "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward function"
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
-from slipstream.broker.prompt_rows import Row
+from slipstream.broker.messages import Row
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.sampling import FileShare
 from slipstream.configs.base import ConfigError
@@ -31,8 +31,8 @@ ROW: dict[str, Any] = {
 }
 
 
-def write(folder: Path, rows: list[dict[str, Any]], suffix: str = "parquet") -> Path:
-    path = folder / f"train.{suffix}"
+def write(folder: Path, rows: list[dict[str, Any]], suffix: str = "parquet", *, name: str = "train") -> Path:
+    path = folder / f"{name}.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
@@ -57,11 +57,6 @@ def test_a_row_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
 
 
-def test_a_prompt_may_be_chat_messages(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "What is 1 + 1?"}]
-    assert Dataset(write(tmp_path, [ROW | {"prompt": messages}])).row(0).prompt == messages
-
-
 def test_extra_info_may_be_absent(tmp_path: Path) -> None:
     without = {key: value for key, value in ROW.items() if key != "extra_info"}
     assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
@@ -79,13 +74,13 @@ def test_a_row_outside_the_file_is_an_index_error(tmp_path: Path, index: int) ->
         Dataset(write(tmp_path, [ROW])).row(index)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "no such file" in refusal(tmp_path / "nowhere.parquet")
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_text("{}")
-    assert "cannot be read" in refusal(tmp_path / "train.parquet")
+def test_a_missing_file_or_one_of_another_kind_or_without_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    assert "no such file" in refusal(path)
+    path.write_text("{}")
+    assert "cannot be read" in refusal(path)
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
+    assert "at least one prompt" in refusal(path)
 
 
 @pytest.mark.parametrize("column", ["prompt", "reward_model"])
@@ -118,12 +113,6 @@ def test_a_value_of_another_type_is_refused_with_its_row(tmp_path: Path, suffix:
     message = refusal(write(tmp_path, rows, suffix))
     assert f"row {number}: `{column}` must " in message
     assert ", got " in message
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
-    assert "at least one prompt" in refusal(path)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -171,26 +160,17 @@ def test_one_json_list_is_read_as_its_lines_would_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> None:
-    calls = {"search": {"create_kwargs": {"topk": 3}}}
-    row = ROW | {
-        "agent_name": "tools",
-        "ability": "maths",
-        "tools_kwargs": calls,
+    kept = {
+        "tools_kwargs": {"search": {"create_kwargs": {"topk": 3}}},
         "interaction_kwargs": {"name": "corrective", "max_turns": 4},
         "videos": ["a.mp4"],
-        "extra_info": {"index": 17, "ability": "kept"},
-        "reward_model": {"style": "rule", "ground_truth": "1", "rubric": "be brief"},
     }
+    own = {"index": 17, "ability": "kept"}
+    truth = {"style": "rule", "ground_truth": "1", "rubric": "be brief"}
+    row = ROW | kept | {"agent_name": "tools", "ability": "maths", "extra_info": own, "reward_model": truth}
     found = Dataset(write(tmp_path, [row], suffix)).row(0)
     assert found.agent_name == "tools"
-    assert found.extra_info == {
-        "index": 17,
-        "ability": "kept",
-        "tools_kwargs": calls,
-        "interaction_kwargs": {"name": "corrective", "max_turns": 4},
-        "videos": ["a.mp4"],
-        "reward_model": {"rubric": "be brief"},
-    }
+    assert found.extra_info == own | kept | {"reward_model": {"rubric": "be brief"}}
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -1,11 +1,8 @@
-"""Rows with images: their forms, what is refused at the start, and what travels."""
+"""Rows with images: their forms, refusals at the start, and messages."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from slipstream.broker.dataset import Dataset, open_datasets
@@ -22,6 +19,7 @@ from tests.builders import make_prompt as make_leased
 from tests.builders import make_run, make_trajectory
 from tests.pictures import IMAGE, make_picture, make_picture_row, make_vision_model
 from tests.tiny_model import make_tiny_model
+from tests.unit.broker.prompts.test_dataset import write
 
 FIRST, SECOND = make_picture(), make_picture(24, 8)
 TEMPLATE = (
@@ -35,17 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "train.parquet") -> Path:
-    path = folder / name
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
 def open_run(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) -> Dataset:
-    paths = {name: str(write(folder, rows, f"{name}.parquet")) for name in ("train", "heldout")}
+    paths = {name: str(write(folder, rows, name=name)) for name in ("train", "heldout")}
     return open_datasets(make_run(model={"path": str(model), "max_length": 128}, data=paths | data))[0]
 
 
@@ -69,8 +58,8 @@ def test_the_forms_of_the_field_give_the_same_row(tmp_path: Path) -> None:
     assert row.images == [FIRST, SECOND]
     parts = [{"type": "image", "image": "images/a.png"}, {"type": "text", "text": "What"}]
     named = {"prompt": [{"role": "user", "content": parts}], "answer": "12"}
-    for name in ("train.parquet", "train.jsonl"):
-        row = Dataset(write(tmp_path, [named], name)).row(0)
+    for suffix in ("parquet", "jsonl"):
+        row = Dataset(write(tmp_path, [named], suffix)).row(0)
         assert row.prompt == [{"role": "user", "content": [image, {"type": "text", "text": "What"}]}]
         assert row.images == [FIRST]
 

@@ -1,4 +1,4 @@
-"""The table of where a step's wall time went."""
+"""The breakdown of a step's wall time."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_shares_are_those_of_a_role_and_processor_seconds_those_of_a_step() -> N
     assert list(found) == ["learner", "generator", "broker", "store"]
     assert found["learner"].shares["waiting"] == 0.6
     assert sum(found["learner"].shares.values()) == pytest.approx(1.0)
-    # 50 s of loading are no time of a step.
+    # Excludes 50 s of loading.
     assert (found["generator"].count, found["generator"].shares["working"]) == (2, 0.9)
     assert [each.cpu_s for each in times.roles] == [0.05, 0.25, 0.025, 0.0125]
     assert found["store"].shares == {"busy": 0.025}

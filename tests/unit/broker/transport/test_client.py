@@ -14,6 +14,7 @@ from slipstream.broker.messages import (
     Member,
     Members,
     MemberState,
+    Message,
     Nack,
     OpenEpoch,
     Ping,
@@ -76,11 +77,15 @@ def make_welcome(incarnation: str = "b1") -> Welcome:
     )
 
 
+def deliver(client: BrokerClient, broker: FakeBroker, message: Message) -> None:
+    broker.send(message)
+    client.step(timeout_s=0)
+
+
 def join(client: BrokerClient, broker: FakeBroker) -> None:
     client.step(timeout_s=0)
     broker.receive()
-    broker.send(make_welcome())
-    client.step(timeout_s=0)
+    deliver(client, broker, make_welcome())
 
 
 def test_hello_is_repeated_until_welcome():
@@ -91,8 +96,7 @@ def test_hello_is_repeated_until_welcome():
     clock.now += 1.0
     client.step(timeout_s=0)
     assert [type(m) for m in broker.receive()] == [Hello]
-    broker.send(make_welcome())
-    client.step(timeout_s=0)
+    deliver(client, broker, make_welcome())
     assert client.is_joined
     assert isinstance(received[-1], Welcome)
 
@@ -101,8 +105,7 @@ def test_a_ping_is_answered_with_the_role_s_status():
     client, broker, _, _ = make_pair()
     join(client, broker)
     broker.receive()
-    broker.send(Ping(sent_at=7.0))
-    client.step(timeout_s=0)
+    deliver(client, broker, Ping(sent_at=7.0))
     client.step(timeout_s=0)
     assert broker.receive() == [Pong(7.0, "ready", 3, "", {"running": 2}, [])]
 
@@ -120,8 +123,7 @@ def test_a_trajectory_is_sent_until_acknowledged():
     join(client, broker)
     client.step(timeout_s=0)
     assert Put([header]) in broker.receive()
-    broker.send(Ack([header.id]))
-    client.step(timeout_s=0)
+    deliver(client, broker, Ack([header.id]))
     assert len(client.outbox) == 0
 
 
@@ -143,8 +145,7 @@ def test_a_fatal_nack_removes_the_trajectory_and_reaches_the_role():
     client.step(timeout_s=0)
     nack = Nack(header.id, "malformed", is_fatal=True)
     broker.receive()
-    broker.send(nack)
-    client.step(timeout_s=0)
+    deliver(client, broker, nack)
     assert len(client.outbox) == 0
     assert received[-1] == nack
 
@@ -153,8 +154,7 @@ def test_a_refused_client_sends_no_more_hellos():
     client, broker, clock, received = make_pair()
     client.step(timeout_s=0)
     broker.receive()
-    broker.send(Refuse("id taken"))
-    client.step(timeout_s=0)
+    deliver(client, broker, Refuse("id taken"))
     clock.now += 5.0
     client.step(timeout_s=0)
     assert client.refusal == "id taken"
@@ -168,18 +168,16 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     client.put(*make_packed())
     client.step(timeout_s=0)
     broker.receive()
-    broker.send(Bye())
-    client.step(timeout_s=0)
+    deliver(client, broker, Bye())
     client.step(timeout_s=0)
     assert [type(message) for message in broker.receive()] == [Hello]
-    broker.send(make_welcome("b2"))
-    client.step(timeout_s=0)
+    deliver(client, broker, make_welcome("b2"))
     client.step(timeout_s=0)
     assert Put in [type(message) for message in broker.receive()]
 
 
 def arrived_after_silence(scene, message) -> list[type]:
-    """Types of what a new broker hears of a peer that sends this after the silence of the one before."""
+    """Types of messages that a new broker receives from a peer that sends `message` after losing its broker."""
     client, broker, clock, _ = scene
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
@@ -204,11 +202,9 @@ def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
     join(client, broker)
     first, second = Member("g0", "1"), Member("g1", "1")
     order = OpenEpoch(1, [first, second], "127.0.0.1", 1, 1.0)
-    broker.send(members(first, second))
-    client.step(timeout_s=0)
+    deliver(client, broker, members(first, second))
     client.send(order)
-    broker.send(members(first, second))
-    client.step(timeout_s=0)
+    deliver(client, broker, members(first, second))
     assert broker.receive().count(order) == 1
     broker.send(Bye())
     broker.send(make_welcome("b2"))
@@ -224,7 +220,7 @@ def members(*connected: Member) -> Members:
 
 
 def make_moving_pair():
-    """A generator whose hash gives it `broker`; it knows the address of the other one."""
+    """A generator that prefers `broker` by its hash and knows one address."""
     client, broker, clock, received = make_pair()
     assert preferred("g", BROKERS) == ["broker", "broker-1"]
     client._route = Route("g", {"broker": "ipc:///a"}, is_reachable=lambda _: True)
@@ -243,15 +239,13 @@ def test_a_generator_that_joined_another_broker_goes_on_to_its_own_with_its_leas
     client.put(*make_packed())
     client.step(timeout_s=0)
     broker.receive()
-    broker.send(welcome_of("broker-1"))
-    client.step(timeout_s=0)
+    deliver(client, broker, welcome_of("broker-1"))
     assert not client.is_joined
     assert received == [], "nobody has welcomed it yet"
     assert broker.receive() == [Bye(is_moving=True)]
     client.step(timeout_s=0)
     assert [type(message) for message in broker.receive()] == [Hello]
-    broker.send(welcome_of("broker"))
-    client.step(timeout_s=0)
+    deliver(client, broker, welcome_of("broker"))
     client.step(timeout_s=0)
     assert client.is_joined
     assert [type(message) for message in broker.receive()] == [Pong, Put]
@@ -262,8 +256,7 @@ def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_o
     client._route = Route("g", BROKERS, is_reachable=lambda _: True)
     client.step(timeout_s=0)
     broker.receive()
-    broker.send(welcome_of("broker"))
-    client.step(timeout_s=0)
+    deliver(client, broker, welcome_of("broker"))
     clock.now += BROKER_SILENCE_S + 1
     client.step(timeout_s=0)
     assert (client.is_joined, client._route.address) == (False, "ipc:///b")
@@ -274,8 +267,7 @@ def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_o
     client.step(timeout_s=0)
     assert client.is_joined
     broker.receive()
-    broker.send(LivingBrokers("broker-1", BROKERS))
-    client.step(timeout_s=0)
+    deliver(client, broker, LivingBrokers("broker-1", BROKERS))
     assert broker.receive() == [Bye(is_moving=True)]
     assert (client.is_joined, client._route.address) == (False, "ipc:///a")
 

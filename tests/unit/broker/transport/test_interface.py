@@ -110,13 +110,13 @@ def test_a_server_that_is_started_again_takes_the_port_it_had(
     tmp_path: Path, ports: str, servers: list[ZmqServerChannel]
 ) -> None:
     cluster = ClusterConfig(interface=LOOPBACK, ports=ports)
-    before = f"tcp://127.0.0.1:{cluster.port_range[-1]}"
-    servers.append(listen(f"ipc://{tmp_path}/a.sock", keys=KEYS, cluster=cluster, before=before))
-    assert servers[-1].address == before
-    # In use, or of a machine that the run has left: another port.
-    servers.append(listen(f"ipc://{tmp_path}/b.sock", keys=KEYS, cluster=cluster, before=before))
+    previous = f"tcp://127.0.0.1:{cluster.port_range[-1]}"
+    servers.append(listen(f"ipc://{tmp_path}/a.sock", keys=KEYS, cluster=cluster, previous=previous))
+    assert servers[-1].address == previous
+    # The previous port is in use, or belongs to another machine: take another one.
+    servers.append(listen(f"ipc://{tmp_path}/b.sock", keys=KEYS, cluster=cluster, previous=previous))
     assert port_of(servers[-1]) == cluster.port_range[0]
-    servers.append(listen(f"ipc://{tmp_path}/c.sock", keys=KEYS, cluster=cluster, before="tcp://10.0.0.5:20000"))
+    servers.append(listen(f"ipc://{tmp_path}/c.sock", keys=KEYS, cluster=cluster, previous="tcp://10.0.0.5:20000"))
     assert port_of(servers[-1]) == cluster.port_range[1]
 
 

@@ -6,9 +6,12 @@ from tests.builders import make_packed
 from tests.fakes import FakeClock
 
 
-def make_outbox(*, messages: int = 2, size_bytes: int = 10**6, clock=lambda: 0.0) -> Outbox:
+def make_outbox(*, added: int = 0, messages: int = 2, size_bytes: int = 10**6, clock=lambda: 0.0) -> Outbox:
+    """An outbox with a credit, to which the first members of a group were added."""
     outbox = Outbox(clock=clock)
     outbox.set_credit(messages=messages, size_bytes=size_bytes)
+    for index in range(added):
+        outbox.add(*make_packed(index=index, group_size=6))
     return outbox
 
 
@@ -17,9 +20,7 @@ def ids(sendable) -> list[str]:
 
 
 def test_sending_stops_at_the_credit_and_an_ack_frees_it():
-    outbox = make_outbox(messages=2)
-    for index in range(3):
-        outbox.add(*make_packed(index=index, group_size=3))
+    outbox = make_outbox(added=3)
     assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
     assert ids(outbox.pop_sendable()) == []
     outbox.acknowledge(["0-0-0"])
@@ -28,9 +29,7 @@ def test_sending_stops_at_the_credit_and_an_ack_frees_it():
 
 
 def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
-    outbox = make_outbox(messages=10, size_bytes=1)
-    outbox.add(*make_packed(index=0))
-    outbox.add(*make_packed(index=1))
+    outbox = make_outbox(added=2, messages=10, size_bytes=1)
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0"])
     assert ids(outbox.pop_sendable()) == ["0-0-1"]
@@ -38,9 +37,7 @@ def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
 
 def test_acknowledged_bytes_are_free_again():
     payload_bytes = len(make_packed(index=0)[1])
-    outbox = make_outbox(messages=10, size_bytes=2 * payload_bytes)
-    for index in range(6):
-        outbox.add(*make_packed(index=index, group_size=6))
+    outbox = make_outbox(added=6, messages=10, size_bytes=2 * payload_bytes)
     for first in (0, 2, 4):
         sent = ids(outbox.pop_sendable())
         assert sent == [f"0-0-{first}", f"0-0-{first + 1}"]
@@ -48,9 +45,7 @@ def test_acknowledged_bytes_are_free_again():
 
 
 def test_everything_unacknowledged_is_resent_to_a_new_broker():
-    outbox = make_outbox()
-    outbox.add(*make_packed(index=0))
-    outbox.add(*make_packed(index=1))
+    outbox = make_outbox(added=2)
     outbox.pop_sendable()
     outbox.acknowledge(["0-0-1"])
     outbox.resend_all()
@@ -59,9 +54,7 @@ def test_everything_unacknowledged_is_resent_to_a_new_broker():
 
 def test_a_nack_defers_a_trajectory_or_removes_it():
     clock = FakeClock(0.0)
-    outbox = make_outbox(clock=clock)
-    outbox.add(*make_packed(index=0))
-    outbox.add(*make_packed(index=1))
+    outbox = make_outbox(added=2, clock=clock)
     outbox.pop_sendable()
     outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=1.0))
     outbox.reject(Nack("0-0-1", "malformed", is_fatal=True))
@@ -74,9 +67,7 @@ def test_a_nack_defers_a_trajectory_or_removes_it():
 
 
 def test_a_nack_that_comes_after_a_reconnect_delays_nothing():
-    outbox = make_outbox()
-    outbox.add(*make_packed(index=0))
-    outbox.add(*make_packed(index=1))
+    outbox = make_outbox(added=2)
     outbox.pop_sendable()
     outbox.resend_all()
     outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
@@ -84,8 +75,7 @@ def test_a_nack_that_comes_after_a_reconnect_delays_nothing():
 
 
 def test_it_is_over_credit_only_while_trajectories_wait():
-    outbox = make_outbox(messages=1)
-    outbox.add(*make_packed(index=0))
+    outbox = make_outbox(added=1, messages=1)
     outbox.pop_sendable()
     assert not outbox.is_over_credit
     outbox.add(*make_packed(index=1))
@@ -93,12 +83,10 @@ def test_it_is_over_credit_only_while_trajectories_wait():
 
 
 def test_unanswered_trajectories_are_resent():
-    """Frames in transit on a connection that breaks for an instant are lost silently."""
+    """A brief connection loss silently drops frames in transit."""
     clock = FakeClock(0.0)
     payload_bytes = len(make_packed(index=0)[1])
-    outbox = make_outbox(messages=2, size_bytes=2 * payload_bytes, clock=clock)
-    for index in range(3):
-        outbox.add(*make_packed(index=index, group_size=3))
+    outbox = make_outbox(added=3, size_bytes=2 * payload_bytes, clock=clock)
     assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
     clock.now = 10.0
     outbox.acknowledge(["0-0-1"])

@@ -74,7 +74,7 @@ def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
 
 
 def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broker_was_gone():
-    # A tunnel takes connections though its other end is cut.
+    # A tunnel accepts connections even if its other end is down.
     best, second = preferred("generator-7", ["broker", "broker-1"])
     both = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
     own = route("generator-7", both)

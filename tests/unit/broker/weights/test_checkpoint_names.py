@@ -14,7 +14,7 @@ from tests.families import FAMILIES, make_family, make_family_module
 from tests.tiny_model import make_tiny_module
 
 KINDS = ("gemma2", "mixtral", "deepseek_v3", "qwen3_next")
-"""A tied head, names of their own, buffers, and experts beside other layers; the other families are as these."""
+"""Families with a tied head, different names, buffers, and experts next to other layers; they cover all others."""
 PUBLISHED = [
     name if name in KINDS else pytest.param(name, marks=pytest.mark.long)
     for name, (layout, _) in FAMILIES.items()
@@ -85,12 +85,12 @@ def test_tensors_that_are_one_in_the_checkpoint_wait_for_each_other(monkeypatch)
 def test_a_quantised_checkpoint_is_refused_by_name():
     module = make_family_module("gpt_oss")
     module.config.quantization_config = {"quant_method": "mxfp4"}
-    with pytest.raises(WeightTransferError, match=r"GptOssForCausalLM .* must be unquantised, .* got mxfp4"):
+    with pytest.raises(WeightTransferError, match=r"GptOssForCausalLM .* must be unquantized, .* got mxfp4"):
         CheckpointNames(module)
 
 
 class Lossy(Chunk):
-    """A conversion whose way back leaves out all but the first tensor."""
+    """A conversion that reverts to the first tensor only."""
 
     @property
     def reverse_op(self):

@@ -66,7 +66,7 @@ def test_the_next_bucket_is_copied_during_a_broadcast():
 @pytest.mark.parametrize("run", [send, receive])
 def test_nothing_touches_the_default_stream_on_which_the_learner_trains(run):
     cuda = FakeCuda()
-    # Training has queued work that takes for ever.
+    # Training has queued work that never ends.
     cuda.default.queue.append(("training", lambda: False))
     run(cuda)
     assert not [event for event in cuda.events if event.startswith("default")]

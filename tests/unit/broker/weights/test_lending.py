@@ -1,4 +1,4 @@
-"""A version is lent on as it arrives, and only what was verified: bucket by bucket, deltas once all are."""
+"""A version is lent while it arrives: each bucket once it is verified, the deltas once all buckets are."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ NAMES = [f"bucket-000{index}.bin" for index in range(3)]
 
 
 class WatchedFiles:
-    """A snapshot store that calls `on_read` before each file, and can damage one. Fulfils WeightFiles."""
+    """A snapshot store that calls `on_read` before each file, and can damage one. Implements WeightFiles."""
 
     def __init__(self, folder: Path, *versions: int) -> None:
         self.store = SnapshotStore(folder)

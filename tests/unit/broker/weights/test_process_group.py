@@ -1,4 +1,4 @@
-"""Deadlines and aborts of a backend that blocks like NCCL's, on a device that no CPU has."""
+"""Deadlines and aborts of a backend that blocks like NCCL, on a device other than the CPU."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ NOT_A_CPU = torch.device("meta")
 
 
 class BlockingBackend:
-    """Its first `num_sound` broadcasts succeed; the next one blocks until `abort`, and then ends as if it had."""
+    """The first `num_sound` broadcasts succeed; the next one blocks until `abort`, then ends like a successful one."""
 
     def __init__(self, *, num_sound: int = 0, hangs_in_abort: bool = False) -> None:
         self.num_sound = num_sound

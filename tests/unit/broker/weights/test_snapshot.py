@@ -1,8 +1,5 @@
 """A snapshot is complete or absent, and refused with a reason if it is damaged."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,6 +11,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshots
 from slipstream.broker.weights.snapshots import Manifest
+from tests.fakes import no_file_above
 from tests.unit.broker.weight_versions import make_slots, make_version
 
 
@@ -117,17 +115,6 @@ def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
 
 
 # --- room and crashes ------------------------------------------------------------------------------------------------
-@contextmanager
-def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files, which looks like a full disk to a writer."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write(path := tmp_path / "version-00000012")
     update, packed = make_version(13)

@@ -19,7 +19,7 @@ NUM_BYTES = 3 * 32 * 1024
 
 
 def fill(store: SnapshotStore, versions: Sequence[int], *, with_delta: bool = True) -> None:
-    """Put versions, each with a hundred more changed weights than the one before."""
+    """Put versions, each with a hundred more changed weights."""
     for version in versions:
         store.put(*make_version(version, moved=100 * version), with_delta=with_delta)
 
@@ -40,6 +40,14 @@ def files(store: SnapshotStore) -> dict[int, list[str]]:
         version: sorted({file.name.split("-")[0] for file in (store.folder / snapshots.folder_name(version)).iterdir()})
         for version in snapshots.versions(store.folder)
     }
+
+
+def held(store: SnapshotStore) -> HostWeights:
+    """Put version 1 into the store; returns host weights that hold it."""
+    weights = HostWeights()
+    fill(store, [1])
+    update_to(weights, store, 1)
+    return weights
 
 
 @pytest.fixture
@@ -109,40 +117,32 @@ def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
 
 
 def test_the_next_version_is_read_as_a_delta(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2])
     assert update_to(weights, store, 2) < NUM_BYTES / 10
 
 
 def test_several_versions_are_read_as_a_chain_of_deltas(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2, 3, 5])
     assert update_to(weights, store, 5) < NUM_BYTES / 10
 
 
 def test_an_incomplete_chain_falls_back_to_the_snapshot(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, range(2, 8))
     assert update_to(weights, store, 7) >= NUM_BYTES
 
 
 @pytest.mark.parametrize(("damaged", "share"), [("delta.json", 1), ("delta-0001.bin", 2 / 3)])
 def test_a_damaged_delta_falls_back_to_the_snapshot(store: SnapshotStore, damaged: str, share: float) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2])
     path = store.folder / "version-00000002" / damaged
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    # But for the buckets that were right before.
+    # Buckets that were already right are not read again.
     assert share * NUM_BYTES <= update_to(weights, store, 2) < share * NUM_BYTES + NUM_BYTES / 10
     fill(store, [3])
     assert update_to(weights, store, 3) < NUM_BYTES / 10
@@ -182,9 +182,7 @@ def make_half_changed(version: int) -> tuple[Update, list[Tensor]]:
 
 
 def test_a_damaged_snapshot_is_refused_and_no_version_is_held(store: SnapshotStore) -> None:
-    weights = HostWeights()
-    fill(store, [1])
-    update_to(weights, store, 1)
+    weights = held(store)
     fill(store, [2], with_delta=False)
     path = store.folder / "version-00000002" / "bucket-0002.bin"
     path.write_bytes(bytes(path.stat().st_size))

@@ -292,4 +292,4 @@ def test_gloo_can_be_forced():
 def test_nccl_that_cannot_work_is_refused_in_words():
     generators = publish_twice({"g0": "cuda:GPU-0"}, backend="nccl")
     assert generators.backends == []
-    assert "on a GPU of its own, got two of them on one GPU: use weights.backend=auto" in generators.evicted[0][1]
+    assert "on separate GPUs, got two on one GPU: use weights.backend=auto" in generators.evicted[0][1]

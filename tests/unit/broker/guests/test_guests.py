@@ -1,4 +1,4 @@
-"""A broker lets guests answer their own leases alone, has their answers checked, and ends those that lie."""
+"""Guests may answer only their own leases; their answers are checked, and liars are quarantined."""
 
 from pathlib import Path
 
@@ -88,11 +88,10 @@ def give_answers(scene: RouterScene, guest: FakePeer, name: str = "mallory") -> 
 def test_a_guest_gets_no_lease_before_one_of_ones_own_can_check_it(scene: RouterScene):
     guest = join(scene)
     assert guest.exchange(LeaseRequest(4)) == []
-    scene.clock.now += 1.0
-    scene.step()
+    scene.tick(1.0)
     (empty,) = guest.receive()
     assert empty.prompts == []
-    assert empty.reason == "guests: no generator of the run's own is ready to check answers"
+    assert empty.reason == "guests: no trusted generator is ready to check answers"
     own(scene)
     assert len(guest.lease().prompts) == 2
 
@@ -126,14 +125,14 @@ def test_a_liar_is_quarantined_with_its_groups_drained_and_may_not_come_back(sce
     owned.exchange(Audited(AnswerCheck("0-0-1", lie=LIE)))
     assert scene.store.counts().ready == 0
     assert scene.store.counts().reasons == {"quarantined: guest: mallory": 2}
-    sentence = f"2 of 2 answers that were checked are not what they say, the last: {LIE}"
+    sentence = f"2 of 2 checked answers are false, the last one: {LIE}"
     assert scene.store.quarantined_guests() == {"mallory": sentence}
     drain = next(message for message in guest.receive() if isinstance(message, Drain))
     assert drain.reason == f"quarantined: {sentence}"
     role = scene.store.roles()["mallory"]
     assert (role["state"], role["reason"]) == ("gone", f"quarantined: {sentence}")
     assert [event.text for event in scene.store.events(limit=9) if event.role == "mallory"] == [
-        f"quarantined, with 2 groups that it wrote in: {sentence}",
+        f"quarantined, with the 2 groups it contributed to: {sentence}",
         f"quarantined: {sentence}; 0 leases returned",
     ]
     assert guest.exchange(LeaseRequest(4)) == [Bye()]
@@ -178,7 +177,7 @@ def test_an_answer_that_repeats_an_improbable_one_is_a_lie(scene: RouterScene):
     ):  # fmt: skip
         owned.exchange(Audited(AnswerCheck(name, digest=digest, logprob=logprob)))
     reason = scene.store.quarantined_guests()["mallory"]
-    assert reason.endswith("1-0-1 repeats 1-0-0, which chance does once in a million")
+    assert reason.endswith("1-0-1 repeats 1-0-0, which is no coincidence")
 
 
 def test_an_answer_that_is_probable_may_come_twice(scene: RouterScene):
@@ -198,9 +197,8 @@ def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Pat
     for prompt in prompts:
         put(guest, *(answer(prompt, index, group_size=32) for index in prompt.lease.indices))
     guest.exchange(LeaseRequest(64))
-    scene.clock.now += 1.0
-    scene.step()
-    assert guest.receive()[-1].reason == "guests: 64 of its answers wait to be checked"
+    scene.tick(1.0)
+    assert guest.receive()[-1].reason == "guests: 64 of its answers wait for a check"
 
 
 FALSE = {
@@ -242,7 +240,7 @@ def test_a_guest_is_its_own_generator_and_nothing_else(scene: RouterScene):
     for peer in (GuestPeer(scene, "learner", role="learner", key="alice"), GuestPeer(scene, "g7", key="alice")):
         (refusal,) = peer.receive()
         assert isinstance(refusal, Refuse)
-        assert refusal.reason.startswith("a guest is one generator with its own name, 'alice', got")
+        assert refusal.reason.startswith("a guest must be a generator named 'alice', got")
 
 
 def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(scene: RouterScene):

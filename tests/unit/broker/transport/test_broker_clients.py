@@ -21,7 +21,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
-from slipstream.broker.transport.session import Links
+from slipstream.broker.transport.session import BrokerClients
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
 
 BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
@@ -46,14 +46,14 @@ class Scene:
         self.received: list = []
         self.reachable = set(BROKERS.values())
         self.known: dict[str, str] = {}
-        self.links = Links(
+        self.clients = BrokerClients(
             self._connect,
             on_message=self.received.append,
             joins_all=True,
             brokers=self.known,
             is_reachable=self.reachable.__contains__,
         )
-        self.links.open("ipc:///a")
+        self.clients.open("ipc:///a")
 
     def _connect(self, address: str, on_message: Callable) -> BrokerClient:
         hello = Hello("learner", "learner", "1", "here", 1)
@@ -72,7 +72,7 @@ class Scene:
         return until(lambda: [each for each in self.brokers[address].receive() if isinstance(each, kind)])
 
     def report(self, address: str, *states: MemberState) -> list[MemberState]:
-        """Have a broker report its members; returns the list that the learner is told."""
+        """Let a broker report its members; returns the list that the learner receives."""
         del self.received[:]
         self.brokers[address].send(Members(list(states)))
         return until(lambda: [each for each in self.received if isinstance(each, Members)])[-1].generators
@@ -82,7 +82,15 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.links.stop()
+    made.clients.stop()
+
+
+@pytest.fixture
+def joined(scene: Scene) -> Scene:
+    """The learner has joined both brokers."""
+    for broker in BROKERS:
+        scene.welcome(broker, BROKERS)
+    return scene
 
 
 def test_the_only_broker_is_joined_alone(scene: Scene):
@@ -91,45 +99,37 @@ def test_the_only_broker_is_joined_alone(scene: Scene):
     assert scene.brokers["ipc:///b"].receive() == []
 
 
-def test_every_living_broker_is_joined_and_their_members_are_one_list(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    assert scene.report("ipc:///a", G1) == [G1]
-    assert scene.report("ipc:///b", G0) == [G0, G1]
-    assert scene.report("ipc:///b") == [G1]
-    scene.links.send(Profile("events"))
+def test_every_living_broker_is_joined_and_their_members_are_one_list(joined: Scene):
+    assert joined.report("ipc:///a", G1) == [G1]
+    assert joined.report("ipc:///b", G0) == [G0, G1]
+    assert joined.report("ipc:///b") == [G1]
+    joined.clients.send(Profile("events"))
     for address in BROKERS.values():
-        scene.await_message(address, Profile)
+        joined.await_message(address, Profile)
 
 
-def test_members_of_a_broker_that_is_gone_are_dropped_and_come_back_with_another(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.report("ipc:///a", G0)
-    scene.report("ipc:///b", G1)
-    del scene.received[:]
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", {"broker": "ipc:///a"}))
-    assert until(lambda: scene.received) == [Members([G0])]
-    assert scene.report("ipc:///a", G0, G1) == [G0, G1]
+def test_members_of_a_broker_that_is_gone_are_dropped_and_come_back_with_another(joined: Scene):
+    joined.report("ipc:///a", G0)
+    joined.report("ipc:///b", G1)
+    del joined.received[:]
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", {"broker": "ipc:///a"}))
+    assert until(lambda: joined.received) == [Members([G0])]
+    assert joined.report("ipc:///a", G0, G1) == [G0, G1]
 
 
-def test_a_broker_that_is_back_at_another_address_is_joined_there(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
+def test_a_broker_that_is_back_at_another_address_is_joined_there(joined: Scene):
     moved = BROKERS | {"broker-1": "ipc:///c"}
-    scene.reachable ^= {"ipc:///b", "ipc:///c"}
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
-    scene.welcome("broker-1", moved, address="ipc:///c")
-    scene.await_message("ipc:///b", Bye)
+    joined.reachable ^= {"ipc:///b", "ipc:///c"}
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", moved))
+    joined.welcome("broker-1", moved, address="ipc:///c")
+    joined.await_message("ipc:///b", Bye)
 
 
-def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_role_took_its_own(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.reachable.add(PORT)
-    scene.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS | {"broker-1": PORT}))
-    scene.await_message(PORT, Hello)
-    scene.await_message("ipc:///b", Bye)
+def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_role_took_its_own(joined: Scene):
+    joined.reachable.add(PORT)
+    joined.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS | {"broker-1": PORT}))
+    joined.await_message(PORT, Hello)
+    joined.await_message("ipc:///b", Bye)
 
 
 def test_a_loopback_address_of_another_machine_is_no_reason_to_leave_a_tunnel(scene: Scene):
@@ -138,18 +138,18 @@ def test_a_loopback_address_of_another_machine_is_no_reason_to_leave_a_tunnel(sc
     scene.welcome("broker", there)
     scene.welcome("broker-1", there)
     assert scene.report("ipc:///a", G1) == [G1]
-    assert [link.address for link in scene.links._links] == ["ipc:///a", "ipc:///b"]
+    assert [link.address for link in scene.clients._links] == ["ipc:///a", "ipc:///b"]
 
 
 def test_a_broker_is_not_left_for_an_address_that_cannot_be_reached(scene: Scene):
-    # As through a tunnel: the first one says that it is at another address than this.
+    # Like a tunnel: the first broker announces another address.
     there = {"broker": "tcp://10.0.0.1:20000", "broker-1": "ipc:///b"}
     scene.welcome("broker", there)
     scene.welcome("broker-1", there)
     scene.brokers["ipc:///b"].send(LivingBrokers("broker-1", there))
     assert scene.report("ipc:///b", G0) == [G0]
     assert scene.report("ipc:///a", G1) == [G0, G1]
-    assert [link.address for link in scene.links._links] == ["ipc:///a", "ipc:///b"]
+    assert [link.address for link in scene.clients._links] == ["ipc:///a", "ipc:///b"]
 
 
 def test_a_broker_that_cannot_be_reached_where_it_says_is_joined_where_it_is_known_to_be(scene: Scene):
@@ -160,46 +160,42 @@ def test_a_broker_that_cannot_be_reached_where_it_says_is_joined_where_it_is_kno
 
 def test_of_two_links_to_one_broker_the_newer_stays(scene: Scene):
     scene.welcome("broker", BROKERS)
-    # The address that is known as that of the second leads to the first.
+    # The address assumed for the second broker leads to the first.
     scene.welcome("broker", BROKERS, address="ipc:///b")
     scene.await_message("ipc:///a", Bye)
-    assert next(link.address for link in scene.links._links) == "ipc:///b"
+    assert next(link.address for link in scene.clients._links) == "ipc:///b"
 
 
 def test_a_link_that_was_left_for_its_twin_leaves_none(scene: Scene):
-    (left,) = scene.links._links
+    (left,) = scene.clients._links
     scene.welcome("broker", BROKERS)
     scene.welcome("broker", BROKERS, address="ipc:///b")
-    until(lambda: left not in scene.links._links)
-    # Both were welcomed at once: the welcome of the one that was left is handled last.
-    scene.links._receive(left, msgspec.structs.replace(make_welcome(), living=LivingBrokers("broker", BROKERS)))
-    assert [link.address for link in scene.links._links if link.broker == "broker"] == ["ipc:///b"]
+    until(lambda: left not in scene.clients._links)
+    # Both were welcomed concurrently: the welcome of the link that was left is handled last.
+    scene.clients._receive(left, msgspec.structs.replace(make_welcome(), living=LivingBrokers("broker", BROKERS)))
+    assert [link.address for link in scene.clients._links if link.broker == "broker"] == ["ipc:///b"]
 
 
-def test_the_learner_leaves_every_broker(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    assert isinstance(scene.received[-1], Welcome)
-    scene.links.stop(reason="out of memory")
+def test_the_learner_leaves_every_broker(joined: Scene):
+    assert isinstance(joined.received[-1], Welcome)
+    joined.clients.stop(reason="out of memory")
     for address in BROKERS.values():
-        assert scene.await_message(address, Bye) == [Bye("out of memory")]
+        assert joined.await_message(address, Bye) == [Bye("out of memory")]
 
 
-def test_members_of_a_broker_that_is_back_count_again_though_it_has_nothing_new_to_report(scene: Scene):
-    scene.welcome("broker", BROKERS)
-    scene.welcome("broker-1", BROKERS)
-    scene.report("ipc:///a", G0)
-    scene.report("ipc:///b", G1)
+def test_members_of_a_broker_that_is_back_count_again_though_it_has_nothing_new_to_report(joined: Scene):
+    joined.report("ipc:///a", G0)
+    joined.report("ipc:///b", G1)
     for living, members in (({"broker": "ipc:///a"}, [G0]), (BROKERS, [G0, G1])):
-        del scene.received[:]
-        scene.brokers["ipc:///a"].send(LivingBrokers("broker", living))
-        assert until(lambda: scene.received) == [Members(members)]
+        del joined.received[:]
+        joined.brokers["ipc:///a"].send(LivingBrokers("broker", living))
+        assert until(lambda: joined.received) == [Members(members)]
 
 
 def test_an_order_reaches_the_members_of_a_broker_that_is_found_after_it(scene: Scene):
     scene.welcome("broker", {"broker": "ipc:///a"})
     order = Update(NO_EPOCH, [G0.member, G1.member], 1, [], [], [], [], [], 1.0, 1.0)
-    scene.links.send(order)
+    scene.clients.send(order)
     scene.await_message("ipc:///a", Update)
     scene.brokers["ipc:///a"].send(LivingBrokers("broker", BROKERS))
     scene.welcome("broker-1", BROKERS)
@@ -209,7 +205,7 @@ def test_an_order_reaches_the_members_of_a_broker_that_is_found_after_it(scene: 
 
 def test_no_broker_is_joined_once_the_learner_leaves(scene: Scene):
     scene.welcome("broker", {"broker": "ipc:///a"})
-    scene.links.stop()
-    (link,) = scene.links._links
-    scene.links._receive(link, LivingBrokers("broker", BROKERS))
-    assert scene.links._links == [link]
+    scene.clients.stop()
+    (link,) = scene.clients._links
+    scene.clients._receive(link, LivingBrokers("broker", BROKERS))
+    assert scene.clients._links == [link]
