@@ -142,8 +142,8 @@ def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) 
     names = tuple(weights) or tuple(inputs.parts)
     if not names or any(name not in inputs.parts or not inputs.parts[name].isfinite().all() for name in names):
         raise BatchError(
-            f"algorithm.advantage=gdpo needs reward parts that every answer has ({', '.join(names)}), got parts "
-            f"{', '.join(inputs.parts) or 'none'}, some of them missing in some answers: check the reward function."
+            f"algorithm.advantage=gdpo needs reward parts that every answer has ({', '.join(names)}), got "
+            f"{', '.join(inputs.parts) or 'none'}, or answers that lack some of them: check the reward function."
         )
     parts = [segments.standardised(inputs.parts[name], inputs.groups, epsilon=epsilon) for name in names]
     factors = inputs.rewards.new_tensor([weights.get(name, 1.0) for name in names])

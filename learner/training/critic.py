@@ -138,7 +138,7 @@ def load_value_model(
 
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format and the head to a separate file. `weights`: named as in `model.weights`."""
+    """Write the trunk in transformers format and the head to its own file. `weights`: named as in `model.weights`."""
     is_trunk = {name: name.startswith(_TRUNK) for name in weights}
     trunk = {name.removeprefix(_TRUNK): tensor for name, tensor in weights.items() if is_trunk[name]}
     model.trunk.save_pretrained(folder, state_dict=trunk)

@@ -1,12 +1,12 @@
-"""LayoutChooser: the densest layout in which every model computes of packed samples what it computes of each alone.
+"""LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
 
-A mask that a model ignores changes numbers without an error: windows are ignored, recurrent states leak from one sample
-into the next. So every model is tried, on prompts of the run. A layout is exact where rounding explains
+Some models silently ignore masks or windows, or leak recurrent states from one sample into the next. Each model is
+therefore tested on prompts of the run. A layout is exact if rounding explains
 
-    |packed - alone| and |packed - packed beside other samples|, relative to the spread of `alone`,
+    |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal where it explains what the last token changes in the others. `check_rows` repeats this during
-training.
+and a model is causal if rounding explains how changing the last token affects earlier tokens. `check_rows` repeats the
+test during training.
 """
 
 import dataclasses
@@ -49,12 +49,12 @@ log = structlog.get_logger(__name__)
 
 
 class LayoutChooser:
-    """Life: check, once for each model that reads microbatches -> choose. Both are collective."""
+    """Life: check, once per model that computes microbatches -> choose. Both are collective."""
 
     def __init__(
         self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, text: Sequence[int] = ()
     ) -> None:
-        """Check the policy, on `text`, tokens of the run's prompts, and random ones beyond. Raises ModelError."""
+        """Check the policy. `text`: tokens of the run's prompts, continued with random tokens. Raises ModelError."""
         self._run = run
         self._text = text
         self._ranks = ranks
@@ -68,9 +68,9 @@ class LayoutChooser:
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: Probed, *, setting: str, path: str) -> None:
-        """Drop layouts until `model` is exact in the first; it must be whole on this rank.
+        """Drop layouts until all checked models are exact in the first one. `model` must be unsharded.
 
-        `setting` is the config key of its `path`. Raises ModelError if no layout is left, or if it isn't causal.
+        `setting` is the config key of `path`. Raises ModelError if no layout is left or the model isn't causal.
         """
         proof = _Proof(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
         proof.check_causality(setting=setting, path=path)
@@ -80,18 +80,18 @@ class LayoutChooser:
         if not proof.is_packed:
             self._needs_masks, self._positions = True, min(self._positions, proof.positions)
         self._proofs.append(proof)
-        # A sparser layout must suit the models before this one, too.
+        # Earlier models must also be exact in the sparser layout.
         while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._proofs):
             self._kinds.pop(0)
             if not self._kinds:
                 raise ModelError(
-                    f"{setting} must name a model that computes samples side by side as it computes each alone, within "
-                    f"rounding, got {path!r} ({proof.name}), for which no layout is left: {proof.describe()}; train "
-                    "another model" + (", or with learner.sequence_parallel=1." if model.group.size > 1 else ".")
+                    f"{setting} must name a model that computes samples in one batch as it computes each alone, within "
+                    f"rounding, got {path!r} ({proof.name}), which no layout suits: {proof.describe()}; train another "
+                    "model" + (", or set learner.sequence_parallel=1." if model.group.size > 1 else ".")
                 )
 
     def choose(self) -> Layout:
-        """The densest layout that fits all models that were checked."""
+        """The densest layout that is exact for all checked models."""
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
             differences = "; ".join(f"{proof.name}: {proof.describe()}" for proof in self._proofs)
@@ -102,13 +102,13 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and self._needs_masks:
-            # Attention costs row length x width, the rest 12 x width^2: rows of half the width cost next to nothing.
+            # Per token, attention costs row length x width, the rest 12 x width^2. Rows of half the width are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
 
 
 class _Proof:
-    """Comparison of one model's numbers of the same samples in several layouts. Every method is collective."""
+    """Compares one model's outputs for the same samples in several layouts. Every method is collective."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Proof:
         self._device = device
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to what rounding explains, and the error instead."""
+        """Layout -> largest difference relative to rounding, and the error if it failed."""
 
     @property
     def is_packed(self) -> bool:
@@ -136,11 +136,11 @@ class _Proof:
 
     @property
     def positions(self) -> int:
-        """Longest row that the model computes."""
+        """Maximum row length of the model."""
         return UNLIMITED if self.is_packed else positions_of(self._model.backbone.config)
 
     def describe(self) -> str:
-        """The layouts that were tried, and what they showed."""
+        """Result of each tested layout, for a message."""
         return ", ".join(
             f"{layout.kind} " + (f"fails ({error})" if error else f"differs by {excess:.2g} times rounding")
             for layout, (excess, error) in self.found.items()
@@ -148,7 +148,7 @@ class _Proof:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError unless the tokens of a sample predict the same whatever its last one is."""
+        """Raise ModelError if changing the last token of a sample changes predictions at earlier tokens."""
         samples = numbered([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
         if not samples:
             return
@@ -178,11 +178,11 @@ class _Proof:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """Whether samples are computed in this layout as alone, whatever is beside them."""
+        """Whether samples in this layout are computed as if alone, with any neighbors."""
         if layout not in self.found:
             found = 0.0, ""
-            # In float32 a leak cannot hide in rounding; kernels of half precision are others. Rows as long as those of
-            # the run come last, because they cost most: a model may also count along the row.
+            # float32 reveals small leaks, but half precision uses other kernels, so test both. Full-length rows show
+            # whether the model counts positions along the row. They come last because they cost most.
             for dtype in dict.fromkeys((torch.float32, self._model.compute_dtype)):
                 for fills_row in (False, True):
                     if found[0] <= 1:
@@ -191,7 +191,7 @@ class _Proof:
         return self.found[layout][0] <= 1
 
     def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
-        """Smallest difference of a few draws: rounding may change an expert in one of them, a leak is in each."""
+        """Smallest difference over several draws: rounding may change routing in one draw, but leaks occur in all."""
         best = self._compare(layout, dtype, 0, fills_row=fills_row)
         for draw in range(1, _DRAWS):
             if 1 < best[0] < torch.inf:
@@ -199,9 +199,9 @@ class _Proof:
         return best
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference on all ranks relative to what rounding explains, and the error instead.
+        """Difference over all ranks relative to rounding, and the error if the model failed.
 
-        `fills_row`: with rows as long as those of the run.
+        `fills_row`: use rows as long as in training.
         """
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
@@ -210,7 +210,7 @@ class _Proof:
             return 0.0, ""
         is_new = [int(sample.group_id) % 2 == 1 for sample in samples]
         exchanged = [b if new else a for a, b, new in zip(samples, others, is_new, strict=True)]
-        # One row for as many as may be together, so that each sample has neighbors.
+        # As few rows as possible, so that each sample has neighbors.
         row_tokens = max(layout.row_tokens, min(total, layout.microbatch_tokens, self.positions))
         rows = dataclasses.replace(layout, row_tokens=row_tokens)
         found, error = torch.inf, ""
@@ -238,7 +238,7 @@ class _Proof:
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
-        """Attention as transformers computes it, of whole sequences."""
+        """Compute whole sequences with transformers' own attention."""
         model, is_packed = self._model, self.is_packed
         group, model.group = model.group, ALONE
         if is_packed:
@@ -253,16 +253,16 @@ class _Proof:
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
-        """Groups that share prompts, the longest first; of the run's text in the first draw, then of random tokens."""
+        """Groups with shared prompts, longest first: the run's text in draw 0, otherwise random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
-        # Tokens that some layer sees at most, or beyond which positions are stretched; 0 = no layer is limited.
+        # Attention windows of any layer, and the length beyond which rotary positions are scaled; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
         rope = getattr(config, "rope_parameters", None) or {}
         windows.append(rope.get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
-        # Every response of the second group lies beyond the window from its prompt's beginning.
+        # The first prompt is so long that its responses are beyond the attention window from its start.
         groups = [(window - response, 2), (min(24, window - response), 3), (1, 1)]
         random = np.random.default_rng([self._run.seed, self._model.vocab_size, draw])
         text = [] if draw else list(self._text)
@@ -285,7 +285,7 @@ class _Proof:
         return numbered([*samples, *self._samples_with_images(random, longest)])
 
     def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
-        """Two answers about one image, and one about another."""
+        """Two answers about one image, and one answer about another."""
         if not self._vision:
             return []
         side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
@@ -316,7 +316,7 @@ class _Proof:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples as long as the longest that make a row of `total` tokens as long as those of the run."""
+        """Samples of `length` inputs that extend a row of `total` tokens to the row length of training."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])

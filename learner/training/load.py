@@ -1,4 +1,4 @@
-"""Loading: a transformers model that computes what the untouched checkpoint computes in evaluation mode."""
+"""Loading: a transformers model that computes the same function as the unmodified checkpoint in evaluation mode."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, roun
 from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup, can_pack, check_sequence_parallel
 
 LONG = 2048
-"""Length of sequences from which on masks cost more on CPUs than a call of the kernel for each run of tokens."""
+"""Sequence length above which, on CPUs, masks cost more than one kernel call per run of tokens."""
 
 UNLIMITED = 2**31
-"""Positions of a model that names no limit."""
+"""Maximum row length of a model that declares no limit."""
 
 
 _PROBE_TOKENS = 32
@@ -34,10 +34,10 @@ def load_module(
     group: SequenceGroup = ALONE,
     gradient_checkpointing: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model by one of transformers' Auto classes, and the names of its weights that the checkpoint lacks.
+    """Load a model with a transformers Auto class (`kind`). Also return the names of weights missing in the checkpoint.
 
-    It computes what the untouched checkpoint computes in evaluation mode. `setting` is where the path stands in the
-    config. Raises ModelError.
+    The model computes the same function as the unmodified checkpoint in evaluation mode. `setting` is the config key of
+    the path. Raises ModelError.
     """
     logging.disable_progress_bar()
     try:
@@ -68,36 +68,36 @@ def load_module(
         ) from error
     module = module.to(device)
     _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model computes only within an engine.
+    # A sharded model cannot compute outside an engine.
     if not is_sharded(module):
         _check_untouched(module, config, setting=setting)
     return module, sorted(found["missing_keys"])
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Layers that recompute activations are in training mode, in which their dropout would be random."""
+    """Set all dropout rates to 0, because layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
-            # GPT-2 says `resid_pdrop`, OPT `layerdrop`.
+            # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Evaluation mode, the function that generators sample from: routers draw experts and jitter in training mode."""
+    """Set evaluation mode, like the generators: in training mode, some routers are random."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations in training mode alone; the parts of these layers stay as they are.
+        # transformers recomputes activations only in training mode. Submodules of these layers stay in evaluation mode.
         for part in module.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
 
 
 @torch.no_grad()
 def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
-    """Compare with the model that transformers makes of the untouched config and the same weights. Raises ModelError.
+    """Compare with a model that transformers builds from the unmodified config, sharing the weights.
 
-    The weights are in memory once.
+    Raises ModelError.
     """
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
@@ -111,14 +111,14 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
         attn_implementation="sdpa" if is_packed else attention,
     )
     if is_packed:
-        # The layout is proved with it, or chosen without.
+        # LayoutChooser checks packed attention later.
         module.set_attn_implementation("sdpa")
     untouched = untouched.to(module.device).eval()
     got = f"got {config.path!r} ({type(module).__name__})"
     token_ids, limit = probe_tokens(module), LIMIT
 
     def compute(model: PreTrainedModel) -> Tensor:
-        # A classifier has a single score.
+        # A classifier's output is a single score, so compare hidden states instead.
         part = model.base_model if hasattr(model, "score") else model
         return part(input_ids=token_ids, use_cache=False)[0]
 
@@ -143,7 +143,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
 
 
 def probe_tokens(module: PreTrainedModel) -> Tensor:
-    """Random token ids, int64[1, T], the same in every call."""
+    """Random token ids, int64[1, T], equal in every call."""
     text = module.config.get_text_config()
     length = min(_PROBE_TOKENS, positions_of(text))
     generator = torch.Generator().manual_seed(text.vocab_size)
@@ -151,27 +151,30 @@ def probe_tokens(module: PreTrainedModel) -> Tensor:
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Longest row that a model with a mask or positions of fixed size computes; unlimited where it names none."""
+    """Maximum row length of a model with masks or positions of fixed size; UNLIMITED if its config declares none."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    # XLNet says -1, where it has no limit.
+    # XLNet uses -1 for no limit.
     return found if found and found > 0 else UNLIMITED
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an error, for a sentence."""
+    """Type and first line of an error, for a message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def choose_attention(
     settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """None: SDPA where the model has it, else eager. `is_sliced`: whether ranks share sequences."""
+    """Attention implementation for transformers. None: SDPA if the model supports it, else eager.
+
+    `is_sliced`: whether ranks share sequences.
+    """
     if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
-    # transformers' SDPA leaves the soft cap of attention scores out without a word.
+    # transformers' SDPA silently ignores the soft cap of attention scores.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has sharded its parameters: they are whole only while it computes."""
+    """Whether ZeRO-3 has sharded the module's parameters, which are then only gathered during computation."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
