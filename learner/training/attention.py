@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 PACKED = "slipstream_packed"
 """Name under which `packed_attention` is registered with transformers, which builds no mask for it."""
@@ -35,7 +35,7 @@ Masks = dict[tuple[int, int, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class PackedRows:
     """Argument that a forward pass hands to every attention layer."""
 
     spans: Spans | None
@@ -53,29 +53,29 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sight: Sight | None = None,
+    packed_rows: PackedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query, key, and value [R, H, L, D] -> [R, L, H, D]."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    sight, kind = sight or Sight(None, ALONE), query.device.type
+    packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
     # Under autocast SDPA casts its inputs. Normalized queries may be float32 while values are in half precision.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     # Repeat key/value heads so that the number of ranks divides them and each rank gets complete query-head groups.
-    repeats = math.lcm(key.shape[1], sight.group.size) // key.shape[1]
+    repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
     if repeats > 1:
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
-    states = [sight.group.exchange(part.to(dtype)) for part in (query, key, value)]
-    return sight.group.exchange(_attend(states, sight, window=sliding_window or 0, scale=scaling)), None
+    states = [packed_rows.group.exchange(part.to(dtype)) for part in (query, key, value)]
+    return packed_rows.group.exchange(_attend(states, packed_rows, window=sliding_window or 0, scale=scaling)), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
-def _attend(states: list[Tensor], sight: Sight, *, window: int, scale: float | None) -> Tensor:
+def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
     rows, _, length, width = states[0].shape
-    spans = sight.spans
+    spans = packed_rows.spans
     if spans is None:
         if not 0 < window < length:
             return scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
@@ -87,7 +87,7 @@ def _attend(states: list[Tensor], sight: Sight, *, window: int, scale: float | N
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
     attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
-    found = attend([query, key, value], spans, masks=sight.masks, window=window, scale=scale)
+    found = attend([query, key, value], spans, masks=packed_rows.masks, window=window, scale=scale)
     return found.unflatten(0, (rows, length))
 
 

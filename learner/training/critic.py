@@ -27,9 +27,8 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.load import load_module
-from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, scaled
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
@@ -55,7 +54,7 @@ class ValueModel(nn.Module):
     Weights and the head's computation are float32.
     """
 
-    group = ALONE
+    group = SINGLE_RANK
     """Ranks that share each sequence."""
     has_trunk = True
 
@@ -103,7 +102,7 @@ def load_value_model(
     device: torch.device,
     gradient_checkpointing: bool = False,
     loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = ALONE,
+    group: SequenceGroup = SINGLE_RANK,
 ) -> ValueModel:
     """Load a value model, or a policy's trunk with a zero head, without dropout. Raises ModelError.
 

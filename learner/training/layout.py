@@ -16,26 +16,18 @@ from contextlib import contextmanager
 import numpy as np
 import structlog
 import torch
+from torch import Tensor
 
 from slipstream.configs.run import RunConfig
-from slipstream.learner.batching.collate import Layout, LayoutKind
+from slipstream.learner.batching.collate import Layout, LayoutKind, collate
 from slipstream.learner.batching.microbatch import Sample, SampleImages
-from slipstream.learner.errors import ModelError
+from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED
-from slipstream.learner.training.load import UNLIMITED, first_line, positions_of
-from slipstream.learner.training.model import Policy
-from slipstream.learner.training.rounding import difference
-from slipstream.learner.training.row_check import (
-    ALONE_LAYOUT,
-    Probed,
-    before_last,
-    excess_of,
-    numbered,
-    numbers,
-    with_others,
-)
-from slipstream.learner.training.sequence_parallel import ALONE
+from slipstream.learner.training.critic import ValueModel
+from slipstream.learner.training.model import UNLIMITED, Policy, first_line, positions_of
+from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 from slipstream.runtime.images import VisionModel, takes_images
 
 _SHORTEST_PROBE = 64
@@ -44,6 +36,14 @@ _MIN_ROW_TOKENS = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _DRAWS = 3
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+
+CHECK_EVERY_STEPS = 20
+"""Steps between two calls of `check_rows`."""
+_END_TOKENS = 8
+UNPACKED = Layout("one_at_a_time", 1)
+
+ProbedModel = Policy | ValueModel
+"""Model that computes microbatches."""
 
 log = structlog.get_logger(__name__)
 
@@ -62,39 +62,41 @@ class LayoutChooser:
         self._hidden_size = policy.hidden_size
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
-        self._proofs: list[_Proof] = []
+        self._model_checks: list[_ModelCheck] = []
         self._needs_masks = False
         self._positions = UNLIMITED
         self.check(policy, setting="model.path", path=run.model.path)
 
-    def check(self, model: Probed, *, setting: str, path: str) -> None:
+    def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
         """Drop layouts until all checked models are exact in the first one. `model` must be unsharded.
 
         `setting` is the config key of `path`. Raises ModelError if no layout is left or the model isn't causal.
         """
-        proof = _Proof(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
-        proof.check_causality(setting=setting, path=path)
-        if proof.is_packed and model.group.size == 1 and not proof.is_exact(self._layout(self._kinds[0])):
+        model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
+        model_check.check_causality(setting=setting, path=path)
+        if model_check.is_packed and model.group.size == 1 and not model_check.is_exact(self._layout(self._kinds[0])):
             model.backbone.set_attn_implementation("sdpa")
-            proof.found.clear()
-        if not proof.is_packed:
-            self._needs_masks, self._positions = True, min(self._positions, proof.positions)
-        self._proofs.append(proof)
+            model_check.found.clear()
+        if not model_check.is_packed:
+            self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
+        self._model_checks.append(model_check)
         # Earlier models must also be exact in the sparser layout.
-        while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._proofs):
+        while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
             if not self._kinds:
                 raise ModelError(
                     f"{setting} must name a model that computes samples in one batch as it computes each alone, within "
-                    f"rounding, got {path!r} ({proof.name}), which no layout suits: {proof.describe()}; train another "
-                    "model" + (", or set learner.sequence_parallel=1." if model.group.size > 1 else ".")
+                    f"rounding, got {path!r} ({model_check.name}), which no layout suits: {model_check.describe()}; "
+                    "train another model" + (", or set learner.sequence_parallel=1." if model.group.size > 1 else ".")
                 )
 
     def choose(self) -> Layout:
         """The densest layout that is exact for all checked models."""
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
-            differences = "; ".join(f"{proof.name}: {proof.describe()}" for proof in self._proofs)
+            differences = "; ".join(
+                f"{model_check.name}: {model_check.describe()}" for model_check in self._model_checks
+            )
             log.info("layout_chosen", layout=layout.kind, row_tokens=layout.row_tokens, differences=differences)
         return layout
 
@@ -107,13 +109,13 @@ class LayoutChooser:
         return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
 
 
-class _Proof:
+class _ModelCheck:
     """Compares one model's outputs for the same samples in several layouts. Every method is collective."""
 
     def __init__(
         self,
         run: RunConfig,
-        model: Probed,
+        model: ProbedModel,
         *,
         path: str,
         text: Sequence[int],
@@ -149,17 +151,18 @@ class _Proof:
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
         """Raise ModelError if changing the last token of a sample changes predictions at earlier tokens."""
-        samples = numbered([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
+        samples = indexed([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
         if not samples:
             return
         changed = [
-            with_others(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size) for sample in samples
+            with_changed_tokens(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size)
+            for sample in samples
         ]
         got = f"got {path!r} ({self.name})"
         try:
             with self._natively(torch.float32):
                 before, after = (
-                    numbers(self._model, each, ALONE_LAYOUT, device=self._device) for each in (samples, changed)
+                    probe_outputs(self._model, each, UNPACKED, device=self._device) for each in (samples, changed)
                 )
         except torch.OutOfMemoryError:
             raise
@@ -216,10 +219,10 @@ class _Proof:
         found, error = torch.inf, ""
         try:
             with self._natively(dtype):
-                alone = numbers(self._model, samples, ALONE_LAYOUT, device=self._device)
+                alone = probe_outputs(self._model, samples, UNPACKED, device=self._device)
             with _computing_in(self._model, dtype):
                 packed, disturbed = (
-                    numbers(self._model, numbered([*each, *fillers]), rows, device=self._device)[: len(alone)]
+                    probe_outputs(self._model, indexed([*each, *fillers]), rows, device=self._device)[: len(alone)]
                     for each in (samples, exchanged)
                 )
             parts = [sample.indices for sample in samples]
@@ -234,13 +237,13 @@ class _Proof:
 
     def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
         with self._natively(dtype):
-            return excess_of(found, self._model, samples, ranks=self._ranks, device=self._device)
+            return excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
         """Compute whole sequences with transformers' own attention."""
         model, is_packed = self._model, self.is_packed
-        group, model.group = model.group, ALONE
+        group, model.group = model.group, SINGLE_RANK
         if is_packed:
             model.backbone.set_attn_implementation("sdpa")
         try:
@@ -282,7 +285,7 @@ class _Proof:
                 own = take(max(1, response - 5 * member))
                 trained = np.arange(prompt, prompt + len(own))
                 samples.append(Sample(np.concatenate([start, own]), trained, 0, group_id=str(group)))
-        return numbered([*samples, *self._samples_with_images(random, longest)])
+        return indexed([*samples, *self._samples_with_images(random, longest)])
 
     def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
         """Two answers about one image, and one answer about another."""
@@ -327,9 +330,109 @@ class _Proof:
 
 
 @contextmanager
-def _computing_in(model: Probed, dtype: torch.dtype) -> Iterator[None]:
+def _computing_in(model: ProbedModel, dtype: torch.dtype) -> Iterator[None]:
     before, model.compute_dtype = model.compute_dtype, dtype
     try:
         yield
     finally:
         model.compute_dtype = before
+
+
+# --- during training --------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def check_rows(
+    model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
+) -> None:
+    """Verify that a sample depends neither on its row neighbors nor on its last token, on three samples of a step.
+
+    Costs three forward passes over the shortest samples, in training precision. Collective: all ranks must pass the
+    same samples. Raises DivergenceError.
+    """
+    samples = [sample for sample in samples if len(sample.trained)]
+    if not samples:
+        return
+    chosen = _short_row(samples)
+    vocab_size, subject = model.vocab_size, chosen[-1]
+    beside = [with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
+    last = with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
+    # A row must fit the longest sample of the step.
+    rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
+    before = probe_outputs(model, chosen, rows, device=device)
+    for what, other, part in (
+        ("the samples beside it", [*beside[:-1], subject], subject.indices),
+        ("its last token", [*chosen[:-1], last], before_last(subject, model)),
+    ):
+        found = difference(probe_outputs(model, other, rows, device=device), before, parts=[part] if len(part) else [])
+        excess = excess_over_rounding(found, model, chosen, ranks=ranks, device=device)
+        if excess > 1:
+            raise DivergenceError(
+                f"{type(model.backbone).__name__} must compute a sample independently of {what}, got a change by "
+                f"{excess:.2g} times what rounding explains in step {step}, with layout {layout.kind}: resume with "
+                "learner.packing=false, or train another model."
+            )
+
+
+def _short_row(samples: Sequence[Sample]) -> list[Sample]:
+    """The shortest sample, preceded by a sample of another group and a sibling from its own group if available."""
+    ordered = sorted(samples, key=lambda sample: sample.num_inputs)
+    subject = ordered[0]
+    sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
+    other = [each for each in ordered if each.group_id != subject.group_id][:1]
+    # A reward model's sample trains a single token, but earlier tokens must not change either.
+    trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
+    return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
+
+
+def _end_of(sample: Sample) -> np.ndarray:
+    """Positions of the response, extended to at least the last `_END_TOKENS` inputs, but not into images."""
+    start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
+    if sample.images:
+        # A shared prompt ends before these positions and must contain complete images.
+        start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
+    return np.arange(start, len(sample.token_ids))
+
+
+# --- samples and their numbers ---------------------------------------------------------------------------------------
+def probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
+    """Probe outputs of the samples, float32[N, K], in sample order."""
+    parts, indices = [], []
+    for microbatch in collate(samples, layout=layout):
+        parts.append(model.probe(microbatch.to(device)).float().cpu())
+        indices.append(microbatch.indices)
+    return torch.cat(parts)[torch.cat(indices).argsort()]
+
+
+def excess_over_rounding(
+    found: float, model: ProbedModel, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device
+) -> float:
+    """Largest difference on any rank, relative to the difference that rounding explains. Collective."""
+    worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
+    if LIMIT < worst < torch.inf:
+        expected, parts = probe_outputs(model, samples, UNPACKED, device=device), [sample.indices for sample in samples]
+        with rounded(model.backbone, model.compute_dtype):
+            moved = difference(probe_outputs(model, samples, UNPACKED, device=device), expected, parts=parts)
+        explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
+    return worst / explained
+
+
+def with_changed_tokens(sample: Sample, places: np.ndarray, *, vocab_size: int) -> Sample:
+    """The sample with different tokens at these positions."""
+    token_ids = sample.token_ids.astype(np.int64)
+    token_ids[places] = (token_ids[places] + 1 + places % 7) % vocab_size
+    return dataclasses.replace(sample, token_ids=token_ids)
+
+
+def before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
+    """Indices of probe outputs that must not depend on the last token."""
+    # Its log-probability depends on it, but the hidden state that predicts it doesn't.
+    end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
+    return sample.indices[sample.trained < end]
+
+
+def indexed(samples: Sequence[Sample]) -> list[Sample]:
+    """Assign consecutive `first_index` values to the samples."""
+    ends = np.cumsum([len(sample.trained) for sample in samples])
+    return [
+        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
+        for sample, end in zip(samples, ends, strict=True)
+    ]

@@ -97,7 +97,7 @@ class SequenceGroup:
         return _Exchange.apply(dealt, self.members).movedim(0, 2).flatten(2, 3)
 
 
-ALONE = SequenceGroup()
+SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):

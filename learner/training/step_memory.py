@@ -26,8 +26,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.training.load import choose_attention
-from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
+from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy, choose_attention
 
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"

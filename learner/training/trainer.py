@@ -30,10 +30,10 @@ from slipstream.learner.publishing.staging import canary_logprobs, canary_token_
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.training.model import Policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.row_check import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics
 from slipstream.learner.training.step_tokens import TokenRecorder
 from slipstream.runtime.images import takes_images

@@ -20,8 +20,7 @@ from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import canary_logprobs
 from slipstream.learner.training.critic import load_value_model
-from slipstream.learner.training.load import is_sharded
-from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.model import is_sharded, load_policy
 from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (

@@ -10,9 +10,9 @@ from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention, load
-from slipstream.learner.training.attention import PACKED, Sight, packed_attention
+from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
 from slipstream.learner.training.model import load_policy
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 from tests.families import make_family
 from tests.unit.learner.builders import CPU, make_groups, make_policy, make_response, make_samples
 from tests.unit.learner.training.test_layout import choose, logprobs, logprobs_alone
@@ -87,7 +87,9 @@ def test_runs_are_the_masks_attention_and_gradient(kernel, window):
     mask = SPANS.mask(ROWS, CPU)
     if window:
         mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
-    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, sight=Sight(SPANS, ALONE))
+    found, _ = packed_attention(
+        torch.nn.Module(), *states, None, sliding_window=window, packed_rows=PackedRows(SPANS, SINGLE_RANK)
+    )
     assert_same(states, found, by_mask(*states, mask))
 
 
@@ -103,10 +105,10 @@ def test_no_mask_is_larger_than_a_run():
     prompt = tuple(range(2, 32))
     samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
-    sight = Sight(microbatch.spans, ALONE)
-    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, sight=sight)
+    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
     # Responses of equal length have one; prompts and whole sequences none.
-    assert [mask.shape for mask in sight.masks.values()] == [(4, 34)]
+    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 
 # --- in models -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from slipstream.configs.load import load
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention as compiled
 from slipstream.learner.training.attention import PACKED
-from slipstream.learner.training.load import LONG
+from slipstream.learner.training.model import LONG
 from tests.families import make_family
 from tests.unit.learner.builders import make_groups, make_model, make_run, make_trainer, weights, zero
 

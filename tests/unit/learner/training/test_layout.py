@@ -16,9 +16,8 @@ from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.training import layout as layout_module
 from slipstream.learner.training import model as model_module
-from slipstream.learner.training.layout import LayoutChooser
+from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
-from slipstream.learner.training.row_check import check_rows
 from tests.families import FAMILIES, make_family
 from tests.unit.learner.builders import (
     CPU,
@@ -141,13 +140,13 @@ def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, nam
 
 def test_a_kernel_that_is_wrong_in_bfloat16_alone_is_seen(tmp_path, monkeypatch):
     ignore_windows(monkeypatch)
-    exact = layout_module._Proof._compare
+    exact = layout_module._ModelCheck._compare
 
     # Windows are kept in float32.
-    def compare(proof, layout, dtype, draw, **options):
-        return (0.0, "") if dtype == torch.float32 else exact(proof, layout, dtype, draw, **options)
+    def compare(model_check, layout, dtype, draw, **options):
+        return (0.0, "") if dtype == torch.float32 else exact(model_check, layout, dtype, draw, **options)
 
-    monkeypatch.setattr(layout_module._Proof, "_compare", compare)
+    monkeypatch.setattr(layout_module._ModelCheck, "_compare", compare)
     path = make_family(tmp_path, "mistral")
     assert choose(path, model=ModelConfig(path=str(path), dtype="bfloat16"))[1].kind == "one_row"
 
@@ -156,7 +155,7 @@ def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
     run, text = make_run(make_model(tmp_path)), [5, 3, 4]
     policy = load_policy(run.model, device=CPU)
     alone, short, long = (
-        LayoutChooser(run, policy, ranks=make_alone(), device=CPU, text=each)._proofs[0]._samples(0)
+        LayoutChooser(run, policy, ranks=make_alone(), device=CPU, text=each)._model_checks[0]._samples(0)
         for each in ([], text, text * 1000)
     )
     prompt = short[0].token_ids
@@ -184,7 +183,7 @@ def test_all_ranks_choose_the_same(tmp_path):
 
 
 def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelError, match=r"model\.path .*\(Qwen2ForCausalLM\), for which no layout") as caught:
+    with pytest.raises(ModelError, match=r"model\.path .*\(Qwen2ForCausalLM\), which no layout") as caught:
         choose(make_model(tmp_path), ranks=OtherRank(failing=range(1, 100)))
     assert "one_at_a_time differs by" in str(caught.value)
     assert "\n" not in str(caught.value)
