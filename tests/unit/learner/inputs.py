@@ -7,8 +7,7 @@ import torch
 from beartype import beartype
 from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import inputs
-from slipstream.learner.algorithms.policy_losses import idle_tokens
+from slipstream.learner.algorithms import inputs, policy_losses
 
 checked = partial(jaxtyped, typechecker=beartype)
 for record in (
@@ -22,6 +21,29 @@ for record in (
     checked(record)
 
 HALF = math.log(0.5)
+_CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
+POLICY_LOSSES = {
+    "ppo_clip": partial(checked(policy_losses.ppo_clip), **_CLIPS),
+    "dual_clip": partial(checked(policy_losses.ppo_clip), **_CLIPS, dual_clip=3.0),
+    "reinforce": checked(policy_losses.reinforce),
+    "unclipped": checked(policy_losses.unclipped),
+    "clip_cov": partial(checked(policy_losses.clip_cov), **_CLIPS),
+    "kl_cov": partial(checked(policy_losses.kl_cov), coefficient=0.1),
+    "cispo": partial(checked(policy_losses.cispo), **_CLIPS),
+    "sapo": partial(checked(policy_losses.sapo), tau_positive=1.0, tau_negative=1.05),
+    "dro": partial(checked(policy_losses.dro), beta=0.1),
+    "aspo": partial(checked(policy_losses.aspo), **_CLIPS, cap=3.0),
+    "dppo_tv": partial(checked(policy_losses.dppo), divergence="tv", low=0.2, high=0.2),
+    "dppo_kl": partial(checked(policy_losses.dppo), divergence="kl", low=0.05, high=0.05),
+    "gspo": partial(checked(policy_losses.gspo), **_CLIPS),
+    "gspo_token": partial(checked(policy_losses.gspo), **_CLIPS, form="token"),
+    "luspo": partial(checked(policy_losses.gspo), **_CLIPS, form="length_scaled"),
+    "gmpo": partial(checked(policy_losses.gmpo), clip_low=0.4, clip_high=0.4),
+    "topr": checked(policy_losses.topr),
+    "topr_token": partial(checked(policy_losses.topr), level="token"),
+    "vespo": checked(policy_losses.vespo),
+}
+"""Name -> loss with settings; SPPO, which needs win rates as advantages, is not among them."""
 
 
 def wide(*values: float) -> torch.Tensor:
@@ -84,4 +106,4 @@ def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:
     leaf = columns.log_ratio.detach().requires_grad_()
     with torch.enable_grad():
         losses = loss(columns.with_log_ratio(leaf))
-    return checked(idle_tokens)(losses, leaf, columns.advantages)
+    return checked(policy_losses.idle_tokens)(losses, leaf, columns.advantages)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms import policy_losses, segments
 from slipstream.learner.algorithms.inputs import LossInputs
+from tests.unit.learner.inputs import POLICY_LOSSES
 
 VOCABULARY, LENGTH = 3, 3
 DRIFT = 0.7
@@ -207,28 +208,7 @@ def test_each_of_the_others_is_biased_and_by_how_much(errors):
 
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
-
-
-LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
-    "reinforce": policy_losses.reinforce,
-    "ppo_clip": partial(policy_losses.ppo_clip, **CLIPS),
-    "dual_clip": partial(policy_losses.ppo_clip, **CLIPS, dual_clip=3.0),
-    "unclipped": policy_losses.unclipped,
-    "kl_cov": partial(policy_losses.kl_cov, coefficient=0.1),
-    "cispo": partial(policy_losses.cispo, **CLIPS),
-    "sapo": partial(policy_losses.sapo, tau_positive=1.0, tau_negative=1.05),
-    "dro": partial(policy_losses.dro, beta=0.1),
-    "aspo": partial(policy_losses.aspo, **CLIPS, cap=3.0),
-    "dppo_tv": partial(policy_losses.dppo, divergence="tv", low=0.2, high=0.2),
-    "dppo_kl": partial(policy_losses.dppo, divergence="kl", low=0.05, high=0.05),
-    "gspo": partial(policy_losses.gspo, **CLIPS),
-    "gspo_token": partial(policy_losses.gspo, **CLIPS, form="token"),
-    "luspo": partial(policy_losses.gspo, **CLIPS, form="length_scaled"),
-    "gmpo": partial(policy_losses.gmpo, clip_low=0.4, clip_high=0.4),
-    "topr": policy_losses.topr,
-    "topr_token": partial(policy_losses.topr, level="token"),
-    "vespo": policy_losses.vespo,
-}
+LOSSES = {name: loss for name, loss in POLICY_LOSSES.items() if name != "clip_cov"}
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 

@@ -275,7 +275,7 @@ def test_gdpo_weighs_the_parts_and_takes_only_those_that_are_named():
 
 @pytest.mark.parametrize("weights", [{"c": 1.0}, {"missing": 1.0}, {}])
 def test_gdpo_refuses_parts_that_an_answer_lacks(weights):
-    with pytest.raises(BatchError, match="gdpo takes parts"):
+    with pytest.raises(BatchError, match="gdpo needs reward parts"):
         gdpo({"a": wide(0, 1), "c": wide(math.nan, 0)}, whole(0, 0), weights=weights)
 
 

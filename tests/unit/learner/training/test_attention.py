@@ -9,7 +9,8 @@ from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training import attention, load
+from slipstream.learner.training import attention
+from slipstream.learner.training import model as model_module
 from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
@@ -141,7 +142,7 @@ def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(l
 
 @pytest.fixture
 def always_packed(monkeypatch):
-    monkeypatch.setattr(load, "LONG", 1)
+    monkeypatch.setattr(model_module, "LONG", 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])

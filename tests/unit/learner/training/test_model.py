@@ -8,7 +8,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training import load as load_module
+from slipstream.learner.training import model as model_module
 from slipstream.learner.training.model import load_policy, save_pretrained
 from tests.families import make_family
 from tests.tolerance import gradient_terms, is_rounding
@@ -67,7 +67,9 @@ def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, 
 def test_a_change_of_the_models_function_is_refused_by_name(tmp_path, monkeypatch):
     path = make_family(tmp_path, "phimoe", spread=0.02)
     # The threshold of this router is no noise.
-    monkeypatch.setattr(load_module, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0))
+    monkeypatch.setattr(
+        model_module, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0)
+    )
     with pytest.raises(
         ModelError, match=r"model\.path must .* as transformers does .*\(PhimoeForCausalLM\), which diff"
     ):
