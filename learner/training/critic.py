@@ -45,7 +45,6 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
 # --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
 PATH_SETTING = "algorithm.critic.path (by default model.path)"
-_TRUNK = "trunk."
 
 
 class ValueModel(nn.Module):
@@ -138,11 +137,12 @@ def load_value_model(
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
     """Write the trunk in transformers format and the head to its own file. `weights`: named as in `model.weights`."""
-    is_trunk = {name: name.startswith(_TRUNK) for name in weights}
-    trunk = {name.removeprefix(_TRUNK): tensor for name, tensor in weights.items() if is_trunk[name]}
-    model.trunk.save_pretrained(folder, state_dict=trunk)
-    head = {name.removeprefix("head."): tensor.contiguous() for name, tensor in weights.items() if not is_trunk[name]}
-    save_file(head, folder / _HEAD_FILE)
+    parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
+    for name, tensor in weights.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor.contiguous()
+    model.trunk.save_pretrained(folder, state_dict=parts["trunk"])
+    save_file(parts["head"], folder / _HEAD_FILE)
 
 
 @contextmanager

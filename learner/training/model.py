@@ -157,8 +157,8 @@ class Policy(nn.Module):
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
-        few = self.group.own(candidates, microbatch)
-        options: dict[str, Any] = {"requested": requested, "candidates": few, "reference_logits": reference_logits}
+        own = self.group.own(candidates, microbatch)
+        options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
@@ -383,10 +383,9 @@ def load_module(
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
-            f"{first_line}"
+            f"{first_line(error)}"
         ) from error
     module = module.to(device)
     _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
@@ -481,7 +480,7 @@ def positions_of(config: PreTrainedConfig) -> int:
 
 def first_line(error: BaseException) -> str:
     """Type and first line of an error, for a message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
 def choose_attention(

@@ -145,7 +145,5 @@ def check_sequence_parallel(
 def can_pack(settings: PreTrainedConfig, model_class: Any) -> bool:
     """Whether a transformers class supports registered attention functions and is exact with SDPA."""
     is_capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None)
-    if hasattr(settings, "vision_config"):
-        return False
-    is_open = getattr(model_class, "_supports_attention_backend", False)
-    return bool(is_open and getattr(model_class, "_supports_sdpa", False) and not is_capped)
+    supported = (getattr(model_class, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
+    return not hasattr(settings, "vision_config") and not is_capped and all(supported)

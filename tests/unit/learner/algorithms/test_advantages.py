@@ -1,5 +1,8 @@
 import math
 from functools import partial
+from itertools import combinations, product
+from math import comb
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -309,6 +312,89 @@ def test_the_moving_baseline_converges_at_the_rate_of_its_decay():
     for _ in range(20):
         moving_baseline(wide(1, 1), state, 0.9)
     assert state["baseline"] == pytest.approx(1 - 0.9**20)
+
+
+# --- pass at k -------------------------------------------------------------------------------------------------------
+def enumerated(correct: list[bool], k: int) -> list[float]:
+    """Every k-subset is a sample with reward any(correct), normalized over all subsets. A member gets its mean."""
+    subsets = list(combinations(range(len(correct)), k))
+    rewards = [float(any(correct[i] for i in subset)) for subset in subsets]
+    mean, deviation = fmean(rewards), pstdev(rewards)
+    if deviation == 0:
+        return [0.0] * len(correct)
+    normalised = [(reward - mean) / deviation for reward in rewards]
+    return [fmean(a for a, s in zip(normalised, subsets, strict=True) if i in s) for i in range(len(correct))]
+
+
+def pass_at_k_of(num_correct: int, size: int, *, k: int) -> torch.Tensor:
+    """Advantages of one group that begins with the correct answers."""
+    return pass_at_k((torch.arange(size) < num_correct).double(), torch.zeros(size, dtype=torch.int64), k=k)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_pass_at_k_is_the_mean_over_all_subsets(size):
+    for k, num_correct in product(range(1, size + 1), range(size + 1)):
+        expected = enumerated([i < num_correct for i in range(size)], k)
+        assert pass_at_k_of(num_correct, size, k=k).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("poison", [-70.0, float("nan"), 70.0])
+def test_another_groups_answers_change_not_one_bit_of_pass_at_k(poison):
+    rewards, groups, _ = ragged()
+    other = groups == 4
+    before, after = (pass_at_k(r - 0.5, groups, k=2) for r in (rewards, rewards.where(~other, poison)))
+    assert before[~other].equal(after[~other])
+    assert before.ne(0).any()
+
+
+def test_pass_at_one_is_grpo():
+    rewards, groups, _ = ragged()
+    correct = (rewards > 1).double()
+    expected = grpo(correct, groups, epsilon=1e-12)
+    assert torch.allclose(pass_at_k(correct, groups, k=1).double(), expected, atol=1e-6)
+
+
+def test_the_penalty_of_a_wrong_answer_falls_with_k():
+    penalty = [pass_at_k_of(1, 8, k=k)[-1].item() for k in range(1, 8)]
+    assert penalty == sorted(penalty)
+    assert max(penalty) < 0
+
+
+@pytest.mark.parametrize(("num_correct", "size", "k"), [(1, 2, 2), (1, 2, 3), (1, 2, 100), (3, 5, 3)])
+def test_a_group_without_a_failing_subset_has_no_signal(num_correct, size, k):
+    assert pass_at_k_of(num_correct, size, k=k).tolist() == [0] * size
+
+
+def test_large_groups_do_not_overflow():
+    values = pass_at_k_of(3, 4096, k=512)
+    assert values.isfinite().all()
+    miss = comb(4093, 512) / comb(4096, 512)
+    assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
+
+
+def test_only_the_best_gets_its_lead():
+    assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
+    assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+
+
+def test_the_lead_is_the_fall_of_the_maximum_without_the_best():
+    rewards = wide(4, 1, 7, 5)
+    without = [max(r for j, r in enumerate(rewards.tolist()) if j != i) for i in range(4)]
+    assert grpo_passk(rewards, whole(0, 0, 0, 0)).tolist() == [7 - other for other in without]
+
+
+def test_at_most_one_of_a_group_gets_something():
+    torch.manual_seed(0)
+    groups = torch.arange(200) // 5
+    given = grpo_passk(torch.randint(0, 4, (200,)).double(), groups) != 0
+    assert torch.bincount(groups[given], minlength=40).max() == 1
+
+
+def test_the_lead_may_be_divided_by_the_deviation():
+    rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
+    assert grpo_passk(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
+    scaled = grpo_passk(10 * rewards + 4, groups, epsilon=1e-12)
+    assert torch.allclose(scaled, grpo_passk(rewards, groups, epsilon=1e-12))
 
 
 def test_float32_rewards_of_a_large_batch_stay_centred():

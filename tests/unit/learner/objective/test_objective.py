@@ -1,23 +1,28 @@
+import inspect
 import itertools
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from slipstream.configs.advantages import AdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RejectionConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     DppoConfig,
     GmpoConfig,
     GspoConfig,
+    MaskConfig,
     OpsmConfig,
+    PolicyLossConfig,
     PpoClipConfig,
     ReinforceConfig,
     ToprConfig,
 )
 from slipstream.learner.batching.batch import Tokens
-from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.objective import Objective, ObjectiveState, find
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone
@@ -324,3 +329,23 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert found[0][1] == 0
     assert torch.allclose(found[0][others], found[1][others])
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
+
+
+# --- formulas and state -----------------------------------------------------------------------------------------------
+RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
+
+
+@pytest.mark.parametrize("record", [record for record in RECORDS if record.formula()])
+def test_the_fields_of_a_record_are_the_settings_of_its_functions(record):
+    names = [record.formula(), getattr(record, "selector", "")]
+    parameters = [dict(inspect.signature(find(name)).parameters) for name in names if name]
+    settings = {name for found in parameters for name, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert settings == set(record.__struct_fields__)
+
+
+def test_the_state_of_an_objective_is_saved_and_restored():
+    state, restored = ObjectiveState(kl_coefficient=0.2, advantage={"baseline": 0.5}), ObjectiveState()
+    restored.restore(state.save())
+    assert restored == state
+    restored.restore(ObjectiveState().save())
+    assert restored == ObjectiveState()
