@@ -40,7 +40,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, N
 CHECK_EVERY_STEPS = 20
 """Steps between two calls of `check_rows`."""
 _END_TOKENS = 8
-UNPACKED = Layout("one_at_a_time", 1)
+_UNPACKED = Layout("one_at_a_time", 1)
 
 ProbedModel = Policy | ValueModel
 """Model that computes microbatches."""
@@ -151,18 +151,18 @@ class _ModelCheck:
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
         """Raise ModelError if changing the last token of a sample changes predictions at earlier tokens."""
-        samples = indexed([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
+        samples = indexed([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
         if not samples:
             return
         changed = [
-            with_changed_tokens(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size)
+            _with_changed_tokens(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size)
             for sample in samples
         ]
         got = f"got {path!r} ({self.name})"
         try:
             with self._natively(torch.float32):
                 before, after = (
-                    probe_outputs(self._model, each, UNPACKED, device=self._device) for each in (samples, changed)
+                    _probe_outputs(self._model, each, _UNPACKED, device=self._device) for each in (samples, changed)
                 )
         except torch.OutOfMemoryError:
             raise
@@ -171,7 +171,7 @@ class _ModelCheck:
                 f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
                 f"({first_line(error)}): train another model, or lower model.max_length."
             ) from error
-        parts = [before_last(sample, self._model) for sample in samples]
+        parts = [_before_last(sample, self._model) for sample in samples]
         excess = self._excess(difference(after, before, parts=parts), samples, torch.float32)
         if excess > 1:
             raise ModelError(
@@ -219,10 +219,10 @@ class _ModelCheck:
         found, error = torch.inf, ""
         try:
             with self._natively(dtype):
-                alone = probe_outputs(self._model, samples, UNPACKED, device=self._device)
+                alone = _probe_outputs(self._model, samples, _UNPACKED, device=self._device)
             with _computing_in(self._model, dtype):
                 packed, disturbed = (
-                    probe_outputs(self._model, indexed([*each, *fillers]), rows, device=self._device)[: len(alone)]
+                    _probe_outputs(self._model, indexed([*each, *fillers]), rows, device=self._device)[: len(alone)]
                     for each in (samples, exchanged)
                 )
             parts = [sample.indices for sample in samples]
@@ -237,7 +237,7 @@ class _ModelCheck:
 
     def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
         with self._natively(dtype):
-            return excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
+            return _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
@@ -353,21 +353,21 @@ def check_rows(
         return
     chosen = _short_row(samples)
     vocab_size, subject = model.vocab_size, chosen[-1]
-    beside = [with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
-    last = with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
+    neighbors = [_with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
+    last = _with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
     # A row must fit the longest sample of the step.
     rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
-    before = probe_outputs(model, chosen, rows, device=device)
+    before = _probe_outputs(model, chosen, rows, device=device)
     for what, other, part in (
-        ("the samples beside it", [*beside[:-1], subject], subject.indices),
-        ("its last token", [*chosen[:-1], last], before_last(subject, model)),
+        ("its row neighbors", [*neighbors[:-1], subject], subject.indices),
+        ("its last token", [*chosen[:-1], last], _before_last(subject, model)),
     ):
-        found = difference(probe_outputs(model, other, rows, device=device), before, parts=[part] if len(part) else [])
-        excess = excess_over_rounding(found, model, chosen, ranks=ranks, device=device)
+        found = difference(_probe_outputs(model, other, rows, device=device), before, parts=[part] if len(part) else [])
+        excess = _excess_over_rounding(found, model, chosen, ranks=ranks, device=device)
         if excess > 1:
             raise DivergenceError(
-                f"{type(model.backbone).__name__} must compute a sample independently of {what}, got a change by "
-                f"{excess:.2g} times what rounding explains in step {step}, with layout {layout.kind}: resume with "
+                f"{type(model.backbone).__name__} must compute a sample independently of {what}, got a change of "
+                f"{excess:.2g} times the rounding error in step {step}, with layout {layout.kind}: resume with "
                 "learner.packing=false, or train another model."
             )
 
@@ -393,7 +393,7 @@ def _end_of(sample: Sample) -> np.ndarray:
 
 
 # --- samples and their numbers ---------------------------------------------------------------------------------------
-def probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
+def _probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
     """Probe outputs of the samples, float32[N, K], in sample order."""
     parts, indices = [], []
     for microbatch in collate(samples, layout=layout):
@@ -402,27 +402,30 @@ def probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout,
     return torch.cat(parts)[torch.cat(indices).argsort()]
 
 
-def excess_over_rounding(
+def _excess_over_rounding(
     found: float, model: ProbedModel, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device
 ) -> float:
     """Largest difference on any rank, relative to the difference that rounding explains. Collective."""
     worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
     if LIMIT < worst < torch.inf:
-        expected, parts = probe_outputs(model, samples, UNPACKED, device=device), [sample.indices for sample in samples]
+        expected, parts = (
+            _probe_outputs(model, samples, _UNPACKED, device=device),
+            [sample.indices for sample in samples],
+        )
         with rounded(model.backbone, model.compute_dtype):
-            moved = difference(probe_outputs(model, samples, UNPACKED, device=device), expected, parts=parts)
+            moved = difference(_probe_outputs(model, samples, _UNPACKED, device=device), expected, parts=parts)
         explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
     return worst / explained
 
 
-def with_changed_tokens(sample: Sample, places: np.ndarray, *, vocab_size: int) -> Sample:
+def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: int) -> Sample:
     """The sample with different tokens at these positions."""
     token_ids = sample.token_ids.astype(np.int64)
-    token_ids[places] = (token_ids[places] + 1 + places % 7) % vocab_size
+    token_ids[positions] = (token_ids[positions] + 1 + positions % 7) % vocab_size
     return dataclasses.replace(sample, token_ids=token_ids)
 
 
-def before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
+def _before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
     """Indices of probe outputs that must not depend on the last token."""
     # Its log-probability depends on it, but the hidden state that predicts it doesn't.
     end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1

@@ -1,4 +1,4 @@
-"""Builders of the algorithm functions' input records; importing them checks shapes and types of every record built."""
+"""Builders of the algorithm functions' input records. Importing this module enables shape checks of these records."""
 
 import math
 from functools import partial
@@ -43,7 +43,7 @@ POLICY_LOSSES = {
     "topr_token": partial(checked(policy_losses.topr), level="token"),
     "vespo": checked(policy_losses.vespo),
 }
-"""Name -> loss with settings; SPPO, which needs win rates as advantages, is not among them."""
+"""Name -> loss with settings, without SPPO, which needs win rates as advantages."""
 
 
 def wide(*values: float) -> torch.Tensor:
@@ -55,7 +55,7 @@ def whole(*values: int) -> torch.Tensor:
 
 
 def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories of those rewards, by default one group of them; without `sequences` one token each."""
+    """Trajectories with these rewards, by default in one group and with one token each."""
     groups = torch.zeros(len(rewards), dtype=torch.int64) if groups is None else groups
     sequences = torch.arange(len(rewards)) if sequences is None else sequences
     zeros = torch.zeros_like(sequences)
@@ -78,13 +78,13 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
 
 
 def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories of which only the tokens matter."""
+    """Trajectories for functions that only look at tokens."""
     rewards = torch.zeros(num_sequences, dtype=torch.float64)
     return advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards, **columns)
 
 
 def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **columns) -> inputs.LossInputs:
-    """Without `sequences` every token is a trajectory; the anchor gives every token the probability 0.5."""
+    """By default each token is a trajectory. The anchor assigns probability 0.5 to every token."""
     sequences = torch.arange(len(log_ratio)) if sequences is None else sequences
     count = int(sequences.max()) + 1 if len(sequences) else 0
     learner_logprobs = columns.pop("learner_logprobs", HALF + log_ratio.detach())
@@ -102,7 +102,7 @@ def over_ratios(function):
 
 
 def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:
-    """Tokens that the loss, a function of the inputs, leaves without gradient."""
+    """Tokens with an advantage that the loss leaves without gradient."""
     leaf = columns.log_ratio.detach().requires_grad_()
     with torch.enable_grad():
         losses = loss(columns.with_log_ratio(leaf))

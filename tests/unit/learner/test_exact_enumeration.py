@@ -23,7 +23,7 @@ CAP = 2.0
 
 
 class Enumeration:
-    """Every sequence, its reward, and what a learner and a generator think of its tokens; exact gradients thereof."""
+    """All sequences with rewards and log-probabilities of learner and generator, and exact gradients."""
 
     def __init__(self, *, seed: int, drift: float) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ class Enumeration:
         self.advantages = (self.rewards - self.frequencies @ self.rewards)[self.sequences]
 
     def _states(self) -> Tensor:
-        """A number for each prefix, of each token: 0, then 1 + first token, then 4 + 3 * first + second."""
+        """Index of each token's prefix: 0, then 1 + first token, then 4 + 3 * first + second."""
         before, states = torch.zeros(self.num_sequences, dtype=torch.int64), []
         for index in range(LENGTH):
             states.append(before + (VOCABULARY**index - 1) // (VOCABULARY - 1))
@@ -60,7 +60,7 @@ class Enumeration:
         return self.learner_logprobs - self.generator_logprobs
 
     def inputs(self, log_ratio: Tensor | None = None) -> LossInputs:
-        """All tokens, around the generator unless another ratio is given; those of a large advantage are selected."""
+        """All tokens, with the generator as anchor unless a log-ratio is given. Tokens with A > 1 are selected."""
         return LossInputs(
             self.log_ratio if log_ratio is None else log_ratio,
             self.advantages,
@@ -194,7 +194,7 @@ def test_the_more_of_the_sequence_a_weight_sees_the_smaller_its_bias(errors, bet
 
 
 def test_each_of_the_others_is_biased_and_by_how_much(errors):
-    """Mean relative errors over the pairs, to the digit that the reference figures share with them."""
+    """Mean relative errors over the pairs, in ranges around the reference figures."""
     ranges = {
         "sequence_tis": (0.1, 0.35),
         "prefix_is": (0.2, 0.5),
@@ -203,7 +203,7 @@ def test_each_of_the_others_is_biased_and_by_how_much(errors):
         "none": (0.45, 1.2),
     }
     assert {name for name, (low, high) in ranges.items() if low < errors[name].mean() < high} == set(ranges)
-    # A cap of 2 costs next to nothing where the token weights are biased anyway.
+    # A cap of 2 adds little error to token weights, which are biased anyway.
     assert (errors["token_tis"] - errors["token_is"]).abs().mean() < 0.1
 
 
@@ -213,7 +213,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def step_of(name: str, world: Enumeration) -> Tensor:
-    """The loss's gradient; LUSPO's is the one that is LENGTH times as long."""
+    """Gradient of the loss. LUSPO's is LENGTH times as large."""
     return world.gradient(LOSSES[name](world.inputs())) / (LENGTH if name == "luspo" else 1)
 
 

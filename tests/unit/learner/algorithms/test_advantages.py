@@ -35,7 +35,7 @@ def gdpo(parts, groups, *, weights=None, epsilon=EPSILON):
 
 
 def of_parts(rewards, groups, lengths):
-    """Two parts of one direction and unequal scale."""
+    """Two parts with equal signs and different scales."""
     return gdpo({"a": rewards, "b": 100 * rewards + 3}, groups, weights={"a": 1.0, "b": 2.0}).to(rewards.dtype)
 
 
@@ -59,7 +59,7 @@ ALL = WITHIN_GROUPS | OVER_THE_BATCH
 FREE_OF_SCALE = ["grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"]
 LINEAR = ["dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 SELECTIVE = {"grpo_passk", "grpo_passk by deviation"}
-"""Only the best of a group has an advantage."""
+"""Functions that give an advantage only to the best member of a group."""
 
 
 def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,7 +218,7 @@ def test_gpg_counts_groups_with_a_gradient_and_not_rewards_above_zero():
 
 
 def test_maxrl_of_binary_rewards_is_the_gradient_of_the_log_of_the_success_rate():
-    # Averaged over the group this is sum over correct of grad log pi / number of correct, minus the mean of all.
+    # The group mean of the gradient is the mean over correct answers minus the mean over all.
     values = maxrl(wide(1, 0, 0, 0), whole(0, 0, 0, 0), epsilon=1e-12)
     assert values.tolist() == pytest.approx([3, -1, -1, -1])
 

@@ -87,7 +87,7 @@ def test_any_split_into_microbatches_adds_up_to_the_same_loss(weigh):
 
 
 def rejected_update() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts before and after, whose token each one is, and which are kept: 1 of 2, 2 of 2, none of 4."""
+    """Counts before and after rejection, sequences, and kept tokens: 1 of 2, 2 of 2, none of 4."""
     before, keep = torch.tensor([2, 2, 4]), torch.tensor([True, False, True, True, False, False, False, False])
     sequences = torch.arange(3).repeat_interleave(before)
     return before, importance.num_kept(keep, sequences, num_sequences=3), sequences, keep

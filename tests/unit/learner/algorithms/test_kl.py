@@ -30,7 +30,7 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def policy() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that are to be differentiated, and their log-probabilities: those of POLICY."""
+    """Logits of POLICY with a gradient, and their log-probabilities."""
     logits = POLICY.log().clone().requires_grad_()
     return logits, logits.log_softmax(0)
 

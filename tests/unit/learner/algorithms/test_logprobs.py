@@ -39,7 +39,7 @@ def test_an_impossible_token_adds_nothing_to_the_entropy():
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
-    """Inputs of a measurement in which all is requested, float64."""
+    """Inputs for all measurements, float64."""
     logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
     optional = {
         "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),
@@ -137,7 +137,7 @@ def soft_cap(logits):
 
 
 def make_deferred(*, finish=None, dtype=torch.float64):
-    """States, weight and bias of 7 tokens, and everything that `make_everything` makes beside the logits."""
+    """States, weight, and bias of 7 tokens in place of the logits of `make_everything`."""
     logits, targets, temperatures, optional = make_everything()
     states, weight = torch.randn(7, 3, dtype=torch.float64), torch.randn(logits.shape[1], 3, dtype=torch.float64)
     leaves = [leaf.requires_grad_() for leaf in (states, weight, torch.randn(5, dtype=torch.float64))]

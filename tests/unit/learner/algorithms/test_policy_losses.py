@@ -265,7 +265,7 @@ def test_the_weight_of_vespo_peaks_at_power_over_decay(advantage, peak):
 @every_loss
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss):
     advantages, lengths = of(1, -2, 3), of(2, 3, 1)
-    # LUSPO is the one that undoes a mean over the sequence's tokens.
+    # LUSPO cancels a mean over the sequence's tokens.
     weights = 1 / lengths if loss is LOSSES["luspo"] else 1.0
     gradient = gradient_of(loss, torch.zeros_like(advantages), advantages, SEQUENCES, weights=weights)
     assert torch.allclose(gradient, -advantages, atol=1e-12)
@@ -324,7 +324,7 @@ def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
 
 # --- sppo: one number per sequence, from its win rate ----------------------------------------------------------------
 def sppo(log_ratio, win_rates, *, eta):
-    """Losses of sequences of one token."""
+    """Losses of one-token sequences."""
     return checked(policy_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
 
 

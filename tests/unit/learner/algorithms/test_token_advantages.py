@@ -56,7 +56,7 @@ def sums_to_go(values: torch.Tensor, decay: float) -> torch.Tensor:
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
-    """The loop over one trajectory with tool tokens in it, which are stepped over."""
+    """Loop over one trajectory that skips tool tokens."""
     advantages, following, running = torch.zeros_like(rewards), 0.0, 0.0
     for index in reversed(range(len(rewards))):
         if is_ours[index]:
@@ -67,7 +67,7 @@ def masked_gae(rewards, values, is_ours, *, gamma, lam):
 
 
 def masked_vtrace(rewards, values, ratio, *, gamma, lam, rho_bar, c_bar):
-    """v_s by its definition, a sum of products, not by the recursion."""
+    """v_s by its definition as a sum of products, without recursion."""
     following, targets = torch.cat([values[1:], wide(0)]), values.clone()
     for start in range(len(values)):
         for index in range(start, len(values)):
@@ -258,7 +258,7 @@ def test_on_policy_with_lam_one_vtrace_is_the_n_step_return_whatever_the_critic(
 
 
 class World:
-    """Three tokens, three of them in a row, a policy that writes them and one that learns, a reward for each."""
+    """All sequences of 3 tokens over a vocabulary of 3, with random generator, learner, and rewards."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -278,7 +278,7 @@ class World:
         return values
 
     def expected_targets(self, values: dict, *, rho_bar: float, c_bar: float) -> dict:
-        """v of each prefix, averaged over all 27 texts as the writer writes them."""
+        """Target of each prefix: its expectation over all 27 texts under the generator."""
         texts = list(itertools.product(range(3), repeat=3))
         steps = [(text[:index], text[index]) for text in texts for index in range(3)]
         learner, writer = (
@@ -311,7 +311,7 @@ explained_variance = checked(token_advantages.explained_variance)
 def test_clipped_value_loss_by_hand():
     values, returns, before = wide(1, 2, 2, 0, 5), wide(1.5, 3, 1, 3, 2), wide(1, 1, 1, 1, 1)
     loss, clipped = clipped_value_loss(values, returns, before, clip=0.5)
-    # within the bound; past it towards R, twice R away from it, below it away from R
+    # within the bound; beyond it toward R; beyond it with R on the other side (twice); below it away from R
     assert loss.tolist() == [0.125, 1.125, 0.5, 4.5, 4.5]
     assert clipped.tolist() == [False, True, False, False, False]
 

@@ -20,7 +20,7 @@ def drawn(seed: int, size: int = 15) -> torch.Tensor:
 
 
 def advantages_of(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
-    """Advantages of tokens with these returns; with `turns` they are aligned within turns."""
+    """Advantages of tokens with these returns, aligned within turns if `turns` is given."""
     num_turns, zeros = 3, torch.zeros_like(sequences)
     following = torch.cat([returns[1:], wide(0)])
     is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
@@ -49,7 +49,7 @@ def baseline(returns, norms, *places, **settings):
 
 
 def looped(returns, norms, weights, turns, *, epsilon):
-    """Token by token, over the members of the group with one at this position."""
+    """Baseline computed token by token over the group members that reach the position."""
     tokens, energy = [], []
     for sequence, length in enumerate(LENGTHS):
         start, total, indices = sum(LENGTHS[:sequence]), 0.0, {}
@@ -97,7 +97,7 @@ def test_turns_align_tokens_within_turns():
     sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
     turns = torch.tensor([0, 0, 1, 0, 1])
     values = baseline(wide(1, 1, 1, 3, 3), wide(1, 1, 1, 1, 1), sequences, groups, turns=turns)
-    # The last token of both opens a second turn, W = 3 and 2; nobody else has a second token in the first turn.
+    # The last token of both starts a second turn, with W = 3 and 2. Only one has a second token in the first turn.
     assert values.tolist() == pytest.approx([2, 1, 9 / 5, 2, 9 / 5])
 
 

@@ -9,7 +9,7 @@ from tests.unit.learner.builders import make_alone
 
 
 class Scene:
-    """Parameters whose gradients are given, and an optimizer that is looked at."""
+    """Parameters with given gradients, and an observed optimizer."""
 
     def __init__(self, *sizes: int, **settings) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -30,7 +30,7 @@ class Scene:
 
 
 class TwoRanks:
-    """This rank, and one whose numbers are known."""
+    """This rank and another with known values."""
 
     def __init__(self, other: torch.Tensor) -> None:
         self.other = other
@@ -40,7 +40,7 @@ class TwoRanks:
 
 
 class Heard:
-    """A rank alone that keeps what it would send to the others."""
+    """A single rank that records what it would send."""
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values

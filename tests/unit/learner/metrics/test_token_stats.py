@@ -21,7 +21,7 @@ FLAGS = ("is_bounded", "is_kept", "is_idle")
 
 
 class BothRanks:
-    """Two ranks that hold the same: sums double, maxima stay."""
+    """Two ranks with equal values: sums double, maxima do not change."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return 2 * values
@@ -31,7 +31,7 @@ class BothRanks:
 
 
 class Other:
-    """A rank whose every number is added to this one's, in the order of the calls."""
+    """Another rank that records its values, then replays them in the same order of calls."""
 
     def __init__(self) -> None:
         self.heard: list[torch.Tensor] = []
@@ -70,7 +70,7 @@ def make_stats(num_tokens: int, **overrides) -> TokenStats:
 
 
 def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
-    """Trajectories of one to six tokens with everything that may happen to one."""
+    """Trajectories of one to six tokens with random values in every column."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (num_sequences,), generator=generator)
     sequences = torch.arange(num_sequences).repeat_interleave(lengths)
@@ -84,7 +84,7 @@ def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
 
 
 def take(stats: TokenStats, chosen: torch.Tensor) -> TokenStats:
-    """The trajectories [K] alone."""
+    """Only the trajectories `chosen`, int[K]."""
     is_own = torch.isin(stats.sequences, chosen)
     _, sequences = torch.unique(stats.sequences[is_own], return_inverse=True)
     columns = {name: getattr(stats, name)[is_own] for name in (*FIELDS, *FLAGS, "lags")}
@@ -144,7 +144,7 @@ def test_every_number_of_tokens_by_hand():
         "reference_kl": 0.2,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    # A probability that has doubled is not in the tail yet, but for rounding.
+    # A ratio of exactly 2 is on the border of the tail, so rounding decides.
     assert found["mismatch_tail_fraction"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))
 
 

@@ -60,7 +60,7 @@ TWO_TURNS = {
 def test_a_users_advantage_sees_turns_parts_and_sources():
     own = CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
     of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
-    # Without a reward it does not count, and leaves no gap.
+    # Without a reward it is excluded, and groups are renumbered.
     failed = msgspec.structs.replace(of_code, id="0-0-1", index=1, reward=Reward(0.0, status="error"))
     answers = [of_code, failed, make_response(0, 2, reward=0.25, data_source="maths")]
     found = prepared([answers], advantage=own).tokens
@@ -138,7 +138,7 @@ def test_only_entirely_right_answers_are_imitated():
 
 
 def with_the_last_rejected(**correction):
-    """Three trajectories of four tokens, rewards 0, 1 and 5; the learner has left every token of the last."""
+    """Three trajectories of four tokens, rewards 0, 1, and 5. Every token of the last one is rejected."""
     batch = batch_of([[make_response(0, index, reward=reward) for index, reward in enumerate((0.0, 1.0, 5.0))]])
     drift = torch.where(batch.tokens.sequences == 2, 1.0, 0.0)
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs + drift)
@@ -189,7 +189,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
     config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
     found = Objective(config, max_tokens=8).prepare(batch).tokens.advantages
-    # The last two tokens of either have company, the first two of the young one have none.
+    # Both have tokens at the last two positions. Only the young one has tokens at the first two.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
     assert (found[4:] < 0).all()
@@ -216,7 +216,7 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
 
 
 def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
-    """Update 0 has stayed near its generator, update 1 has left it."""
+    """Tokens of update 0 are close to the generator, those of update 1 are far from it."""
     batch = batch_of(make_groups(), num_updates=2)
     is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)

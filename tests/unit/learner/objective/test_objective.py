@@ -181,7 +181,7 @@ def test_the_kl_and_entropy_terms_are_added():
 
 
 def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
-    """Sequences 1 and 2 have drifted; only the second of them has a negative advantage."""
+    """Sequences 1 and 2 have drifted. Only sequence 2 has a negative advantage."""
     generator = torch.full((6,), 0.9).log()
     learner = torch.tensor([0.9, 0.9, 0.2, 0.2, 0.2, 0.2]).log()
     tokens = make_tokens(
@@ -207,7 +207,7 @@ def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
 
 
 def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
-    """The first token has moved beyond its bound, the second has no advantage, the third pays both."""
+    """The first token is clipped, the second has no advantage, the third has policy loss and KL."""
     generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
     tokens = make_tokens(
         3, generator_logprobs=generator, advantages=torch.tensor([1.0, 0.0, -1.0]), token_weights=torch.ones(3)

@@ -1,4 +1,4 @@
-"""Attention of packed rows by runs of tokens, against the mask that says the same, and against transformers' own."""
+"""Packed attention over runs of tokens equals masked attention and transformers' own."""
 
 from itertools import pairwise
 
@@ -52,14 +52,14 @@ def assert_same(states, found, expected):
 
 
 def varlen_by_definition(query, key, value, queries, keys, max_q, max_k, *, scale, window_size, enable_gqa):
-    """torch.nn.attention.varlen.varlen_attn as it is documented, of which there is no build for CPUs."""
+    """Reference for torch.nn.attention.varlen.varlen_attn, which has no CPU implementation."""
     before, after = window_size
     assert after == 0
     assert enable_gqa
     assert (max_q, max_k) == (int(queries.diff().max()), int(keys.diff().max()))
     out = []
     for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
-        # The last query is that of the last key.
+        # Queries and keys are aligned at their ends.
         ahead = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
         mask = (ahead >= 0) & ((ahead <= before) if before >= 0 else torch.ones_like(ahead, dtype=torch.bool))
         parts = [part.transpose(0, 1)[None] for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
@@ -108,7 +108,7 @@ def test_no_mask_is_larger_than_a_run():
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
     packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
     packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
-    # Responses of equal length have one; prompts and whole sequences none.
+    # Responses of equal length share a mask. Prompts and whole sequences need none.
     assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 

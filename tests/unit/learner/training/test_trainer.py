@@ -267,7 +267,7 @@ def _sums(trainer, trajectories):
 
 
 def _as_sampled_now(trainer, trajectories):
-    """The same answers with the log-probabilities a perfectly fresh generator would have recorded."""
+    """The same answers with log-probabilities of the current policy."""
     fresh = []
     for t in trajectories:
         logprobs = np.concatenate([[0.0], _logprobs(trainer, t)]).astype(np.float32)
