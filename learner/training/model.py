@@ -55,7 +55,7 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 """transformers' names of layer types."""
 
 LONG = 2048
-"""Sequence length above which, on CPUs, masks cost more than one kernel call per run of tokens."""
+"""Sequence length from which masks cost more, on CPUs, than one kernel call per run of tokens."""
 
 UNLIMITED = 2**31
 """Maximum row length of a model that declares no limit."""
@@ -255,17 +255,11 @@ def scaled(states: Tensor) -> Tensor:
 
 
 def forward_pass(
-    module: nn.Module,
-    part: Microbatch,
-    *,
-    compute_dtype: torch.dtype,
-    group: SequenceGroup = SINGLE_RANK,
-    **arguments: Any,
+    module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup, **arguments: Any
 ) -> Any:
     """Forward pass of a transformers model over this rank's part of a microbatch, with extra `arguments`."""
     is_mixed = compute_dtype != torch.float32
-    images = {"pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
-    inputs = {"position_ids": part.position_ids, **images}
+    inputs = {"position_ids": part.position_ids, "pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
