@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.step_tokens import TokenRecorder
 
@@ -235,7 +236,7 @@ def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
 
 # --- a step ----------------------------------------------------------------------------------------------------------
 class StepMetrics:
-    """Statistics of a step's losses. Life: add* -> report, on every rank."""
+    """Statistics of a step's losses. Life: (add_forward -> add)* -> report, on every rank."""
 
     def __init__(self, recorder: TokenRecorder | None = None) -> None:
         self.recorder = recorder
@@ -246,13 +247,12 @@ class StepMetrics:
         self._load: Tensor | None = None
         self._aux_loss: Tensor | None = None
 
-    def count_forward(self, num_tokens: int) -> None:
-        """Count the input tokens of a forward pass with gradient."""
-        self._computed_tokens += num_tokens
-
     @torch.no_grad()
-    def count_experts(self, outputs: Mapping[str, Tensor]) -> None:
-        """Count the tokens per expert and the auxiliary loss of a forward pass, for a mixture of experts."""
+    def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
+        """Add the input tokens, token statistics, expert load, and auxiliary loss of a loss's forward pass."""
+        self._computed_tokens += microbatch.num_tokens
+        if self.recorder:
+            self.recorder.add(microbatch, outputs)
         if "expert_load" in outputs:
             self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
         if "aux_loss" in outputs:

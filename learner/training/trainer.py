@@ -201,14 +201,11 @@ class Trainer:
         # Each backward pass frees its graph before the next microbatch, so only one graph is in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
-                arguments, beside = self._frozen_models.aux_inputs(microbatch)
+                arguments, extra = self._frozen_models.aux_inputs(microbatch)
                 outputs = self.engine.forward(microbatch, requested=self.objective.requested, **arguments, **prices)
-                metrics.count_forward(microbatch.num_tokens)
-                metrics.count_experts(outputs)
-                if metrics.recorder:
-                    metrics.recorder.add(microbatch, outputs)
+                metrics.add_forward(microbatch, outputs)
                 tokens = batch.tokens.take(microbatch.indices)
-                loss = self.objective.loss(tokens, outputs | beside, metrics=metrics)
+                loss = self.objective.loss(tokens, outputs | extra, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)

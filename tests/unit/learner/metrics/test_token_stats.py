@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_a_rank_without_a_token_changes_nothing():
 def test_ranks_count_twice_what_both_hold():
     metrics = StepMetrics()
     metrics.add(HAND, loss=torch.tensor(1.0))
-    metrics.count_forward(8)
+    metrics.add_forward(SimpleNamespace(num_tokens=8), {})
     report = metrics.report(BothRanks(), num_updates=1)
     assert report["learner/tokens"] == 6
     assert report["learner/computed_tokens"] == 16
