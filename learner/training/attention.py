@@ -5,6 +5,8 @@ flash attention, otherwise SDPA called once per run.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -71,6 +73,19 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+@contextmanager
+def native_attention(module: PreTrainedModel) -> Iterator[None]:
+    """Use transformers' SDPA in place of `packed_attention` within the context."""
+    is_packed = module.config._attn_implementation == PACKED
+    if is_packed:
+        module.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if is_packed:
+            module.set_attn_implementation(PACKED)
 
 
 def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale: float | None) -> Tensor:

@@ -23,9 +23,9 @@ from slipstream.learner.batching.collate import Layout, LayoutKind, collate
 from slipstream.learner.batching.microbatch import Sample, SampleImages
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.attention import PACKED
+from slipstream.learner.training.attention import PACKED, native_attention
 from slipstream.learner.training.critic import ValueModel
-from slipstream.learner.training.model import UNLIMITED, Policy, first_line, positions_of
+from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, positions_of
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 from slipstream.runtime.images import VisionModel, takes_images
@@ -35,7 +35,6 @@ _RESPONSE_TOKENS = 16
 _MIN_ROW_TOKENS = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _DRAWS = 3
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 CHECK_EVERY_STEPS = 20
 """Steps between two calls of `check_rows`."""
@@ -166,7 +165,7 @@ class _ModelCheck:
                 )
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise ModelError(
                 f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
                 f"({first_line(error)}): train another model, or lower model.max_length."
@@ -231,7 +230,7 @@ class _ModelCheck:
             found = max(moved, difference(packed, alone, parts=parts))
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES as caught:
+        except FAILURES as caught:
             error = first_line(caught)
         return self._excess(found, samples, dtype), error
 
@@ -242,17 +241,13 @@ class _ModelCheck:
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
         """Compute whole sequences with transformers' own attention."""
-        model, is_packed = self._model, self.is_packed
+        model = self._model
         group, model.group = model.group, SINGLE_RANK
-        if is_packed:
-            model.backbone.set_attn_implementation("sdpa")
         try:
-            with _computing_in(model, dtype):
+            with native_attention(model.backbone), _computing_in(model, dtype):
                 yield
         finally:
             model.group = group
-            if is_packed:
-                model.backbone.set_attn_implementation(PACKED)
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:

@@ -29,7 +29,7 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.attention import PACKED, PackedRows
+from slipstream.learner.training.attention import PACKED, PackedRows, native_attention
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup, can_pack, check_sequence_parallel
 from slipstream.runtime.images import takes_images
@@ -61,6 +61,9 @@ UNLIMITED = 2**31
 """Maximum row length of a model that declares no limit."""
 
 _PROBE_TOKENS = 32
+
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""Errors of a model that cannot compute its inputs."""
 
 
 class OutputHead(nn.Module):
@@ -383,9 +386,10 @@ def load_module(
         ) from error
     module = module.to(device)
     _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model cannot compute outside an engine.
+    # A sharded model cannot compute outside an engine. LayoutChooser checks packed attention later.
     if not is_sharded(module):
-        _check_untouched(module, config, setting=setting)
+        with native_attention(module):
+            _check_untouched(module, config, setting=setting)
     return module, sorted(found["missing_keys"])
 
 
@@ -416,18 +420,13 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
     """
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
-    attention = module.config._attn_implementation
-    is_packed = attention == PACKED
     untouched = type(module).from_pretrained(
         None,
         config=settings,
         state_dict=module.state_dict(),
         dtype=torch.float32,
-        attn_implementation="sdpa" if is_packed else attention,
+        attn_implementation=module.config._attn_implementation,
     )
-    if is_packed:
-        # LayoutChooser checks packed attention later.
-        module.set_attn_implementation("sdpa")
     untouched = untouched.to(module.device).eval()
     got = f"got {config.path!r} ({type(module).__name__})"
     token_ids, limit = probe_tokens(module), LIMIT
@@ -443,13 +442,11 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
         if differs_by > limit:
             with rounded(untouched, torch.float32):
                 limit = max(limit, MARGIN * difference(compute(untouched), expected))
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+    except FAILURES as error:
         raise ModelError(
             f"{setting} must name a causal language model that computes {_PROBE_TOKENS} tokens, {got}, which fails "
             f"({first_line(error)}): train another model."
         ) from error
-    if is_packed:
-        module.set_attn_implementation(PACKED)
     if differs_by > limit:
         raise ModelError(
             f"{setting} must name a model that the learner computes as transformers does in evaluation mode, within "
