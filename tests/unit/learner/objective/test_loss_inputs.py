@@ -163,10 +163,6 @@ def test_a_description_of_no_token_is_zeros():
     assert set(describe_advantages(empty).values()) == {0.0}
 
 
-def test_what_is_decided_on_the_whole_batch_needs_the_start_of_the_step():
-    assert AlgorithmConfig(correction=CorrectionConfig(normalise=True)).needs_start_logprobs
-
-
 def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
     def scored(group, index, parts):
         return msgspec.structs.replace(make_response(group, index), reward=Reward(total=0.3, parts=parts))

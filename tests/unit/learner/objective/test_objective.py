@@ -85,14 +85,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
     assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_with_one_update_decoupled_ppo_is_the_weighted_reinforce(correction):
-    tokens, learner = make_tokens(), -torch.rand(9)
-    ppo = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=correction, proximal="reuse")
-    score = AlgorithmConfig(policy_loss=ReinforceConfig(), correction=correction)
-    assert torch.allclose(gradient(ppo, tokens, learner), gradient(score, tokens, learner), atol=1e-7)
-
-
 def test_reusing_the_own_values_is_the_recomputed_proximal_of_the_first_update():
     tokens, learner = make_tokens(), -torch.rand(9)
     config = AlgorithmConfig(correction=TRUNCATED)
@@ -106,20 +98,6 @@ def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("sizes", [(9,), (1, 8), (3, 3, 3), (0, 9)])
-def test_any_split_into_microbatches_has_the_same_gradient(sizes):
-    tokens, learner = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(kl=KlConfig(0.1))
-    whole = gradient(config, tokens, learner, reference=tokens.generator_logprobs)
-    ends = np.cumsum(sizes)
-    indices = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    parts = [
-        gradient(config, tokens.take(torch.arange(9)[p]), learner[p], reference=tokens.generator_logprobs[p])
-        for p in indices
-    ]
-    assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5])
@@ -207,7 +185,7 @@ def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
 
 
 def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
-    """The first token is clipped, the second has no advantage, the third has policy loss and KL."""
+    """The first token is clipped, the second has no advantage, the third has policy loss and penalty."""
     generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
     tokens = make_tokens(
         3, generator_logprobs=generator, advantages=torch.tensor([1.0, 0.0, -1.0]), token_weights=torch.ones(3)
@@ -230,16 +208,16 @@ def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
 
 
-def test_ppo_that_recomputes_its_proximal_policy_needs_a_pass_at_the_start():
-    assert AlgorithmConfig(proximal="recompute").needs_start_logprobs
-    assert not AlgorithmConfig(proximal="reuse").needs_start_logprobs
-    assert not AlgorithmConfig(policy_loss=ReinforceConfig()).needs_start_logprobs
-
-
-def test_several_updates_weigh_by_the_policy_at_the_start_of_the_step():
+def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
     reinforce = {"policy_loss": ReinforceConfig(), "proximal": "recompute"}
-    assert not AlgorithmConfig(**reinforce).needs_start_logprobs
-    assert AlgorithmConfig(**reinforce, updates_per_step=4).needs_start_logprobs
+    for settings, is_needed in (
+        ({"proximal": "recompute"}, True),
+        ({"proximal": "reuse"}, False),
+        (reinforce, False),
+        (reinforce | {"updates_per_step": 4}, True),
+        ({"correction": CorrectionConfig(normalise=True)}, True),
+    ):
+        assert AlgorithmConfig(**settings).needs_start_logprobs == is_needed, settings
 
 
 def test_diagnostics_by_hand_and_documented():
