@@ -21,12 +21,12 @@ FIELDS = ("log_ratio", "learner_logprobs", "generator_logprobs", "weights", "ent
 FLAGS = ("is_bounded", "is_kept", "is_idle")
 
 
-class Other:
+class RecordedRank:
     """Another rank that records its values, then replays them in the same order of calls."""
 
     def __init__(self) -> None:
-        self.heard: list[torch.Tensor] = []
-        self.is_talking = False
+        self.recorded: list[torch.Tensor] = []
+        self.is_replaying = False
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self._meet(values, torch.add)
@@ -35,9 +35,9 @@ class Other:
         return self._meet(values, torch.maximum)
 
     def _meet(self, values, join):
-        if self.is_talking:
-            return join(values, self.heard.pop(0))
-        self.heard.append(values)
+        if self.is_replaying:
+            return join(values, self.recorded.pop(0))
+        self.recorded.append(values)
         return values
 
 
@@ -189,22 +189,22 @@ def test_the_split_into_microbatches_changes_nothing(sizes):
 
 
 def test_two_ranks_report_what_one_reports():
-    stats, other = make_random(), Other()
+    stats, other = make_random(), RecordedRank()
     mine, theirs = StepMetrics(), StepMetrics()
     theirs.add(take(stats, torch.arange(5)), loss=torch.tensor(0.5))
     mine.add(take(stats, torch.arange(5, 12)), loss=torch.tensor(0.5))
     for metrics, num_tokens in ((theirs, 5), (mine, 8)):
         metrics.add_forward(SimpleNamespace(num_tokens=num_tokens), {})
     theirs.report(other, num_updates=1)
-    other.is_talking = True
+    other.is_replaying = True
     expected = described(stats) | {"learner/computed_tokens": 13}
     assert mine.report(other, num_updates=1) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_rank_without_a_token_changes_nothing():
-    stats, other = make_random(), Other()
+    stats, other = make_random(), RecordedRank()
     StepMetrics().report(other, num_updates=1)
-    other.is_talking = True
+    other.is_replaying = True
     metrics = StepMetrics()
     metrics.add(stats, loss=torch.tensor(1.0))
     assert metrics.report(other, num_updates=1) == pytest.approx(described(stats), rel=1e-12)
