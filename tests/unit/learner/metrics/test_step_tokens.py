@@ -34,7 +34,7 @@ class TwoRanks(Ranks):
 
 
 def make_built():
-    """Two prompts: one with two responses, of which the second contains a tool token, and one with a single response."""
+    """Two prompts: one with two responses, the second with a tool token, and one with a single response."""
     first = make_response(0, 0, response=(5, 6, 7))
     mask = first.model_mask.copy()
     mask[5] = False
