@@ -174,17 +174,17 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Parameters used only by linear layers: autocast rounds them anyway, so gathering them rounded halves traffic.
+        """Weights that only linear layers use. Autocast rounds them anyway, so gathering them rounded halves traffic.
 
-        Excludes small parameters: DeepSpeed keeps them gathered, so `_gathered` would export rounded values.
+        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights: DeepSpeed keeps those gathered,
+        so `_gathered` would export rounded values.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
         parts = list(self.model.backbone.modules())
         linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
         users = Counter(each for part in parts for each in part.parameters(recurse=False))
-        held = [each for part in linear for each in part.parameters(recurse=False)]
-        return [each for each in held if users[each] == 1 and not each.ds_persist]
+        return [part.weight for part in linear if users[part.weight] == 1 and not part.weight.ds_persist]
 
 
 class DeepSpeedEngine(ShardedModel[M]):

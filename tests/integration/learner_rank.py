@@ -18,7 +18,6 @@ from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.data import LoraConfig, ModelConfig
-from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.engines import deepspeed_engine
@@ -99,9 +98,6 @@ def main() -> None:
     rendezvous = f"file://{args.folder / args.out}.rendezvous"
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
-    if args.bfloat16:
-        # Updates of the size of a run, not those of `SMOOTH`.
-        learner["optimizer"] = OptimizerConfig()
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
     model = ModelConfig(path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None)
