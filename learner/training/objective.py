@@ -155,52 +155,35 @@ class Objective:
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        policy_losses, is_idle = self._policy_losses(inputs, is_counted)
+        # 0 * log_ratio, because ranks call backward together, so a loss without counted tokens needs a graph too.
+        policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
+        if is_counted.any():
+            # Uncounted tokens have no loss and do not affect the ratio of their sequence.
+            counted = inputs if is_counted.all() else inputs.take(is_counted)
+            losses = self._policy_loss(counted)
+            self._check_shape(losses, counted)
+            policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
+            # Evaluate again on a leaf to keep the first graph intact for the backward pass.
+            leaf = counted.log_ratio.detach().requires_grad_()
+            with torch.enable_grad():
+                again = self._policy_loss(counted.with_log_ratio(leaf))
+            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
         # A sum, because the token weights include the denominator of the whole update.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
-        stats = TokenStats(
-            log_ratio=inputs.log_ratio,
-            learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
-            generator_logprobs=tokens.generator_logprobs,
-            weights=correction.weights,
-            is_bounded=correction.is_bounded,
-            is_kept=correction.is_kept,
-            is_idle=is_idle | ~is_trusted,
-            entropies=measured["entropies"],
-            reference_kl=divergence,
-            lags=tokens.lags,
-            sequences=tokens.contexts,
-            num_sequences=inputs.num_sequences,
-        )
+        stats = _token_stats(tokens, inputs, correction, is_idle=is_idle, measured=measured, divergence=divergence)
         metrics.add(stats, loss=loss)
         return loss
 
-    def _policy_losses(self, inputs: LossInputs, is_counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses, float[N], and idle tokens, bool[N]; 0 and false for uncounted tokens."""
-        if not is_counted.any():
-            # Ranks call backward together, so a loss without counted tokens needs a graph too.
-            return 0 * inputs.log_ratio, torch.zeros_like(is_counted)
-        # Uncounted tokens must not affect the ratio of their sequence.
-        counted = inputs if is_counted.all() else inputs.take(is_counted)
-        losses = self._policy_loss(counted)
-        if not isinstance(losses, Tensor) or losses.shape != counted.log_ratio.shape:
+    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
+        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
             raise BatchError(
                 f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
-                f"({len(counted.log_ratio)}), got {losses!r:.200}."
+                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
             )
-        # Evaluate again on a leaf to keep the first graph intact for the backward pass.
-        leaf = counted.log_ratio.detach().requires_grad_()
-        with torch.enable_grad():
-            again = self._policy_loss(counted.with_log_ratio(leaf))
-        is_idle = idle_tokens(again, leaf, counted.advantages)
-        return (
-            torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses),
-            torch.zeros_like(is_counted).masked_scatter(is_counted, is_idle),
-        )
 
     def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
         anchor = self._proximal_logprobs(tokens, learner.detach())
@@ -272,6 +255,31 @@ class Objective:
         if self._config.distillation:
             losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
         return losses
+
+
+def _token_stats(
+    tokens: Tokens,
+    inputs: LossInputs,
+    correction: Correction,
+    *,
+    is_idle: Tensor,
+    measured: dict[str, Tensor],
+    divergence: Tensor,
+) -> TokenStats:
+    return TokenStats(
+        log_ratio=inputs.log_ratio,
+        learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
+        generator_logprobs=tokens.generator_logprobs,
+        weights=correction.weights,
+        is_bounded=correction.is_bounded,
+        is_kept=correction.is_kept,
+        is_idle=is_idle,
+        entropies=measured["entropies"],
+        reference_kl=divergence,
+        lags=tokens.lags,
+        sequences=tokens.contexts,
+        num_sequences=inputs.num_sequences,
+    )
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
