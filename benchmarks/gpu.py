@@ -37,9 +37,9 @@ from slipstream.learner.batching.microbatch import Microbatch, Sample, Spans
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, deepspeed_environment
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks
-from slipstream.learner.training.attention import PACKED, Sight, packed_attention
+from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
 from slipstream.learner.training.model import OutputHead, Policy
-from slipstream.learner.training.sequence_parallel import ALONE
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 
 GIB = 2**30
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -262,10 +262,10 @@ def measure_attention(bench: Bench) -> Figures:
             torch.randn(1, each, length * count, width, device=bench.device, dtype=bench.half, requires_grad=True)
             for each in (heads, 2, 2)
         ]
-        sight, share = Sight(spans, ALONE), 0.5 / len(lengths)
+        packed_rows, share = PackedRows(spans, SINGLE_RANK), 0.5 / len(lengths)
 
-        def by_kernel(states: list[Tensor] = states, sight: Sight = sight) -> None:
-            found, _ = packed_attention(nn.Module(), *states, None, sight=sight)
+        def by_kernel(states: list[Tensor] = states, packed_rows: PackedRows = packed_rows) -> None:
+            found, _ = packed_attention(nn.Module(), *states, None, packed_rows=packed_rows)
             torch.autograd.grad(found.float().sum(), states)
 
         figures[f"attention, {count} x {length}, kernel: seconds"] = bench.seconds(by_kernel, share=share)

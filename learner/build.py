@@ -33,8 +33,7 @@ from slipstream.learner.training.attention import compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
-from slipstream.learner.training.load import is_sharded
-from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.sequence_parallel import SequenceGroup
 from slipstream.learner.training.trainer import Trainer

@@ -44,8 +44,7 @@ from slipstream.learner.errors import CheckpointError, DivergenceError, ModelErr
 from slipstream.learner.metrics_log import Row
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
-from slipstream.learner.training.load import is_sharded
-from slipstream.learner.training.model import load_policy, save_pretrained
+from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.runtime.model_files import weight_files

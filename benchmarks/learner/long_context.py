@@ -28,7 +28,7 @@ from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.training.attention import PACKED
 from slipstream.learner.training.model import OutputHead, Policy
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 DENSE, RUNS = "dense", "runs"
 _VOCABULARY = 1024
@@ -77,7 +77,7 @@ def _run(kind: str, num_tokens: int, width: int) -> dict[str, float]:
 
 def _measure(kind: str, num_tokens: int, width: int, ranks: int, rendezvous: str, rank: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    group = ALONE
+    group = SINGLE_RANK
     if ranks > 1:
         limit = timedelta(seconds=_TIMEOUT_S)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=limit)

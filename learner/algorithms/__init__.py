@@ -1,4 +1,4 @@
-"""Formulas, one function each, on tensors alone.
+"""Formulas as pure functions of tensors.
 
-Shapes: B sequences, T tokens, G members of a group, N tokens of a packed row, V vocabulary.
+Shapes: B sequences, T tokens, G group members, N tokens of a packed row, V vocabulary.
 """

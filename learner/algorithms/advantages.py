@@ -1,10 +1,10 @@
-"""Advantages: rewards of groups -> one number per trajectory.
+"""Advantages: group rewards -> one number per trajectory.
 
-Groups may differ in size. A group of one has advantage 0, because it has no baseline; only `remax` and
-`moving_baseline`, whose baseline comes from outside the group, give it another. epsilon > 0.
+Group sizes may differ. A group of one has no baseline and therefore advantage 0, except with `remax` and
+`moving_baseline`, which take the baseline from outside the group. epsilon > 0.
 
-`lite_ppo`, `gpg`, `gdpo` and `reinforce_plus_plus_baseline` scale by the whole batch, so a group's advantages depend on
-the others there; everywhere else groups do not affect each other.
+Groups are independent of each other, except that `lite_ppo`, `gpg`, `gdpo`, and `reinforce_plus_plus_baseline` scale by
+a statistic of the whole batch.
 """
 
 import torch
@@ -17,7 +17,7 @@ from slipstream.learner.errors import BatchError
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
-    """Rewards normalised within their group.
+    """Rewards normalized within their group.
 
     A_i = (r_i - mean(r)) / (std(r) + epsilon)
 
@@ -27,7 +27,7 @@ def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of their group.
+    """Rewards minus the group mean.
 
     A_i = r_i - mean(r)
 
@@ -37,7 +37,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def rloo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of the others in their group.
+    """Rewards minus the mean of the other group members.
 
     A_i = r_i - mean_{j != i}(r_j) = n / (n - 1) * (r_i - mean(r))
 
@@ -48,11 +48,11 @@ def rloo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of their group, divided by the spread of all rewards of the batch.
+    """Rewards minus the group mean, divided by the standard deviation over the batch.
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
 
-    A group in which almost all rewards are equal is not amplified, as its own small spread would do.
+    Dividing by the group's own deviation would amplify groups in which almost all rewards are equal.
 
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """
@@ -61,13 +61,13 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of their group, whitened over all tokens of the batch.
+    """Rewards minus the group mean, whitened over all tokens of the batch.
 
     d_i = r_i - mean_group(r)
-    A_i = (d_i - mean_tokens(d)) / (std_tokens(d) + epsilon), d_i standing once for each of its trained tokens
+    A_i = (d_i - mean_tokens(d)) / (std_tokens(d) + epsilon), with d_i repeated for each trained token
 
     Source: REINFORCE++, arXiv:2501.03262, the variant with a group baseline.
-    Differs: a group of one stays out of the whitening and keeps its 0.
+    Differs: a group of one is excluded from the whitening and keeps advantage 0.
     """
     has_baseline = segments.own_sizes(inputs.groups) > 1
     weights = (inputs.num_trained * has_baseline).to(inputs.rewards.dtype)
@@ -75,9 +75,9 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
 
 
 def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Rewards minus the mean over their group's tokens, the baseline of least variance if tokens are alike.
+    """Rewards minus the length-weighted group mean, the minimum-variance baseline for similar tokens.
 
-    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), so that sum_i T_i A_i = 0; T_i tokens written, rejected ones included
+    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), so that sum_i T_i A_i = 0; T_i counts model-written tokens, even rejected
 
     Source: On-Policy RL with Optimal Reward Baseline (OPO), arXiv:2505.23585.
     """
@@ -89,7 +89,7 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gpg(inputs: AdvantageInputs, *, normaliser: float) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of their group, scaled up for the trajectories that have no gradient.
+    """Rewards minus the group mean, scaled up to compensate for trajectories without gradient.
 
     A_i = alpha * (r_i - mean(r)) / normaliser, alpha = B / (trajectories in groups of unequal rewards)
 
@@ -103,7 +103,7 @@ def gpg(inputs: AdvantageInputs, *, normaliser: float) -> Float[Tensor, "B"]:
 
 
 def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
-    """Rewards minus the mean of their group, divided by that mean: hard prompts count more.
+    """Rewards minus the group mean, divided by that mean, so that hard prompts count more.
 
     A_i = (r_i - mean(r)) / (mean(r) + epsilon); 0 where mean(r) <= 0. Meant for rewards >= 0.
 
@@ -116,12 +116,12 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
 
 def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Share of the others in its group that a trajectory beats, above one half.
+    """Win rate of a trajectory against the other group members, minus one half.
 
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
     Source: SPPO, arXiv:2405.00675, the estimate of P(y beats pi) - 1/2.
-    Differs: no answer is compared with itself, which would pull every share towards one half.
+    Differs: a trajectory is not compared with itself, which would pull every win rate toward one half.
     """
     groups, num_groups = inputs.groups, segments.count(inputs.groups)
     rows = segments.to_rows(inputs.rewards, groups, num_sequences=num_groups)
@@ -131,19 +131,19 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) -> Float[Tensor, "B"]:
-    """Each part of the reward normalised within its group, then added up: no part drowns another.
+    """Sum of reward parts, each normalized within its group so that no part dominates.
 
-    S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon); without weights all parts with 1
+    S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon); weights default to 1 for all parts
 
     Source: GDPO, arXiv:2601.05242.
-    Differs: the mean of S is not subtracted. It is 0 already, but for a rounding error that would give groups of equal
+    Differs: does not subtract the mean of S. It is 0 up to rounding, and the rounding error would give groups of equal
     rewards an advantage.
     """
     names = tuple(weights) or tuple(inputs.parts)
     if not names or any(name not in inputs.parts or not inputs.parts[name].isfinite().all() for name in names):
         raise BatchError(
-            f"algorithm.advantage=gdpo takes parts of the reward that every answer must have ({', '.join(names)}), got "
-            f"answers with {', '.join(inputs.parts) or 'none'}, or without some of them: see the reward function."
+            f"algorithm.advantage=gdpo needs reward parts that every answer has ({', '.join(names)}), got "
+            f"{', '.join(inputs.parts) or 'none'}, or answers that lack some of them: check the reward function."
         )
     parts = [segments.standardised(inputs.parts[name], inputs.groups, epsilon=epsilon) for name in names]
     factors = inputs.rewards.new_tensor([weights.get(name, 1.0) for name in names])
@@ -154,7 +154,7 @@ def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) 
 def remax(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     """Rewards minus the reward of the greedy answer to the same prompt.
 
-    A_i = r_i - greedy_rewards_i; 0 where that is NaN: a prompt whose greedy answer has no reward teaches nothing
+    A_i = r_i - greedy_rewards_i; 0 if the greedy answer has no reward (NaN)
 
     Source: ReMax, arXiv:2310.10505.
     """
@@ -162,9 +162,9 @@ def remax(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "B"]:
-    """Rewards minus a moving average of the rewards of earlier steps, for prompts that are answered once.
+    """Rewards minus a moving average over earlier steps, for prompts with a single answer.
 
-    A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r); it begins at the first mean
+    A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
     Source: SPIRAL, arXiv:2506.24119, which keeps one moving baseline per role.
     """
@@ -175,9 +175,9 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
 
 
 def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
-    """Contribution of the group's best to its maximum; 0 for the others, and for all if two are best.
+    """Contribution of the group's best trajectory to its maximum. 0 for the others, and for all if the best are tied.
 
-    A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if there is an epsilon]
+    A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if epsilon is given]
 
     Source: Optimizing Language Models for Inference Time Objectives, arXiv:2503.19595, leave-one-out pass@k.
     """
@@ -192,14 +192,14 @@ def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Floa
 
 
 def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
-    """Mean, over the k-subsets of its group that a trajectory is in, of the subset's normalised reward.
+    """Mean normalized reward of the group's k-subsets that contain a trajectory.
 
     p = 1 - C(n_wrong, k) / C(n, k), the mean of the subsets' rewards; s = sqrt(p (1 - p)), their deviation
     A_i = (1 - p) / s                                          if correct
     A_i = (1 - p - C(n_wrong - 1, k - 1) / C(n - 1, k - 1)) / s   if wrong
 
-    A group smaller than k counts as one subset of all its members. A group without a signal (one member, all equal, or
-    no k-subset that fails) has advantage 0 everywhere.
+    A group smaller than k counts as one subset of all members. All advantages are 0 in a group without a signal (a
+    single member, all rewards equal, or no k-subset that fails).
 
     Source: Pass@k Training, arXiv:2508.10751, analytical derivation.
     """
@@ -215,7 +215,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
 
 
 def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k: int) -> Float[Tensor, "G"]:
-    """C(num_wrong, k) / C(num_samples, k) as k factors, so that nothing overflows and 0 and 1 are exact."""
+    """C(num_wrong, k) / C(num_samples, k), a product of k factors so that nothing overflows and 0 and 1 are exact."""
     drawn = torch.arange(k, device=num_wrong.device)
     wrong, left = (num_wrong[:, None] - drawn).clamp(min=0), num_samples[:, None] - drawn
     factors = torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0)
@@ -223,7 +223,7 @@ def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k:
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int) -> Float[Tensor, "B"]:
-    """Penalty of long answers, to be added: falls from 0 to -1 over the last `buffer` tokens, 0 < buffer.
+    """Penalty to add to the reward of long answers. Falls from 0 to -1 over the last `buffer` > 0 tokens.
 
     penalty = clamp((max_length - buffer - T) / buffer, -1, 0)
 
@@ -233,7 +233,7 @@ def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int)
 
 
 def mix(parts: Float[Tensor, "B K"], *, weights: Float[Tensor, "K"]) -> Float[Tensor, "B"]:
-    """One reward out of several parts.
+    """Weighted sum of reward parts.
 
     r_i = sum_k weights_k * parts_ik
     """
@@ -248,14 +248,14 @@ def kl_in_reward(
     coefficient: float,
     turn_rewards: Float[Tensor, "N"] | None = None,
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "N"]]:
-    """Rewards minus a price for leaving the reference: per trajectory, and per token where each was earned.
+    """Rewards minus a KL penalty, per trajectory and per token.
 
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u are `turn_rewards`, of each turn at its last token: a part of r, whose rest is earned by the whole. So tokens add
-    up to the total. No gradient flows through kl. A trajectory without tokens has a total, but no token that carries
-    its reward.
+    u is `turn_rewards`: the reward of each turn, placed at its last token. The last token of the trajectory gets the
+    remainder of r, so token rewards add up to the total. No gradient flows through kl. A trajectory without tokens has
+    a total but no token to carry it.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

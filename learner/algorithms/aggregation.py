@@ -1,12 +1,12 @@
 """Aggregation: reduction of token losses to one number.
 
-Each function returns the weight of a token in each of the B sequences of one optimizer update; the loss is
-sum over tokens of weight * token loss. Weights come from counts over the whole update, all microbatches and all ranks,
-so any split of the update into microbatches has the same gradient. Sequences without a loss token do not count.
+Each function returns one token weight per sequence of an optimizer update (B sequences). The loss is the sum over
+tokens of weight * token loss. Weights depend on counts over all microbatches and ranks, so the gradient does not depend
+on the split. Sequences without a loss token do not count.
 
-`AggregationInputs.num_tokens` is the denominator. Counted before rejection, rejected tokens still count, the others
-keep their weight, and the step shrinks with the loss. Counted after it (`rejection.num_kept`), the weights of the rest
-add up as if nothing else had been there.
+`AggregationInputs.num_tokens` is the denominator. If it counts rejected tokens, rejection leaves the weights of the
+other tokens unchanged and shrinks the step. If it counts only kept tokens (`importance.num_kept`), the weights are
+those of an update without the rejected tokens.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from slipstream.learner.algorithms.inputs import AggregationInputs
 
 
 def token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Every token counts the same.
+    """Equal weight for every token.
 
     weight = 1 / sum_j T_j
 
@@ -30,7 +30,7 @@ def token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Every token counts 1: the size of the step grows with the batch.
+    """Weight 1 for every token, so the step grows with the batch.
 
     weight = 1
 
@@ -40,7 +40,7 @@ def token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def seq_mean_token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Every sequence counts the same; a token of a long one counts less.
+    """Equal weight for every sequence, divided evenly over its tokens.
 
     weight_i = 1 / (B * T_i)
 
@@ -50,21 +50,21 @@ def seq_mean_token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def seq_mean_token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Token losses are added up within a sequence, and averaged over sequences.
+    """Sum over the tokens of a sequence, mean over sequences.
 
     weight = 1 / B
 
-    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 (there divided by a constant length instead).
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 (which also divides by a constant length).
     """
     return _present(inputs) / _num_present(inputs.num_tokens)
 
 
 def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Token losses are added up within a sequence, divided by one constant length, and averaged over sequences.
+    """Sum over the tokens of a sequence divided by a constant length, mean over sequences.
 
     weight = 1 / (B * length)
 
-    `length` is the same for the whole run, such as the longest response allowed.
+    `length` is constant for the whole run, such as the maximum response length.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2.
     """
@@ -72,9 +72,9 @@ def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def prompt_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Every prompt counts the same, and so does every token of one prompt's sequences.
+    """Equal weight for every prompt, divided evenly over all tokens of its sequences.
 
-    weight_i = 1 / (G * sum_{j in group of i} T_j), G the groups that have a token
+    weight_i = 1 / (G * sum_{j in group of i} T_j), G = number of groups with at least one token
 
     Source: ScaleRL, arXiv:2510.13786 (prompt average); per prompt as in DAPO, arXiv:2503.14476, eq. 8.
     """
@@ -91,7 +91,7 @@ AGGREGATIONS: dict[str, Callable[[AggregationInputs], Tensor]] = {
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     "prompt_mean": prompt_mean,
 }
-"""`algorithm.aggregation` -> function: weight of a token in each trajectory, float64[B]."""
+"""`algorithm.aggregation` -> function that returns each trajectory's token weight, float64[B]."""
 
 
 def _present(inputs: AggregationInputs) -> Float[Tensor, "B"]:

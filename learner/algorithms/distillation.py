@@ -1,8 +1,8 @@
-"""Distillation: a learner's and a teacher's log-probabilities -> one number per token.
+"""Distillation: learner and teacher log-probabilities -> one number per token.
 
-The functions of sampled tokens take the teacher's log-probability of the token the learner sampled. The others take, at
-every token, K token ids (the teacher's most likely ones) and both log-probabilities of each; with K = V they are exact.
-The probability outside the K ids is one more outcome, or is left out and both are renormalised.
+`teacher_advantages` and `sampled_k3` use the log-probability of the sampled token. The other functions use the
+log-probabilities of K candidates per token (the teacher's most likely tokens), and are exact with K = V. The remaining
+probability counts as one more outcome or, with `renormalise`, is dropped from both distributions.
 """
 
 import math
@@ -18,7 +18,7 @@ from slipstream.learner.algorithms.inputs import KlInputs
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float
 ) -> Float[Tensor, "N"]:
-    """Advantages, without gradient, whose policy gradient is that of KL(learner || teacher), token by token.
+    """Advantages, without gradient, that make the policy gradient minimize KL(learner || teacher) token by token.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 
@@ -30,11 +30,11 @@ def teacher_advantages(
 def sampled_k3(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, max_loss: float
 ) -> Float[Tensor, "N"]:
-    """The k3 estimate of KL(learner || teacher) as a loss; where it is capped it has no gradient.
+    """k3 estimate of KL(learner || teacher) as a loss, without gradient beyond the cap.
 
     loss = min(exp(-x) - 1 + x, max_loss), x = log pi_learner - log pi_teacher
 
-    Its value is that of the reverse KL, but its gradient, where the learner itself sampled, that of the forward
+    The value estimates the reverse KL. On tokens that the learner sampled, the gradient is that of the forward
     KL(teacher || learner): E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
 
     Source: Schulman, "Approximating KL Divergence".
@@ -45,14 +45,15 @@ def sampled_k3(
 def forward_kl_topk(
     learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, renormalise: bool
 ) -> Float[Tensor, "N"]:
-    """KL(teacher || learner) of the distributions over K ids and the rest, or, renormalised, over the K ids alone.
+    """KL(teacher || learner) over K candidates plus the rest, or over the renormalized K candidates.
 
-    loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1 or 1..K, q the teacher's, p the learner's
+    loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalise; q = teacher, p = learner
 
-    Never negative, 0 with gradient 0 where both are equal. With the rest it is at most the KL over the vocabulary.
+    Nonnegative, and 0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
 
     Source: GKD, arXiv:2306.13649, section 2.
-    Differs: a sum over the K ids that has neither is no divergence: equal policies would still have a gradient.
+    Differs: includes the rest or renormalizes. A plain sum over K candidates is not a divergence, because equal
+    policies would have a nonzero gradient.
     """
     teacher = _closed(teacher_logprobs.detach(), renormalise=renormalise)
     return kl.exact(teacher, _closed(learner_logprobs, renormalise=renormalise))
@@ -65,11 +66,12 @@ def generalised_jsd(
     beta: float,
     renormalise: bool,
 ) -> Float[Tensor, "N"]:
-    """Jensen-Shannon divergence between learner and teacher, 0 < beta < 1: bounded, whatever either finds impossible.
+    """Generalized Jensen-Shannon divergence between learner p and teacher q, 0 < beta < 1.
 
     loss = beta * KL(q || m) + (1 - beta) * KL(p || m), m = beta * q + (1 - beta) * p
 
-    loss / beta is the forward KL(q || p) for beta -> 0, loss / (1 - beta) the reverse one for beta -> 1.
+    Bounded even for tokens with probability 0. loss / beta approaches the forward KL(q || p) as beta -> 0, and
+    loss / (1 - beta) the reverse KL as beta -> 1.
 
     Source: GKD, arXiv:2306.13649, section 2.
     """
@@ -80,8 +82,8 @@ def generalised_jsd(
 
 
 def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
-    """Log-probabilities that add up to 1: with one for the rest (kept off 0 by a rounding error), or without it."""
-    # Wide before the subtraction: 1 - sum of half-precision probabilities is all rounding.
+    """Complete log-probabilities to a distribution: append the rest (at least epsilon), or renormalize."""
+    # Widen before the subtraction: 1 - sum is only rounding error in half precision.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     if renormalise:
         return wide.log_softmax(-1)

@@ -1,8 +1,7 @@
-"""Input records of the algorithm functions: all that a function may look at, beside its settings.
+"""Input records of the algorithm functions. Besides its settings, a function sees only its record.
 
-A user's own function gets the same record as the built-in ones. Tensors must not be changed in place.
-Log-probabilities are in nats and named by the policy that gives them: generator (which sampled the token), learner,
-reference.
+User-defined functions get the same records as built-in ones. They must not modify tensors in place. Log-probabilities
+are in nats and named by policy: generator (which sampled the token), learner, reference.
 """
 
 import dataclasses
@@ -14,62 +13,62 @@ from torch import Tensor
 
 
 def known(column: Tensor | None) -> Tensor:
-    """A column that the settings guarantee to be there."""
+    """Assert that an optional column is filled, as the settings guarantee."""
     assert column is not None, "a column is filled before it is read"
     return column
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The B trajectories of a step that count in a baseline, at least one, and their N tokens that are trained on.
+    """The B >= 1 trajectories of a step that count in a baseline, and their N trained tokens.
 
-    Tokens lie trajectory after trajectory, in order; tokens of tools are not among them. Trajectories whose reward
-    function failed are not here, so a group may have any number of members.
+    Tokens are concatenated in order, trajectory by trajectory, without tool output. Trajectories without a valid reward
+    are excluded, so group sizes vary.
 
     Example, token columns left out: AdvantageInputs(rewards=[1, 0, 1], groups=[0, 0, 1], lengths=[4, 2, 3],
     num_trained=[4, 2, 3], is_correct=[True, False, True], greedy_rewards=[nan, nan, nan], parts={}, ...)
     """
 
     rewards: Float[Tensor, "B"]
-    """float64, after the shaping of `algorithm.reward`."""
+    """float64, after shaping by `algorithm.reward`."""
     groups: Int[Tensor, "B"]
     """Group of each trajectory, numbered from 0 without gaps."""
     lengths: Int[Tensor, "B"]
-    """Tokens that the model wrote, trained on or not."""
+    """Number of model-written tokens, trained or not."""
     num_trained: Int[Tensor, "B"]
-    """Tokens that are trained on."""
+    """Number of trained tokens."""
     is_correct: Bool[Tensor, "B"]
-    """Whether the answer is entirely right."""
+    """Whether the answer is entirely correct."""
     greedy_rewards: Float[Tensor, "B"]
-    """float64, reward of the greedy answer to the same prompt; NaN where there is none."""
+    """float64, reward of the greedy answer to the same prompt, or NaN."""
     parts: dict[str, Tensor]
-    """Named addends of the reward, float64[B]; NaN where a trajectory lacks one."""
+    """Name -> reward part, float64[B]; NaN for trajectories without it."""
     sources: list[str]
-    """Data source of each trajectory, B of them."""
+    """Data source of each of the B trajectories."""
 
     sequences: Int[Tensor, "N"]
     """Trajectory of each token, 0 <= trajectory < B."""
     turns: Int[Tensor, "N"]
-    """Turn of the trajectory, from 0."""
+    """Turn of each token within its trajectory, from 0."""
     positions: Int[Tensor, "N"]
-    """Position among the tokens that the model wrote in the trajectory, counting those that are not trained on."""
+    """Position among all model-written tokens of the trajectory, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
-    """Position among those of the turn."""
+    """Position among the model-written tokens of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: what each turn earned at its last token, the rest of the trajectory's reward at its last token, minus
-    each token's KL where that is charged in the reward."""
+    """float64. Each turn's reward is at its last token. The last token of the trajectory gets the rest of the reward.
+    If the KL is charged in the reward, each token's penalty is subtracted."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, of the distribution each token was sampled from."""
+    """float32, under the distribution each token was sampled from."""
     learner_logprobs: Float[Tensor, "N"] | None = None
-    """float32, at the start of the step; None unless the settings, as `algorithm.proximal=recompute`, ask for them."""
+    """float32, at the start of the step; None unless a setting such as `algorithm.proximal=recompute` needs them."""
     collisions: Float[Tensor, "N"] | None = None
-    """Chance that two draws from the learner's distribution are equal; None unless the advantage needs it."""
+    """Probability that two samples of the learner's distribution are equal; None unless the advantage needs it."""
     values: Float[Tensor, "N"] | None = None
-    """float32, the critic's value of the state before each token; None without a critic."""
+    """float32, critic's value of the state before each token; None without a critic."""
     correction_weights: Float[Tensor, "N"] | None = None
-    """float32, importance weights; None where they are formed with the loss."""
+    """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the function keeps from step to step, empty at first: it may write here, and checkpoints save it."""
+    """Numbers that the function may write to keep them across steps and checkpoints. Initially empty."""
 
     @property
     def num_sequences(self) -> int:
@@ -78,29 +77,29 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N tokens of a microbatch that count in the policy loss, each context whole; at least one.
+    """The N >= 1 tokens of a microbatch that count in the policy loss, in complete contexts.
 
-    A trajectory has one context or several; each is a sequence here.
+    Each of a trajectory's contexts is a separate sequence here.
 
     Example: LossInputs(log_ratio=[0.1, -0.2, 0], advantages=[1, 1, -1], learner_logprobs=[-0.5, -1, -2],
     sequences=[0, 0, 1], num_sequences=2)
     """
 
     log_ratio: Float[Tensor, "N"]
-    """log(pi_learner / pi_proximal), float32 within +-20. The only one with a gradient: that of log pi_learner."""
+    """log(pi_learner / pi_proximal), float32 within +-20. The only field with a gradient, that of log pi_learner."""
     advantages: Float[Tensor, "N"]
-    """float32, whitened or not, as `algorithm.advantage` returns them."""
+    """float32, as returned by `algorithm.advantage`."""
     learner_logprobs: Float[Tensor, "N"]
-    """float32 values alone: formulas differentiate `log_ratio`."""
+    """float32, without gradient: formulas differentiate `log_ratio`."""
     sequences: Int[Tensor, "N"]
     """Context of each token, numbered from 0 without gaps."""
     num_sequences: int
     """Number of contexts in the microbatch."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """Tokens that the loss's own selector picked among all of the update; None where it has none."""
+    """Tokens that the loss's selector picked from the whole update; None without a selector."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
-        """The tokens where `is_taken` is true, their contexts numbered anew."""
+        """Select the tokens where `is_taken` is true and renumber their contexts."""
         numbers, sequences = torch.unique(self.sequences[is_taken], return_inverse=True)
         return LossInputs(
             self.log_ratio[is_taken],
@@ -117,7 +116,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """The N tokens of one optimizer update, of all its microbatches and ranks, as the update begins; no gradient."""
+    """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_generator), float32 within +-20."""
@@ -126,46 +125,46 @@ class MaskInputs:
     learner_logprobs: Float[Tensor, "N"]
     """float32, of the sampled tokens."""
     sequences: Int[Tensor, "N"]
-    """Context of each token; numbers may be missing."""
+    """Context of each token. Numbers may have gaps."""
     num_sequences: int
-    """One more than the largest possible number."""
+    """Upper bound of the context numbers, exclusive."""
     is_counted: Bool[Tensor, "N"]
-    """Tokens that the correction leaves in the loss: a share or a mean is taken over them alone."""
+    """Tokens that the correction keeps in the loss. Fractions and means are taken over these."""
     seed: int = 0
-    """Seed of random picks, the same on every rank."""
+    """Seed for random selection, equal on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatioInputs:
-    """The N tokens of whole contexts that importance weights and rejections are made of; no gradient is used."""
+    """N tokens in complete contexts, for importance weights and rejection. Gradients are ignored."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_numerator / pi_denominator), float32 within +-20."""
     sequences: Int[Tensor, "N"]
-    """Context of each token; numbers may be missing."""
+    """Context of each token. Numbers may have gaps."""
     num_sequences: int
-    """One more than the largest possible number."""
+    """Upper bound of the context numbers, exclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class KlInputs:
-    """Log-probabilities of the same N tokens under the policies that are compared, float32."""
+    """Log-probabilities of the same N tokens under the compared policies, float32."""
 
     learner_logprobs: Float[Tensor, "N"]
-    """With gradient where the estimate is a loss."""
+    """With gradient if the estimate is a loss."""
     reference_logprobs: Float[Tensor, "N"]
-    """The reference policy's, without gradient."""
+    """Without gradient."""
     generator_logprobs: Float[Tensor, "N"] | None = None
-    """Without gradient; None where the learner itself is taken to have sampled."""
+    """Without gradient; None if the tokens count as sampled by the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregationInputs:
-    """The B trajectories of one optimizer update, of all its microbatches and ranks."""
+    """The B trajectories of an optimizer update, over all microbatches and ranks."""
 
     num_tokens: Int[Tensor, "B"]
-    """Tokens that the denominator counts; `correction.denominator` decides whether rejected ones are among them."""
+    """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""
     groups: Int[Tensor, "B"]
     """Group of each trajectory, as claimed."""
     length: int
-    """The constant of `seq_mean_token_sum_norm`, tokens."""
+    """Constant length of `seq_mean_token_sum_norm`, tokens."""

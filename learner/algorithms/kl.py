@@ -1,10 +1,11 @@
 """KL estimators: divergence of the learner from a reference, per token.
 
-x = log pi_learner - log pi_reference, clamped to +-20, of tokens sampled from pi_learner. As values, k1 and k3 have
-KL(learner || reference) as their expectation. As losses, only k2, the straight-through forms (name with a +),
-`k3_off_policy` and `exact` have its gradient: that of k1 is 0 on average, and that of k3 is KL(reference || learner)'s.
+x = log pi_learner - log pi_reference, clamped to +-20, for tokens sampled from pi_learner. The values of k1 and k3 are
+unbiased estimates of KL(learner || reference). As losses, only k2, the straight-through forms (names ending in +),
+`k3_off_policy`, and `exact` have the gradient of this KL. The gradient of k1 is 0 on average, and that of k3 is the
+gradient of KL(reference || learner).
 
-Source: Schulman, "Approximating KL Divergence"; their gradients, Shah et al., arXiv:2512.21852.
+Source: Schulman, "Approximating KL Divergence"; for the gradients, Shah et al., arXiv:2512.21852.
 """
 
 import math
@@ -20,37 +21,37 @@ from slipstream.learner.algorithms.inputs import KlInputs, known
 Estimator = Callable[[KlInputs], Tensor]
 
 KL_ERROR_BOUND = 0.2
-"""Largest relative distance of a measured KL from its target that the adaptive coefficient reacts to."""
+"""Bound on the relative error of the measured KL in the adaptive coefficient's update."""
 
 
 def k1(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """x: unbiased, high variance, may be negative."""
+    """x. Unbiased with high variance; may be negative."""
     return token_log_ratio(inputs.learner_logprobs, inputs.reference_logprobs)
 
 
 def absolute(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """|x|: biased, never negative, grows slower than k2 in the tails."""
+    """|x|. Biased and nonnegative; grows slower than k2 in the tails."""
     return k1(inputs).abs()
 
 
 def k2(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """x^2 / 2: biased, never negative; as a loss its gradient is that of the KL."""
+    """x^2 / 2. Biased and nonnegative; as a loss, it has the gradient of the KL."""
     return k1(inputs).square() / 2
 
 
 def k3(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """exp(-x) - 1 + x: unbiased, never negative, lower variance than k1."""
+    """exp(-x) - 1 + x. Unbiased and nonnegative, with lower variance than k1."""
     log_ratio = token_log_ratio(inputs.reference_logprobs, inputs.learner_logprobs)
     return log_ratio.expm1() - log_ratio
 
 
 def k3_off_policy(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """k3 of tokens that another policy sampled; unbiased in value and in gradient.
+    """k3 for tokens sampled from the generator, unbiased in value and gradient.
 
-    pi_learner / pi_generator * k3, the ratio with its gradient
+    pi_learner / pi_generator * k3
 
-    The gradient through the ratio is what turns k3's into that of KL(learner || reference). The ratio stands inside, so
-    no importance weight is to be put on it a second time.
+    The ratio is differentiated, which gives the gradient of KL(learner || reference). Don't multiply by an importance
+    weight again.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate.
     """
@@ -58,7 +59,7 @@ def k3_off_policy(inputs: KlInputs) -> Float[Tensor, "N"]:
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """The value of `estimator` with the gradient of k2, which is that of the KL.
+    """The value of `estimator` with the gradient of k2, which equals the gradient of the KL.
 
     value + k2 - sg(k2)
     """
@@ -80,15 +81,13 @@ KL_ESTIMATORS: dict[str, Estimator] = {
     "k3+": straight_through(k3),
     "k3_off_policy": k3_off_policy,
 }
-"""`kl.estimator` -> function: estimate of each token, nats, Float[N]."""
+"""`kl.estimator` -> function that returns the estimate of each token, nats, Float[N]."""
 
 
 def exact(first_logprobs: Float[Tensor, "N V"], second_logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """KL(first || second) over the whole vocabulary; no sampling, no variance.
+    """KL(first || second) over the whole vocabulary, row by row.
 
-    sum_v p_v * (log p_v - log q_v); a token of probability 0 adds 0, whatever its reference
-
-    Rows do not depend on each other, so any chunk of them may be given.
+    sum_v p_v * (log p_v - log q_v); a token with p_v = 0 adds 0 for any q_v
     """
     lowest = torch.finfo(first_logprobs.dtype).min
     difference = first_logprobs.clamp(min=lowest) - second_logprobs.clamp(min=lowest)
@@ -96,15 +95,15 @@ def exact(first_logprobs: Float[Tensor, "N V"], second_logprobs: Float[Tensor, "
 
 
 def adaptive_coefficient(coefficient: float, *, kl: float, target: float, num_sequences: int, horizon: int) -> float:
-    """The KL coefficient, raised while the measured KL is above its target and lowered while below.
+    """Raise the KL coefficient while the measured KL is above its target, and lower it while below.
 
     beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
-    `kl` is the step's measurement, nats, in the unit of `target`; `horizon` is in sequences.
+    `kl` is the step's measured KL in nats, like `target`. `horizon` is in sequences.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, section 2.2.
-    Differs: num_sequences / horizon counts as 1 at most, so that no step size turns beta negative; a KL that is not a
-    number leaves beta as it is.
+    Differs: num_sequences / horizon is at most 1, so that beta stays positive for any batch size. A KL of NaN leaves
+    beta unchanged.
     """
     if math.isnan(kl):
         return coefficient

@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens, and other numbers per token, from logits, in at least float32.
+"""Log-probabilities and other numbers per token, computed from logits in at least float32.
 
-Where there are more than `chunk_elements` logits, those of a chunk of tokens are alive at a time: they are computed
-from the model's hidden states, and again in the backward pass.
+More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk of logits is
+in memory at a time. It is computed from hidden states, and recomputed in the backward pass.
 """
 
 from collections.abc import Callable
@@ -21,32 +21,32 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Requested:
-    """Numbers per token that are computed from its distribution, besides the log-probability of its target."""
+    """Numbers to compute from each token's distribution, in addition to the target's log-probability."""
 
     entropy: bool = False
     """Entropy of the distribution, nats."""
     differentiate_entropy: bool = False
-    """Whether the entropy carries a gradient."""
+    """Whether the entropy has a gradient."""
     collision: bool = False
-    """Chance that two draws are the same token."""
+    """Probability that two samples are the same token."""
     top_k: int = 0
-    """Number of most likely tokens, with their log-probabilities."""
+    """Number of most likely tokens to return with their log-probabilities."""
 
 
 LOGPROBS = Requested()
-"""Log-probabilities of the targets alone."""
+"""Only the log-probabilities of the targets."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Logits that are computed for a chunk of tokens at a time: finish(states @ weight.T + bias), [N, V]."""
+    """Logits to compute in chunks of tokens: finish(states @ weight.T + bias), [N, V]."""
 
     states: Float[Tensor, "N D"]
     """Output of the last layer."""
     weight: Float[Tensor, "V D"]
     bias: Float[Tensor, "V"] | None = None
     finish: Callable[[Tensor], Tensor] | None = None
-    """Function of each logit, such as a soft cap."""
+    """Elementwise function of the logits, such as a soft cap."""
     dtype: torch.dtype = torch.float32
     """Data type of the matrix product."""
 
@@ -72,17 +72,17 @@ def measure_tokens(
     reference_logits: Float[Tensor, "N V"] | DeferredLogits | None = None,
     chunk_elements: int | None = None,
 ) -> dict[str, Tensor]:
-    """Name -> one number per token, of p = softmax(logits / temperature), and only those requested.
+    """Requested numbers per token by name, with p = softmax(logits / temperature).
 
     logprobs             log p(target)
     entropies            -sum_v p_v log p_v, nats                     if requested.entropy
     collisions           sum_v p_v^2, without gradient                if requested.collision
-    top_tokens           the most likely tokens, int[N K], best first if requested.top_k
-    top_logprobs         log p of each, without gradient              if requested.top_k
-    candidate_logprobs   log p(candidate), float[N K]                 given candidates
-    exact_kl             KL(p || softmax(reference / temperature))    given reference_logits, which get no gradient
+    top_tokens           most likely tokens, int[N K], best first     if requested.top_k
+    top_logprobs         log p of top_tokens, without gradient        if requested.top_k
+    candidate_logprobs   log p(candidate), float[N K]                 if candidates are given
+    exact_kl             KL(p || softmax(reference / temperature))    if reference_logits are given (no gradient)
 
-    Source: collisions serve the optimal token baseline, arXiv:2602.07078.
+    Source: collisions are for the optimal token baseline, arXiv:2602.07078.
     """
     num_tokens, vocabulary = logits.shape
     chunk_tokens = max(1, (chunk_elements or _CHUNK_ELEMENTS) // vocabulary)
@@ -101,7 +101,7 @@ def measure_tokens(
         parameters = (logits.states, logits.weight, logits.bias)
         columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
         return dict(zip(names, columns, strict=True))
-    # Split at once: the backward pass of a slice makes a gradient of the size of all logits, for each chunk.
+    # A single split, because the backward pass of each slice would allocate a gradient of the size of all logits.
     found = [
         checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]
@@ -144,20 +144,20 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
 
 
 def _entropy(logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """-sum p log p; a token of probability 0 adds 0, where 0 * -inf would be undefined."""
+    """-sum p log p. A token of probability 0 adds 0 (not 0 * -inf = NaN)."""
     probabilities = logprobs.exp()
     return -(probabilities * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
 # --- deferred logits -------------------------------------------------------------------------------------------------
 _Measure = Callable[[Tensor, int], dict[str, Tensor]]
-"""(logits of a chunk, index of the chunk) -> numbers of its tokens."""
+"""(logits of a chunk, index of the chunk) -> numbers of its tokens by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
-"""Numbers that carry no gradient."""
+"""Numbers without gradient."""
 
 
 class _MeasureDeferred(torch.autograd.Function):
-    """Numbers of all tokens from hidden states, with the logits of one chunk alive at a time in both passes."""
+    """Numbers of all tokens from hidden states, with one chunk of logits in memory in either pass."""
 
     @staticmethod
     def forward(
@@ -171,8 +171,8 @@ class _MeasureDeferred(torch.autograd.Function):
         requested: Requested,
         names: list[str],
     ) -> tuple[Tensor, ...]:
-        """The first three are those of `logits`, which autograd must see; `names` is filled with the outputs'."""
-        # The parameters themselves are saved, not copies: ZeRO-3 gathers them again before the backward pass.
+        """The first three arguments repeat tensors of `logits` so that autograd sees them. Fills `names`."""
+        # Save the parameters, not copies, because ZeRO-3 gathers them again for the backward pass.
         ctx.save_for_backward(states, weight, bias)
         ctx.finish, ctx.dtype, ctx.chunks, ctx.measure, ctx.names = logits.finish, logits.dtype, chunks, measure, names
         cast = replace(logits, weight=weight.to(logits.dtype))
@@ -214,7 +214,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right; in place where the dtypes agree."""
+    """Add left @ right to `total`, without a temporary if the dtypes match."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -1,12 +1,11 @@
-"""Policy losses: one number per token, negated so that lower is better; nothing is averaged here.
+"""Policy losses: one number per token, not averaged, negated so that lower is better.
 
-The proximal policy of `LossInputs.log_ratio` is called anchor where it may be the generator's own. The gradient of the
-log-ratio is that of log pi_learner, so a formula with sg(weight) * log pi_learner is written with the log-ratio
-instead: another value, the same gradient (sg: without gradient).
+`anchor` is the proximal policy of `LossInputs.log_ratio` in losses where it may also be the generator. The log-ratio
+has the gradient of log pi_learner. Terms of the form sg(weight) * log pi_learner (sg: stop gradient) are therefore
+computed with the log-ratio, which gives a different value but the same gradient.
 
-Where the ratio belongs to a whole sequence, its loss or weight stands on each of its tokens: with equal token weights
-inside a sequence, as all aggregations have, the sum is the paper's. Advantages are equal within a sequence then, except
-for the token forms.
+Sequence-level losses and weights are repeated for each token of the sequence. Since aggregations weight the tokens of a
+sequence equally, the sum matches the paper. Except in the token forms, advantages must be equal within a sequence.
 """
 
 import torch
@@ -20,9 +19,9 @@ from slipstream.learner.algorithms.inputs import LossInputs, known
 def idle_tokens(
     losses: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]
 ) -> Bool[Tensor, "N"]:
-    """Tokens that a loss leaves without gradient although their advantage is not zero, as a clip does.
+    """Tokens with a nonzero advantage but no gradient, for example because of a clip.
 
-    Read off the gradient of `losses` by their `log_ratio`, so that it holds for any loss and cannot diverge from it.
+    Computed from the gradient of `losses` with respect to `log_ratio`, so it works for any loss.
     """
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
@@ -35,10 +34,9 @@ def ppo_clip(
     """Clipped surrogate around the proximal policy.
 
     loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi_learner / pi_proximal
-    where A < 0 and with dual_clip > 1: loss = min(loss, -dual_clip * A)
+    if A < 0 and dual_clip > 1 is given: loss = min(loss, -dual_clip * A)
 
-    The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip at its delta: both hold the ratio of A < 0
-    between 1 - clip_low and delta > 1 + clip_high.
+    The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip with dual_clip = delta > 1 + clip_high.
 
     Source: PPO, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476, eq. 10; dual
     clip, arXiv:1912.09729.
@@ -56,15 +54,15 @@ def reinforce(inputs: LossInputs) -> Float[Tensor, "N"]:
 
     loss = -A * log pi_learner
 
-    Source: REINFORCE, Williams 1992, eq. 11. GPG, arXiv:2504.02546, is this loss with its own advantages.
+    Source: REINFORCE, Williams 1992, eq. 11. GPG, arXiv:2504.02546, uses this loss with its own advantages.
     """
-    # The value of log pi_learner with the gradient of the log-ratio, the only variable that has one.
+    # The value of log pi_learner with the gradient of the log-ratio, because `learner_logprobs` has none.
     learner_logprobs = inputs.learner_logprobs + (inputs.log_ratio - inputs.log_ratio.detach())
     return -inputs.advantages * learner_logprobs
 
 
 def unclipped(inputs: LossInputs) -> Float[Tensor, "N"]:
-    """Importance-weighted surrogate without a trust region of its own.
+    """Importance-weighted surrogate without a trust region.
 
     loss = -ratio * A
 
@@ -84,22 +82,22 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
 
 
 def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
-    """Surrogate that penalises the tokens whose covariance drives the entropy down, `token_masks.kl_cov_mask`.
+    """Surrogate that penalizes the high-covariance tokens of `token_masks.kl_cov_mask`, which reduce the entropy.
 
     loss = -ratio * A + coefficient * |log ratio| * selected
 
     Source: KL-Cov, arXiv:2505.22617, eq. 14.
-    Differs: the paper writes KL(proximal, learner); per token this takes |log ratio|, as its authors' program does.
+    Differs: the paper writes KL(proximal, learner); like the authors' code, this uses |log ratio| per token.
     """
     return unclipped(inputs) + coefficient * inputs.log_ratio.abs() * known(inputs.is_selected)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
-    """Score function with a clipped importance weight: clipping shrinks a token's gradient, never removes it.
+    """Score function with a clipped importance weight. Clipping shrinks a token's gradient but never removes it.
 
     loss = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi_learner
 
-    `clip_low` None: no lower bound, as in the paper's runs.
+    `clip_low=None` removes the lower bound, as in the paper's runs.
     Source: CISPO, arXiv:2506.13585, eq. 4 and 5.
     """
     low = None if clip_low is None else 1 - clip_low
@@ -108,11 +106,11 @@ def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Fl
 
 
 def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Float[Tensor, "N"]:
-    """Soft gate instead of the clip.
+    """Surrogate with a soft gate in place of the clip.
 
     loss = -A * (4 / tau) * sigmoid(tau * (ratio - 1)), tau = tau_positive if A > 0 else tau_negative
 
-    The gate's slope is 1 at ratio 1 and falls off on both sides, faster with a larger tau.
+    The slope of the gate is 1 at ratio 1 and decreases on both sides, faster with larger tau.
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     """
     advantages = inputs.advantages
@@ -121,22 +119,22 @@ def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Flo
 
 
 def dro(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
-    """Score function with a quadratic pull back to the anchor.
+    """Score function with a quadratic penalty on the distance from the anchor.
 
     loss = -A * log pi_learner + beta / 2 * (log ratio)^2
 
-    Source: DRO, arXiv:2405.19107, per token and with the advantage for reward minus value.
+    Source: DRO, arXiv:2405.19107, applied per token, with the advantage in place of reward minus value.
     """
     return -inputs.advantages * inputs.log_ratio + beta / 2 * inputs.log_ratio.square()
 
 
 def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> Float[Tensor, "N"]:
-    """PPO-clip with the ratio inverted where A > 0, so that tokens left behind are raised most.
+    """PPO-clip with the inverse ratio for A > 0, so that the tokens that lag behind are raised most.
 
     A > 0:  loss = -sg(w) * A * log pi_learner, w = min(1 / ratio, cap) if ratio <= 1 + clip_high else 0
     else:   loss = ppo_clip with dual_clip = cap
 
-    The cap of A > 0 is soft: it bounds the weight and leaves the gradient.
+    For A > 0, the cap is soft: it bounds the weight but keeps the gradient.
     Source: ASPO, arXiv:2510.06062, section 6, eq. 3.
     """
     ratio = inputs.log_ratio.detach().exp()
@@ -149,7 +147,7 @@ def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -
 def dppo(
     inputs: LossInputs, *, divergence: str, low: float, high: float, ratio_cap: float = 20.0
 ) -> Float[Tensor, "N"]:
-    """Importance-weighted score function that stops where the token's probability has moved too far, not its ratio.
+    """Importance-weighted score function with a trust region on the token's probability instead of its ratio.
 
     loss = -sg(min(ratio, ratio_cap) * kept) * A * log pi_learner
     not kept: (A > 0 and ratio > 1 and D > high) or (A < 0 and ratio < 1 and D > low)
@@ -157,11 +155,11 @@ def dppo(
     tv:  D = |pi_learner - pi_anchor|
     kl:  D = pi_anchor * log(pi_anchor / pi_learner) + (1 - pi_anchor) * log((1 - pi_anchor) / (1 - pi_learner))
 
-    Both compare "this token" with "any other". The paper's anchor is the generator's policy.
+    Both divergences are between binary distributions: this token or any other. The paper's anchor is the generator.
     Source: DPPO, arXiv:2602.04879, eq. 12 with the binary total variation, eq. 13, or the binary KL, eq. 14.
     """
     advantages, log_ratio = inputs.advantages, inputs.log_ratio.detach()
-    # At most 1 - 1e-7, so that log(1 - p) is finite.
+    # Keeps log(1 - p) finite.
     learner = inputs.learner_logprobs.exp().clamp(max=1 - 1e-7)
     anchor = (inputs.learner_logprobs - log_ratio).exp().clamp(max=1 - 1e-7)
     if divergence == "tv":
@@ -176,11 +174,11 @@ def dppo(
 
 # --- ratios of whole sequences ---------------------------------------------------------------------------------------
 def sppo(inputs: LossInputs, *, eta: float) -> Float[Tensor, "N"]:
-    """Squared distance of a sequence's log-ratio from the one that its win rate asks for.
+    """Squared distance between a sequence's log-ratio and the target given by its win rate.
 
     loss = (log pi_learner(y) - log pi_anchor(y) - eta * (P(y beats pi_anchor) - 1/2))^2, P = A + 1/2
 
-    The advantages are those of `advantages.win_rate`.
+    Requires the advantages of `advantages.win_rate`.
 
     Source: SPPO, arXiv:2405.00675, algorithm 1.
     """
@@ -194,10 +192,10 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     """PPO-clip on the geometric mean of a sequence's ratios.
 
     sequence:       loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean_t log ratio_t)
-    token:          the same with s_t = sg(s) * pi_learner,t / sg(pi_learner,t) and A_t, so that the gradient of each
-                    token goes through that token alone, for advantages that differ per token
-    length_scaled:  loss * length, which undoes the 1/length of a mean over the sequence's tokens; under any other
-                    aggregation long sequences would weigh twice
+    token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), so that each token's loss has
+                    a gradient only through that token; for advantages that differ per token
+    length_scaled:  loss * length, which cancels the 1/length of a mean over the sequence's tokens; with any other
+                    aggregation, long sequences would be overweighted
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7; GSPO-token, eq. 13 and 14; LUSPO, arXiv:2602.05261.
     """
@@ -212,11 +210,11 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
-    """Geometric mean of ratios that are clipped one by one, before the mean: an outlier costs itself, not its sequence.
+    """Geometric mean of ratios that are clipped per token, so that an outlier does not clip its whole sequence.
 
     loss = -A * exp(mean_t d_t), d_t = min(log ratio_t, clip_high) if A > 0 else max(log ratio_t, -clip_low)
 
-    The bounds are of log-ratios, 0.4 in the paper.
+    The bounds apply to log-ratios; the paper uses 0.4.
     Source: GMPO, arXiv:2507.20673, eq. 4.
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
@@ -226,13 +224,13 @@ def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tens
 
 
 def topr(inputs: LossInputs, *, level: str = "sequence") -> Float[Tensor, "N"]:
-    """Tapered REINFORCE: positive advantages count fully, negative ones fade as the answer becomes unlikely.
+    """Tapered REINFORCE: full weight for A > 0, otherwise a weight that decreases as the answer becomes unlikely.
 
     loss = -sg(w) * A * log pi_learner, w = 1 if A > 0 else min(prod_t ratio_t, 1); min(ratio_t, 1) at the token level
 
     Source: TOPR, arXiv:2503.14286, eq. 7 and 8.
-    Differs: the sign is that of the advantage, not of the reward: it is the advantage that pushes a token down, without
-    bound where nothing tapers it. The paper has no token level.
+    Differs: tapers by the sign of the advantage instead of the reward, because a negative advantage pushes a token down
+    without bound. The paper has no token level.
     """
     log_ratio = inputs.log_ratio.detach() if level == "token" else _sequence_log_ratio(inputs)
     weights = torch.where(inputs.advantages > 0, 1.0, log_ratio.clamp(max=0).exp())
@@ -247,11 +245,11 @@ def vespo(
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> Float[Tensor, "N"]:
-    """Score function with a soft weight of the sequence's whole ratio, without length normalisation.
+    """Score function with a smooth weight based on the sequence's ratio, without length normalization.
 
     loss = -sg(phi(W)) * A * log pi_learner, phi(W) = W^power * exp(decay * (1 - W)), W = prod_t ratio_t
 
-    phi(1) = 1; phi peaks at W = power / decay. One pair for A > 0, the other for the rest.
+    phi(1) = 1, and phi peaks at W = power / decay. The `*_positive` pair applies to A > 0, the other to A <= 0.
     Source: VESPO, arXiv:2602.10693, eq. 20.
     """
     advantages, log_weight = inputs.advantages, _sequence_log_ratio(inputs)
@@ -262,6 +260,6 @@ def vespo(
 
 
 def _sequence_log_ratio(inputs: LossInputs) -> Float[Tensor, "N"]:
-    """sum_t log ratio_t of each token's sequence, clamped, without gradient."""
+    """sum_t log ratio_t of each token's sequence, clamped to +-LOG_RATIO_BOUND, without gradient."""
     totals = segments.sums(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
     return totals.clamp(-importance.LOG_RATIO_BOUND, importance.LOG_RATIO_BOUND)[inputs.sequences]

@@ -1,8 +1,8 @@
-"""Token advantages: rewards of single tokens, and a critic's values -> one number per token, without gradient.
+"""Token advantages: token rewards and critic values -> one number per token, without gradient.
 
-Tokens are flat, those of a trajectory contiguous and in order, and only those the model wrote: a tool's output lies
-between two of them, takes no time and breaks no sum. After the last token of a trajectory every value is 0. The targets
-of the critic are never whitened.
+Tokens are concatenated in order, trajectory by trajectory, and include only model-written tokens: tool output between
+two tokens takes no time step. The value after the last token of a trajectory is 0. The critic's targets are never
+whitened.
 """
 
 import torch
@@ -14,7 +14,7 @@ from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float) -> Float[Tensor, "N"]:
-    """Discounted rewards to come, whitened over all tokens of the batch.
+    """Discounted returns, whitened over all tokens of the batch.
 
     A_t = (G_t - mean(G)) / (std(G) + epsilon),  G_t = r_t + gamma * G_{t+1}
 
@@ -24,14 +24,14 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float
 
 
 def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
-    """Discounted sum of the rewards of a token and of those after it in its sequence.
+    """Discounted sum of the rewards from each token to the end of its sequence.
 
     G_t = r_t + gamma * G_{t+1}
 
-    Summed by doubling: after the step with `shift`, each entry holds the sum of the next 2 * shift rewards.
+    Summed by doubling: after the iteration with `shift`, each entry is the sum of the next 2 * shift rewards.
     """
     rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
-    # log2(length) steps over whole rows; a scan from the right would take one step per token.
+    # log2(length) iterations over whole rows; a scan from the right would take one per token.
     shift = 1
     while shift < rows.shape[1]:
         rows[:, :-shift] += gamma**shift * rows[:, shift:]
@@ -40,22 +40,21 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: float) -> Float[Tensor, "N"]:
-    """Rewards to come minus the baseline of least variance, per group and position, over members with a token there.
+    """Returns minus the minimum-variance baseline per group and position, over members that reach the position.
 
     norm_t = 1 - 2 * pi_t + sum_v pi_v^2, the squared norm of a token's gradient with respect to its logits
-    W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w the importance weights where they are known
+    W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th token the model wrote: tokens of tools are not counted, so a slow tool does not misalign the
-    tokens after it. With `per_turn` it is the t-th of the turn, so that a long first turn does not either. A token at a
-    position that no other member has reached has advantage 0.
+    Position t is the t-th model-written token, so verbose tool output does not misalign later tokens. With `per_turn`,
+    positions restart in each turn, so a long first turn doesn't either. A token at a position that no other member
+    reaches has advantage 0.
 
-    Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy; squared weights as its off-policy
-    form.
-    Differs: epsilon is added to each W, not to their sum, so that where no member could have done otherwise (W = 0) B
-    is the mean, and equal returns give advantage 0. The tail of the longest member, which no other reaches, has
-    advantage 0 here; the authors' program gives it baseline 0 there, so the whole return, without anything to compare
-    it with. The authors' form for agents is without `per_turn`.
+    Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
+    off-policy form.
+    Differs: adds epsilon to each W, not to their sum, so that B is the mean if all W are 0 and equal returns give
+    advantage 0. The authors' code uses baseline 0 for the tail of the longest member, which leaves the whole return as
+    its advantage; here it is 0. `per_turn` is our addition.
     """
     returns = returns_to_go(inputs, gamma=1.0)
     norms = score_norms(known(inputs.learner_logprobs), known(inputs.collisions))
@@ -65,7 +64,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     energy = segments.from_rows(rows.cumsum(1), inputs.sequences) + epsilon
     cells = _cells(inputs, per_turn=per_turn)
     num_cells = segments.count(cells)
-    # The lowest return is subtracted before the mean, so that equal returns give exactly 0.
+    # Subtract the lowest return first, so that equal returns give exactly 0.
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
     baseline = (lowest + weighted / segments.sums(energy, cells, num_segments=num_cells))[cells]
@@ -74,12 +73,12 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
 
 
 def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Squared norm of a token's gradient with respect to its logits, never negative."""
+    """Squared norm of each token's gradient with respect to its logits, nonnegative."""
     return (1 - 2 * logprobs.exp() + collisions).clamp(min=0)
 
 
 def _cells(inputs: AdvantageInputs, *, per_turn: bool) -> Int[Tensor, "N"]:
-    """Tokens at the same position of trajectories of the same group share a cell; cells are numbered without gaps."""
+    """Cell of each token, without gaps. Tokens of a group at the same position share a cell."""
     turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
     positions = inputs.positions_in_turn if per_turn else inputs.positions
     groups = inputs.groups[inputs.sequences]
@@ -96,13 +95,13 @@ def gae(
     length_adaptive: float | None,
     epsilon: float | None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalised advantages with lambda `lam`, and the returns with lambda `critic_lam` that a critic is to predict.
+    """Generalized advantages with lambda `lam`, and the critic's target returns with lambda `critic_lam`.
 
     delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
 
-    With epsilon, advantages are whitened over all tokens afterwards.
+    With epsilon, the advantages are then whitened over all tokens.
 
-    Source: GAE, arXiv:1506.02438, eq. 16; two lambdas are the decoupled GAE of VAPO, arXiv:2504.05118, and
+    Source: GAE, arXiv:1506.02438, eq. 16. The two lambdas are VAPO's decoupled GAE, arXiv:2504.05118, and
     `length_adaptive` is its alpha, section 4.2.
     """
     policy_lam = lam if length_adaptive is None else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive)
@@ -114,7 +113,7 @@ def gae(
 def generalised_advantages(
     inputs: AdvantageInputs, *, gamma: float, lam: float | Float[Tensor, "B"]
 ) -> Float[Tensor, "N"]:
-    """The A_t of `gae`; `lam` may differ between trajectories."""
+    """A_t of `gae`, with one `lam` or one per trajectory."""
     sequences, num_sequences = inputs.sequences, inputs.num_sequences
     rewards = segments.to_rows(inputs.token_rewards, sequences, num_sequences=num_sequences)
     expected = segments.to_rows(known(inputs.values), sequences, num_sequences=num_sequences)
@@ -124,7 +123,7 @@ def generalised_advantages(
 
 
 def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[Tensor, "B"]:
-    """GAE's lambda for the policy, such that the weights lambda^k of the errors add up to alpha times the length.
+    """Lambda of the policy's GAE for which the weights lambda^k add up to alpha times the length.
 
     lambda = 1 - 1 / (alpha * length), no less than 0
 
@@ -136,15 +135,15 @@ def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[
 def vtrace(
     inputs: AdvantageInputs, *, gamma: float, lam: float, rho_bar: float, c_bar: float
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Advantages and value targets corrected for tokens another policy sampled, ratio = pi_learner / pi_generator.
+    """Off-policy advantages and value targets, with ratio = pi_learner / pi_generator.
 
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
-    rho_bar >= c_bar decides which policy is evaluated, c_bar only how fast. A has the importance weight in it: a policy
-    loss that weights tokens by the same ratio once more would count it twice.
+    rho_bar >= c_bar determines which policy is evaluated, and c_bar only the speed of convergence. A includes the
+    importance weight, so the policy loss must not weight tokens by the same ratio again.
 
-    Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam is that of its remark 2.
+    Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam as in remark 2.
     """
     log_ratio = importance.token_log_ratio(known(inputs.learner_logprobs), inputs.generator_logprobs)
     columns = (inputs.token_rewards, known(inputs.values), log_ratio.exp())
@@ -159,14 +158,14 @@ def vtrace(
 
 
 def _following(rows: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """Each row shifted to the left by one, 0 at the end."""
+    """Rows shifted left by one, with 0 at the end."""
     following = torch.zeros_like(rows)
     following[:, :-1] = rows[:, 1:]
     return following
 
 
 def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """s_t = x_t + decay_t * s_{t+1} from the right, so that the zeros after a short row stay zeros."""
+    """s_t = x_t + decay_t * s_{t+1}, from the right, which keeps the zero padding."""
     sums, running = torch.empty_like(rows), rows.new_zeros(len(rows))
     for index in range(rows.shape[1] - 1, -1, -1):
         running = rows[:, index] + decay[:, index] * running
@@ -182,11 +181,11 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
-    """Squared error that gives no reward for moving further than `clip` in one step, and where that took the gradient.
+    """Clipped value loss, and the tokens whose gradient the clip removes.
 
     loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
 
-    `values_before` are those the advantages were computed with.
+    `values_before` are the values that the advantages were computed from.
 
     Source: OpenAI baselines' PPO; without clip, PPO, arXiv:1707.06347, eq. 9.
     """
@@ -200,9 +199,9 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Share of the returns' variance a critic predicts: 1 is all of it, 0 no more than their mean would, less is worse.
+    """Fraction of the variance of the returns that the critic explains; 0 is as good as predicting the mean.
 
-    1 - Var(R - V) / Var(R); 0 where the returns do not vary
+    1 - Var(R - V) / Var(R); 0 if the returns are constant
     """
     if not values.numel():
         return values.new_zeros(())
@@ -211,5 +210,5 @@ def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) 
 
 
 def _variance(values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Population variance, exactly 0 of equal values, whatever their mean rounds to."""
+    """Population variance, exactly 0 for equal values."""
     return (values - values.min()).var(correction=0)

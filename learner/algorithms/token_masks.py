@@ -1,8 +1,8 @@
-"""Token masks: tokens of an update that keep their gradient, decided from all of them at once and without gradient.
+"""Token masks: which tokens of an update keep their gradient.
 
-`MaskInputs` holds every token of an optimizer update, of all microbatches and ranks in one order, so the result does
-not depend on the split. True = kept, except for `kl_cov_mask`. Tokens that the correction has rejected (`is_counted`
-false) have no share in means and counts; their own entry does not matter.
+Masks have no gradient. `MaskInputs` holds every token of an optimizer update, over all microbatches and ranks in one
+order, so the result does not depend on the split. True = keep, except for `kl_cov_mask`. Means and counts exclude
+tokens that the correction rejected (`is_counted` false), and the result for these tokens does not matter.
 """
 
 import torch
@@ -14,21 +14,21 @@ from slipstream.learner.algorithms.inputs import MaskInputs
 
 
 def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
-    """Drop the largest squared log-ratios until the mean of the others is at most `threshold`.
+    """Drop the largest squared log-ratios until the mean of the rest is at most `threshold`.
 
     candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
-    dropped: the fewest candidates, largest (log ratio)^2 first, with mean over the rest of (log ratio)^2 <= threshold
+    dropped: the fewest candidates, largest (log ratio)^2 first, such that mean((log ratio)^2) of the rest <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
-    Differs: no floor. Where every candidate is beyond the threshold, all are dropped, and an update may be left with
-    the tokens that move back alone. AReaL's form, arXiv:2505.24298, always keeps the smallest, takes all tokens as
-    candidates and measures log(generator/proximal).
+    Differs: no floor. If every candidate exceeds the threshold, all are dropped, and an update may consist only of
+    tokens that move back toward the generator. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats all
+    tokens as candidates, and measures log(generator/proximal).
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     candidates = (moves_away & inputs.is_counted).nonzero().squeeze(1)
     squares, order = log_ratio[candidates].double().square().sort(stable=True)
-    # In ascending order the mean of the first k grows with k: those within the threshold are a prefix.
+    # In ascending order, the running mean increases, so the tokens within the threshold form a prefix.
     running_mean = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.ones_like(advantages, dtype=torch.bool)
     kept[candidates[order[running_mean > threshold]]] = False
@@ -36,12 +36,12 @@ def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
 
 
 def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
-    """Drop tokens of negative advantage in sequences that the learner has become unlikely to write.
+    """Drop tokens with negative advantage in sequences that have become unlikely under the learner.
 
     dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta
 
-    The mean is over all tokens of the sequence, rejected ones included, and of generator / learner, so that the
-    mismatch of the engines counts too.
+    The mean is over all tokens of the sequence, including rejected ones. It compares with the generator, so it includes
+    the mismatch between the engines.
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
     drift = -segments.means(inputs.log_ratio, inputs.sequences, num_segments=inputs.num_sequences)
@@ -49,9 +49,9 @@ def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
 
 
 def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
-    """Contribution of each token to the covariance of log-probability and advantage, which drives the entropy down.
+    """Contribution of each token to the covariance of log-probability and advantage, which reduces the entropy.
 
-    cov_t = (A_t - mean A) * (log pi_t - mean log pi); 0 where log pi is not finite
+    cov_t = (A_t - mean A) * (log pi_t - mean log pi); 0 if log pi is not finite
 
     Source: arXiv:2505.22617, eq. 10.
     """
@@ -65,19 +65,19 @@ def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
 def clip_cov_mask(
     inputs: MaskInputs, *, share: float, covariance_low: float, covariance_high: float
 ) -> Bool[Tensor, "N"]:
-    """Drop a few tokens at random among those of high covariance, to keep the entropy from collapsing.
+    """Drop random tokens with high covariance to prevent entropy collapse.
 
-    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if they are
-    fewer, none with share 0
+    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, or all of them
+    if fewer; none if share is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
-    Differs: the paper writes floor(share * N), which is 0 below 5,000 tokens; at least one, as in the authors' program.
-    That program leaves out tokens that the clip has stopped, whose gradient is 0 already.
+    Differs: the paper writes floor(share * N), which is 0 below 5,000 tokens; like the authors' code, this drops at
+    least one. Their code also excludes tokens that the clip has stopped, which have no gradient anyway.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)
     candidates = (is_high & inputs.is_counted).nonzero().squeeze(1)
-    # Drawn on the CPU by the update's seed, so that every rank draws the same tokens.
+    # Drawn on the CPU with the update's seed, so that every rank draws the same tokens.
     generator = torch.Generator().manual_seed(inputs.seed)
     drawn = torch.randperm(len(candidates), generator=generator)[: _share_of(inputs, share)]
     kept = torch.ones_like(is_high)
@@ -86,12 +86,12 @@ def clip_cov_mask(
 
 
 def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
-    """The tokens that `policy_losses.kl_cov` penalises: those of the largest covariance.
+    """Tokens with the largest covariance, which `policy_losses.kl_cov` penalizes.
 
-    True: the max(1, floor(share * N)) largest cov_t, the earlier of equals; none with share 0
+    True: the max(1, floor(share * N)) largest cov_t, earlier tokens first among equals; none if share is 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
-    Differs: at least one, as in the authors' program; the paper writes floor(share * N), 0 below 5,000 tokens.
+    Differs: at least one token, as in the authors' code; the paper writes floor(share * N), 0 below 5,000 tokens.
     """
     counted = inputs.is_counted.nonzero().squeeze(1)
     largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _share_of(inputs, share)]
@@ -101,5 +101,5 @@ def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
 
 
 def _share_of(inputs: MaskInputs, share: float) -> int:
-    """Number of tokens that a share of the counted ones makes, at least one of a share above 0."""
+    """`share` of the number of counted tokens, at least one if share > 0."""
     return max(1, int(share * int(inputs.is_counted.sum()))) if share else 0

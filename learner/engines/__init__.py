@@ -1,1 +1,1 @@
-"""Training engines: DeepSpeed and plain torch."""
+"""Training engines on DeepSpeed and on plain torch."""

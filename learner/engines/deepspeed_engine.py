@@ -31,21 +31,21 @@ from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
-"""Parameters that ZeRO-3 gathers at once."""
+"""Size of the parameters that ZeRO-3 gathers at once."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements that ZeRO reduces or gathers at once; it takes a buffer of that size for gradients, whatever the model's."""
+"""Elements that ZeRO reduces or gathers at once. Its gradient buffer has this size even for small models."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
 def deepspeed_environment(device: torch.device) -> dict[str, str]:
-    """Environment variables that choose the accelerator and the local rank, read when `deepspeed` is first imported."""
+    """Environment variables for accelerator and local rank. `deepspeed` reads them when it is first imported."""
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
 
 
 def deepspeed_config(
     config: DeepSpeedEngineConfig, *, num_ranks: int, optimizer: OptimizerConfig | None = None
 ) -> dict[str, Any]:
-    """Configuration that `deepspeed.initialize` gets, for one microbatch per backward pass."""
+    """Configuration for `deepspeed.initialize`, with one microbatch per backward pass."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
         "overlap_comm": False,
@@ -59,11 +59,11 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        # We accumulate: `step` ends an update whatever the number of microbatches, which differs from step to step.
+        # The number of microbatches varies, so we accumulate gradients ourselves and `step` always ends the update.
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
-        # At stage 0 DeepSpeed clips without reporting the norm, so a hook of the optimizer clips instead.
+        # At stage 0 DeepSpeed clips without reporting the norm, so an optimizer hook clips instead.
         "gradient_clipping": optimizer.max_grad_norm if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -77,15 +77,18 @@ def deepspeed_config(
 def sharded_loading(
     config: DeepSpeedEngineConfig | TorchEngineConfig, *, device: torch.device, ranks: Ranks
 ) -> Iterator[None]:
-    """Within it, transformers loads models straight into ZeRO-3's shards: no rank holds a whole one. Collective."""
+    """Let transformers load models directly into ZeRO-3 shards, so that no rank holds a whole model. Collective.
+
+    No-op below ZeRO-3.
+    """
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
     _import_deepspeed(device).init_distributed(dist_init_required=False)
-    # It imports DeepSpeed, too, which must find its environment.
+    # Imported here because it imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers keeps a weak reference, and loads whole models again once it is gone.
+    # transformers only keeps a weak reference to the config, and goes back to loading whole models if it is collected.
     settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size))
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -97,7 +100,7 @@ def sharded_loading(
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 class ShardedModel(Generic[M]):
-    """ModelEngine on DeepSpeed. Needs the process group of `slipstream.learner.ranks`."""
+    """ModelEngine on DeepSpeed. Requires the process group from `slipstream.learner.ranks`."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class ShardedModel(Generic[M]):
                 model=model, optimizer=adamw, config=settings, dist_init_required=False
             )[0]
         self._comm_dtypes = dict.fromkeys(self._lossless_in_compute_dtype(), model.compute_dtype)
-        """Sharded parameters -> what they are gathered as where they compute."""
+        """Sharded parameter -> dtype in which it is gathered for computation."""
         _set_comm_dtypes(self._comm_dtypes)
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
@@ -131,13 +134,13 @@ class ShardedModel(Generic[M]):
         for bucket in _buckets(self.model.weights(is_whole=is_whole)):
             with self._gathered([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach()) for name, parameter in bucket]
-                # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.
+                # ZeRO-3 frees the gathered memory when the context ends, but the consumer may keep the tensors.
                 yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.model.weights():
             if hasattr(tensor, "ds_tensor"):
-                # The shards of the last ranks are padded with whatever was in memory.
+                # The shards of the last ranks are padded with uninitialized memory.
                 begin = self._ranks.rank * tensor.partition_numel()
                 yield name, tensor.ds_tensor[: max(0, tensor.ds_numel - begin)]
             else:
@@ -145,7 +148,8 @@ class ShardedModel(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks take part in what makes the tensors, but only rank 0 keeps them where it deals out the shards.
+        # All ranks must consume the iterator, which may be collective. With ZeRO-3 only rank 0 keeps the tensors,
+        # because it distributes the shards.
         is_copied = self._stage < 3 or self._ranks.is_first
         given = {name: tensor if is_copied else None for name, tensor in tensors}
         for bucket in _buckets(self.model.weights()):
@@ -156,12 +160,12 @@ class ShardedModel(Generic[M]):
 
     @contextlib.contextmanager
     def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Context in which the parameters are unsharded; changes by `modifier_rank` are sent to all ranks."""
+        """Unshard the parameters within the context. Changes made by `modifier_rank` reach all ranks."""
         if self._stage < 3:
             yield
             return
         unique = list({id(parameter): parameter for parameter in parameters}.values())
-        # Weights that leave the model, or come into it, keep all their bits.
+        # Exported and imported weights keep full precision.
         _set_comm_dtypes(dict.fromkeys(self._comm_dtypes))
         try:
             with self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank):
@@ -170,10 +174,10 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Weights that only linear layers use, which autocast rounds before use: half the bytes to gather.
+        """Weights that only linear layers use. Autocast rounds them anyway, so gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights, which DeepSpeed keeps gathered,
-        so that `_gathered` would find them rounded.
+        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights: DeepSpeed keeps those gathered,
+        so `_gathered` would export rounded values.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
@@ -184,7 +188,7 @@ class ShardedModel(Generic[M]):
 
 
 class DeepSpeedEngine(ShardedModel[M]):
-    """TrainEngine on DeepSpeed. Methods: see TrainEngine."""
+    """TrainEngine on DeepSpeed."""
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         ranks: Ranks,
         setting: str = "learner.optimizer",
     ) -> None:
-        """`setting`: config section of `optimizer`."""
+        """`setting` is the config section of `optimizer`, for error messages."""
         self.device = device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
@@ -207,7 +211,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over ranks, but each rank's loss is a part of one sum with a global denominator.
+        # DeepSpeed averages gradients over ranks, but the loss is a sum over ranks with a global denominator.
         self._engine.backward(loss * self._ranks.size)
 
     def step(self, *, learning_rate: float) -> float:
@@ -218,25 +222,25 @@ class DeepSpeedEngine(ShardedModel[M]):
 
     def copy_state(self) -> dict[str, Tensor]:
         shards = self._shards()
-        # At stage 0 every rank has them all, and writes its share of them.
+        # At stage 0 every rank holds all shards and writes its share.
         return copy_moments(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self.optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.load_parameters(weights.items())
         if self._stage:
-            # The optimizer updates copies of the parameters.
+            # The optimizer updates float32 copies of the parameters.
             self._engine.optimizer.refresh_fp32_params()
         restore_moments(folder, self._shards(), self.optimizer, names=trained_names(self.model).values())
 
     def _shards(self) -> list[Shard]:
-        """Parts of parameters that AdamW updates on this rank, in DeepSpeed's flat tensors."""
+        """Slices of parameters that AdamW updates on this rank, located in DeepSpeed's flat tensors."""
         if not self._stage:
             return whole_shards(self.model)
         names, zero, shards = trained_names(self.model), self._engine.optimizer, list[Shard]()
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:
-                    # One flat tensor is cut into a part for each rank, within parameters; None: not in this rank's.
+                    # The flat tensor is split evenly over ranks, even within a parameter. None: not on this rank.
                     if held := parameter._hp_mapping:
                         part, within = held.lp_fragment_address, held.hp_fragment_address
                         shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))
@@ -244,7 +248,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
             offset = 0
             for parameter in group:
-                # Each parameter is cut into a part for each rank, of which the last ones are padded, or only padding.
+                # Each parameter is split evenly over ranks. The last slices contain padding or nothing else.
                 length = parameter.partition_numel()
                 begin = self._ranks.rank * length
                 if (size := min(length, parameter.ds_numel - begin)) > 0:
@@ -253,14 +257,14 @@ class DeepSpeedEngine(ShardedModel[M]):
         return shards
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook before AdamW's update, after gradients were reduced over ranks."""
+        """Optimizer pre-step hook. Gradients are already reduced over ranks."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
 
 def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Have DeepSpeed gather parameters in another dtype than theirs; None: in theirs."""
+    """Set the dtype in which DeepSpeed gathers each parameter. None: the parameter's own dtype."""
     for parameter, dtype in dtypes.items():
         if dtype is None:
             vars(parameter).pop("comm_dtype", None)
@@ -269,10 +273,10 @@ def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:
-    """Have each layer that is recomputed in the backward pass keep its inputs in host memory."""
+    """Make each checkpointed layer keep its inputs in host memory until the backward pass."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        # The function's own tensors have hooks of their own, those of the recomputation: the inputs alone are packed.
+        # Only the inputs move to host memory: for tensors saved inside the function, the hooks of `checkpoint` apply.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(function, *inputs, use_reentrant=False, **options)
 
@@ -317,9 +321,9 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
-        if type(handler) is logging.StreamHandler:  # a subclass may write to a stream of its own
+        if type(handler) is logging.StreamHandler:  # subclasses may write elsewhere
             handler.setStream(sys.stderr)
-    # On CPUs DeepSpeed compiles a C++ op for shared memory at its first start (45 s, needs g++), which only its
-    # inference uses. It looks up here whether the op can be built: with an empty table it uses Gloo, as in training.
+    # On CPUs DeepSpeed compiles a shared-memory C++ op on its first start (45 s, needs g++) that only inference uses.
+    # It checks this table for buildable ops. If the table is empty, it uses Gloo, as in training.
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

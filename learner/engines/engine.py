@@ -1,4 +1,4 @@
-"""TrainEngine: the protocol of DeepSpeed and plain torch, and the checks for divergence."""
+"""TrainEngine, the interface of the DeepSpeed and torch engines, and checks for divergence."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,11 @@ from slipstream.learner.ranks import Ranks
 
 
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
+    """Raise DivergenceError on all ranks if the loss of any rank is not finite. Collective.
 
-    `what` names the loss, `setting` the config section of its optimizer.
+    `what` names the loss and `setting` the config section of its optimizer.
     """
-    # Together: a rank that raised alone would leave the others blocked in `TrainEngine.step`.
+    # A single rank that raised would leave the others blocked in `TrainEngine.step`.
     is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
     if is_bad.item():
         raise DivergenceError(
@@ -28,12 +28,12 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if a tensor of any holds NaN or infinity. Collective.
+    """Raise DivergenceError on all ranks if a tensor of any rank contains NaN or infinity. Collective.
 
-    `what` names the tensors. `step`: last step that they include; 0 before the first.
+    `what` names the tensors. `step` is the last step that they include, or 0 before the first.
     """
     named = list(tensors)
-    # A sum is finite only if all of its terms are, and takes one pass without a copy. Finite terms may overflow it.
+    # Summing takes one pass without a copy. A non-finite sum may also be an overflow of finite terms, so check again.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [
@@ -48,7 +48,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
 
 
 def check_grad_norm(norm: float, *, setting: str) -> float:
-    """Return the norm; raise DivergenceError if it is not finite. `setting`: config section of the optimizer."""
+    """Return the norm. Raises DivergenceError if it is not finite. `setting` is the optimizer's config section."""
     if not math.isfinite(norm):
         raise DivergenceError(
             f"the gradient norm must be finite, got {norm}: lower {setting}.learning_rate, or look at "
@@ -58,89 +58,87 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
 
 
 class Trainable(Protocol):
-    """Torch module that an engine trains: the policy, or the critic's value model."""
+    """Torch module that an engine trains: the policy or the critic's value model."""
 
     compute_dtype: torch.dtype
     """Data type of matrix products."""
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformers model, which turns tokens into hidden states."""
+        """The transformers model that maps tokens to hidden states."""
 
     def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        """Compute the outputs for the predicted tokens by name."""
+        """Return the outputs for the trained tokens by name."""
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield every trained parameter and persistent buffer by name; a tied one under each of its names.
+        """Yield every trained parameter and persistent buffer by name. A tied tensor appears under each of its names.
 
-        `is_whole`: also those that an adapter leaves as they are, all by their names in the module.
+        `is_whole`: include weights that an adapter leaves unchanged, and use the module's names for all of them.
         """
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter once, as an optimizer takes them."""
+        """Yield every parameter once."""
 
 
 M = TypeVar("M", bound=Trainable, covariant=True)
 
 
 class ModelEngine(Protocol[M]):
-    """Holds the parameters of a model. With several ranks every method is collective: see TrainEngine."""
+    """Holds the parameters of a model. With several ranks, every method is collective (see TrainEngine)."""
 
     @property
     def model(self) -> M:
-        """The module; with ZeRO-3 its parameters are sharded."""
+        """The module. With ZeRO-3 its parameters are sharded."""
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        """Outputs of `model` for the predicted tokens, with its options; differentiable unless under no_grad."""
+        """Outputs of `model` for the trained tokens, differentiable unless under no_grad."""
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on its device.
+        """Yield unsharded parameters and buffers, float32, on the model's device, named as in `Trainable.weights`.
 
-        `is_whole`: see Trainable.
-
-        A parameter that is not sharded is yielded itself: copy it before the next step.
+        Yields unsharded parameters without a copy: copy them before the next step.
         """
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank holds of the trained parameters and of the buffers: all, or its shards with ZeRO-3."""
+        """Yield this rank's trained parameters and buffers: all of them, or only its shards with ZeRO-3."""
 
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Inverse of `gather_parameters`; with ZeRO-3 rank 0's tensors count, and the others may give none."""
+        """Inverse of `gather_parameters`. With ZeRO-3 only rank 0's tensors are used; other ranks may pass none."""
 
 
 class TrainEngine(ModelEngine[M], Protocol[M]):
     """Holds the parameters and the optimizer.
 
-    Life: ((forward -> backward)* -> step)*. With several ranks every method is collective: all ranks make the same
-    calls in the same order, `forward` equally often.
+    Life: ((forward -> backward)* -> step)*. With several ranks, every method is collective: all ranks make the same
+    calls in the same order, including the same number of `forward` calls.
     """
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Within `step` it gets each gradient once: unsharded, or this rank's shards of it."""
+        """Sees each gradient once per `step`: unsharded, or this rank's shards."""
 
     @property
     def device(self) -> torch.device:
-        """Device on which microbatches must be."""
+        """Device that microbatches must be on."""
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`. The losses of all microbatches and all ranks are summed, not averaged."""
+        """Accumulate the gradient of `loss`. Losses are summed, not averaged, over microbatches and ranks."""
 
     def step(self, *, learning_rate: float) -> float:
-        """Clip, update the parameters, clear the gradients; returns the gradient norm before clipping.
+        """Clip the gradients, update the parameters, and clear the gradients. Returns the norm before clipping.
 
-        Raises DivergenceError when the norm is not finite: the parameters are unchanged, the engine is unusable.
+        Raises DivergenceError if the norm is not finite. The parameters are then unchanged and the engine unusable.
         """
 
     def copy_state(self) -> dict[str, Tensor]:
-        """Copy the optimizer state that this rank has to write to host memory: see `STATE_FILE`."""
+        """Copy the optimizer state that this rank must save to host memory (see `STATE_FILE`)."""
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Load unsharded parameters, and optimizer state that an engine of any layout wrote. Raises CheckpointError."""
+        """Load unsharded parameters and the optimizer state saved by any engine layout. Raises CheckpointError."""
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:
-    """`TrainEngine.step`; its error names the number of the step."""
+    """Call `TrainEngine.step` and add the step number to its error."""
     try:
         return engine.step(learning_rate=learning_rate)
     except DivergenceError as error:
@@ -148,9 +146,9 @@ def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> f
 
 
 def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
-    """Copies of all parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective.
+    """Copy all parameters to host memory on rank 0; other ranks return nothing. Collective.
 
-    A tied one is copied once.
+    A tied parameter is copied once. `is_whole`: see `Trainable.weights`.
     """
     first = dict[int, str]()
     owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}

@@ -1,4 +1,4 @@
-"""AdamW of the training engines: construction, learning rate schedule, and state on disk."""
+"""AdamW for the training engines: construction, learning-rate schedule, and saved state."""
 
 import math
 from collections import defaultdict
@@ -18,7 +18,7 @@ from slipstream.learner.errors import CheckpointError
 
 
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
-    """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured shape.
+    """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured schedule.
 
     `linear` and `cosine` reach zero after `num_steps`; `constant` stays at the peak.
     """
@@ -38,14 +38,14 @@ _SHAPES = {
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and persistent buffer by name, themselves, a tied one under each of its names."""
+    """Yield every parameter and persistent buffer by name, without copies. Tied ones appear under each name."""
     yield from module.state_dict(keep_vars=True).items()
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that require gradients. Norms and biases, which have one dimension, do not decay."""
+    """AdamW over the parameters that require gradients. One-dimensional ones (norms and biases) do not decay."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    # Of a sharded parameter, the shape is that of the whole.
+    # `ds_shape` is the unsharded shape of a ZeRO-3 parameter.
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
     matrices = [each for each in trained if all(each is not vector for vector in vectors)]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -60,37 +60,40 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Moments of the elements that a rank updates, `<field>/<first element>/<parameter>` -> float32[elements], and `step`,
-the number of updates. Master weights are not among them: they are those of the model, which is stored in float32."""
+"""Adam moments of the elements that a rank updates, and `step`, the number of updates.
+
+Keys are `<field>/<first element>/<parameter>`, values float32[elements]. Master weights are not included, because the
+model is saved in float32.
+"""
 _FIELDS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
 
 class Shard(NamedTuple):
-    """Consecutive elements of a flattened parameter, and where they lie in a tensor that the optimizer updates.
+    """Consecutive elements of a flattened parameter and their location in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """
 
     name: str
     begin: int
-    """First element, in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     size: int
     master: Tensor
-    """The parameter itself, or a flat part of many, with padding that belongs to none."""
+    """The parameter itself, or a flat tensor that holds slices of many parameters and padding."""
     offset: int
-    """First element, in the flattened `master`."""
+    """Index of the first element in the flattened `master`."""
 
 
 def trained_names(model: Trainable) -> dict[int, str]:
-    """Names of the trained parameters by their `id`, for one that is tied its first."""
+    """`id` of each trained parameter -> its name, the first one for a tied parameter."""
     names = dict[int, str]()
     for name, parameter in model.weights():
         names.setdefault(id(parameter), name)
@@ -98,16 +101,16 @@ def trained_names(model: Trainable) -> dict[int, str]:
 
 
 def whole_shards(model: Trainable) -> list[Shard]:
-    """Shards of an optimizer that updates every parameter whole."""
+    """One shard per trained parameter, for an optimizer that updates unsharded parameters."""
     names = trained_names(model)
     return [Shard(names[id(each)], 0, each.numel(), each, 0) for each in model.parameters() if each.requires_grad]
 
 
 def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the moments to host memory, by the names that they have in a file."""
+    """Copy the moments to host memory under the key names of `STATE_FILE`."""
     copies = {}
     for shard in shards:
-        # Without a gradient yet there is no state, which is that of zero updates.
+        # A parameter that has had no gradient has no state, so save the state of zero updates.
         state = optimizer.state.get(shard.master, {})
         for field in _FIELDS:
             whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
@@ -121,16 +124,17 @@ def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> d
 def restore_moments(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Read the elements of these shards from the files of all ranks that wrote, however they divided them.
+    """Read the state of these shards from the files of all ranks, regardless of how they were sharded when saved.
 
-    `names`: all trained parameters, of this rank or not. Raises CheckpointError when they are not those of the files.
+    `names`: trained parameters of all ranks. Raises CheckpointError if the files hold other parameters.
     """
     with ExitStack() as files:
         pieces = _find_pieces(folder, files)
         if differing := sorted(pieces[_STEP].keys() ^ set(names)):
             raise CheckpointError(
-                f"{folder} must hold the optimizer state of this model, got another's: {differing[0]} is trained in "
-                f"one of them only ({len(differing)} such in all); resume with that model, or start a new run."
+                f"{folder} must hold the optimizer state of this model, got the state of another model: "
+                f"{differing[0]} is trained in only one of them (1 of {len(differing)} differences); resume with the "
+                "model of the checkpoint, or start a new run."
             )
         for master in {id(shard.master): shard.master for shard in shards}.values():
             optimizer.state[master] = {field: torch.zeros_like(master.detach()) for field in _FIELDS}
@@ -143,9 +147,9 @@ def restore_moments(
                 if num_read != shard.size:
                     raise CheckpointError(
                         f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
-                        f"{shard.begin} on in {field}: restore the files of all its ranks, or start a new run."
+                        f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
                     )
-            # A tensor of many parameters counts its updates together; a parameter that got no gradient lags behind.
+            # A flat tensor has one update count for all its parameters. Parameters without gradients may lag behind.
             counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
             state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
 
@@ -159,7 +163,7 @@ class _Piece(NamedTuple):
 
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
-    """Pieces of all parameters by field and name; `files` closes those that hold them."""
+    """Stored pieces of all parameters, by field and name. `files` closes the opened files."""
     pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:
@@ -171,8 +175,8 @@ def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Pi
             begin, _, name = rest.partition("/")
             if field not in pieces or not name:
                 raise CheckpointError(
-                    f"{path} must hold moments by parameter, got {key}: it is from before checkpoints could be resumed "
-                    f"with other ranks and engines; start a new run with model.path={folder / 'model'}."
+                    f"{path} must hold moments by parameter, got {key}: the checkpoint predates resuming with a "
+                    f"different number of ranks or engine; start a new run with model.path={folder / 'model'}."
                 )
             (size,) = file.get_slice(key).get_shape()
             pieces[field][name].append(_Piece(file, key, int(begin), size))
@@ -180,7 +184,7 @@ def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Pi
 
 
 def _read_overlap(piece: _Piece, shard: Shard, *, into: Tensor) -> int:
-    """Copy the elements that are in both; returns their number."""
+    """Copy the elements that piece and shard share. Returns their number."""
     first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
     if first >= end:
         return 0

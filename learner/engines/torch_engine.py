@@ -1,4 +1,4 @@
-"""TorchEngine: plain torch in one process, the reference for DeepSpeed."""
+"""TorchEngine: plain torch in one process, the reference for the DeepSpeed engine."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from slipstream.learner.engines.optimizer import (
 
 
 class WholeModel(Generic[M]):
-    """ModelEngine of a model that is whole on this rank."""
+    """ModelEngine that holds the unsharded model on this rank."""
 
     def __init__(self, model: M) -> None:
         self.model = model
@@ -45,13 +45,13 @@ class WholeModel(Generic[M]):
 
 
 class TorchEngine(WholeModel[M]):
-    """TrainEngine on one process. Methods: see TrainEngine."""
+    """TrainEngine in one process."""
 
     def __init__(
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
-        """`setting`: config section of `optimizer`."""
-        # transformers imports DeepSpeed to save a model where accelerate is, which peft needs: no word of it here.
+        """`setting` is the config section of `optimizer`, for error messages."""
+        # With accelerate installed (peft needs it), transformers imports DeepSpeed to save a model. Silence its log.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device

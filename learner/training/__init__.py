@@ -1,1 +1,1 @@
-"""Training: trainer, critic, frozen models."""
+"""One training step: trainer, objective, critic, and frozen models."""

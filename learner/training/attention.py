@@ -1,10 +1,12 @@
-"""Attention of packed rows without masks: each run of tokens is a sequence of its own to the kernel.
+"""Maskless attention for packed rows, and compiled layers.
 
-On GPUs in half precision by torch's variable-length flash attention, elsewhere by SDPA, run after run. Around it the
-layers of a model may be compiled.
+The kernel treats each run of tokens as a separate sequence. On GPUs in half precision it is torch's variable-length
+flash attention, otherwise SDPA called once per run.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,34 +14,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 PACKED = "slipstream_packed"
-"""Name by which transformers knows `packed_attention`. It makes no mask for it."""
+"""Name under which `packed_attention` is registered with transformers, which builds no mask for it."""
 
 BACKEND = "inductor"
-"""Compiler of layers."""
+"""torch.compile backend for layers."""
 
 _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
-"""Graphs of one layer: with and without gradients, one row and several, of each kind of layer."""
+"""Graphs per layer: with and without gradients, one row and several, for each kind of layer."""
 
 Masks = dict[tuple[int, int, int], Tensor]
-"""Additive masks within runs, by queries, keys and window, which all layers share; those of SDPA alone."""
+"""(number of queries, number of keys, window) -> additive mask of a run. Shared by all layers; used only with SDPA."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """Argument of every attention layer of one forward pass."""
+class PackedRows:
+    """Argument that a forward pass hands to every attention layer."""
 
     spans: Spans | None
-    """None: each row is one sequence."""
+    """None if each row is one sequence."""
     group: SequenceGroup
     masks: Masks = field(default_factory=dict)
 
@@ -53,29 +55,42 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sight: Sight | None = None,
+    packed_rows: PackedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: [R, H, L, D] of each input -> [R, L, H, D]."""
+    """Attention function for transformers: query, key, and value [R, H, L, D] -> [R, L, H, D]."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    sight, kind = sight or Sight(None, ALONE), query.device.type
-    # As SDPA does it: normalised queries are float32, beside values in half precision.
+    packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
+    # Under autocast SDPA casts its inputs. Normalized queries may be float32 while values are in half precision.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    # Ranks get whole groups of query heads: key/value heads that are fewer than ranks are repeated.
-    repeats = math.lcm(key.shape[1], sight.group.size) // key.shape[1]
+    # Repeat key/value heads so that the number of ranks divides them and each rank gets complete query-head groups.
+    repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
     if repeats > 1:
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
-    states = [sight.group.exchange(part.to(dtype)) for part in (query, key, value)]
-    return sight.group.exchange(_attend(states, sight, window=sliding_window or 0, scale=scaling)), None
+    states = [packed_rows.group.exchange(part.to(dtype)) for part in (query, key, value)]
+    return packed_rows.group.exchange(_attend(states, packed_rows, window=sliding_window or 0, scale=scaling)), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
-def _attend(states: list[Tensor], sight: Sight, *, window: int, scale: float | None) -> Tensor:
+@contextmanager
+def native_attention(module: PreTrainedModel) -> Iterator[None]:
+    """Use transformers' SDPA in place of `packed_attention` within the context."""
+    is_packed = module.config._attn_implementation == PACKED
+    if is_packed:
+        module.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if is_packed:
+            module.set_attn_implementation(PACKED)
+
+
+def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
     rows, _, length, width = states[0].shape
-    spans = sight.spans
+    spans = packed_rows.spans
     if spans is None:
         if not 0 < window < length:
             return scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
@@ -87,7 +102,7 @@ def _attend(states: list[Tensor], sight: Sight, *, window: int, scale: float | N
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
     attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
-    found = attend([query, key, value], spans, masks=sight.masks, window=window, scale=scale)
+    found = attend([query, key, value], spans, masks=packed_rows.masks, window=window, scale=scale)
     return found.unflatten(0, (rows, length))
 
 
@@ -96,7 +111,7 @@ def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int,
         torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states[0].device)
         for counts in (spans.lengths, spans.num_keys)
     )
-    # The last query sees the last key: with more keys than queries, a run sees what comes before it.
+    # Queries and keys are aligned at their ends: with more keys than queries, a run also sees the tokens before it.
     sides = (window - 1 if window else -1, 0)
     longest = max(spans.lengths), max(spans.num_keys)
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
@@ -119,7 +134,7 @@ def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int
 
 
 def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive, [Q, K]. A mask of booleans would become one in each layer, and stay for its backward pass."""
+    """Additive mask [Q, K]. SDPA would convert a boolean mask in each layer and keep the copy for the backward pass."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
     if window:
@@ -129,21 +144,20 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
-    """Compile the layers of a transformers model in place, for GPUs, where small operations are launched one by one.
+    """Compile the layers of a transformers model in place, which saves kernel launches on GPUs.
 
-    Parameters and names stay. Raises ModelError.
-
-    Rows and their lengths differ from microbatch to microbatch, so sizes are symbols. Attention of packed rows stays as
-    it is: its kernel is one already, and the runs of tokens that it is told would make a graph of each microbatch.
+    Parameters and names do not change. Shapes are dynamic, because microbatches differ in rows and lengths. Packed
+    attention is excluded: it is a single kernel already, and its runs of tokens would require a graph per microbatch.
+    Raises ModelError.
     """
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if has_routers or not layers:
-        reason = "a mixture of experts, whose shapes follow from numbers" if has_routers else "not made of known layers"
+        reason = "a mixture of experts, with data-dependent shapes" if has_routers else "not made of known layers"
         raise ModelError(
             f"learner.compile must be false for {type(backbone).__name__} (model.path), got true: it is {reason}."
         )
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     for layer in layers:
-        # Only what runs on a pass: recomputation for gradient_checkpointing stays around it.
+        # Compiles the layer's forward only. The recomputation for gradient_checkpointing wraps it, uncompiled.
         layer.compile(dynamic=True, backend=BACKEND)

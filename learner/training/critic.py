@@ -1,9 +1,9 @@
-"""Critic: the value model in training, beside the policy and with an engine of its own.
+"""Critic: the value model, trained alongside the policy with its own engine.
 
     loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
 
-Weights and denominators are those of the policy's loss, and so are updates and microbatches. Tokens that the
-correction has rejected for the whole step have no loss.
+Token weights, denominators, updates, and microbatches are the same as for the policy's loss. Tokens that the
+correction rejected for the whole step have no loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,12 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.load import load_module
-from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, scaled
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
-    """`learner/...` about the values at the start of a step, of the tokens that are in the loss."""
+    """`learner/...` metrics of the values at the start of a step, over tokens in the loss."""
     values, returns = known(tokens.values), known(tokens.returns)
     if tokens.is_kept is not None:
         values, returns = values[tokens.is_kept], returns[tokens.is_kept]
@@ -46,24 +45,23 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
 # --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
 PATH_SETTING = "algorithm.critic.path (by default model.path)"
-_TRUNK = "trunk."
 
 
 class ValueModel(nn.Module):
-    """Value of the state before each trained token: a language model's trunk and one number per token on top of it.
+    """Value of the state before each trained token: a language model's trunk with a scalar head.
 
-    Weights are float32, and so is the head's computation.
+    Weights and the head's computation are float32.
     """
 
-    group = ALONE
-    """Ranks that have a slice of each sequence."""
+    group = SINGLE_RANK
+    """Ranks that share each sequence."""
     has_trunk = True
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
-        # With zeros, advantages are the returns themselves until the critic has learnt something.
+        # With zeros, advantages equal the returns until the critic has learned something.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype
@@ -83,17 +81,17 @@ class ValueModel(nn.Module):
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Numbers by which two layouts are compared, [N, D]: hidden states, scaled to about 1."""
+        """Hidden states scaled to about 1, [N, D], for comparing layouts."""
         hidden = scaled(self._hidden(self.group.take(microbatch)))
         return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
-        """Float32[N, D] of a part that the group has taken."""
+        """float32[N, D] for this rank's part of a microbatch."""
         output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers of the trunk as `trunk.*`, of the head as `head.*`."""
+        """Parameters and buffers, named `trunk.*` and `head.*`."""
         return named_weights(self)
 
 
@@ -103,11 +101,11 @@ def load_value_model(
     device: torch.device,
     gradient_checkpointing: bool = False,
     loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = ALONE,
+    group: SequenceGroup = SINGLE_RANK,
 ) -> ValueModel:
-    """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError.
+    """Load a value model, or a policy's trunk with a zero head, without dropout. Raises ModelError.
 
-    `loading`: see `load_policy`. The head is small and whole until an engine shards it.
+    `loading`: see `load_policy`. The head is unsharded until an engine shards it.
     """
     with torch.random.fork_rng(), _without_report(), loading or nullcontext():
         trunk, missing = load_module(
@@ -121,15 +119,15 @@ def load_value_model(
     if missing:
         raise ModelError(
             f"{PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
-            f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an "
-            "algorithm.advantage that needs no critic."
+            f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another model, or an "
+            "algorithm.advantage without a critic."
         )
     model = ValueModel(trunk, compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
     model.group = group
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:
-        # As `save_value_model` writes it. A policy's checkpoint names its causal language model here.
+        # Written by `save_value_model`: a policy's checkpoint would name its causal language model here.
         raise ModelError(
             f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
@@ -138,17 +136,18 @@ def load_value_model(
 
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format and the head beside it; `weights` by the names of `model.weights`."""
-    is_trunk = {name: name.startswith(_TRUNK) for name in weights}
-    trunk = {name.removeprefix(_TRUNK): tensor for name, tensor in weights.items() if is_trunk[name]}
-    model.trunk.save_pretrained(folder, state_dict=trunk)
-    head = {name.removeprefix("head."): tensor.contiguous() for name, tensor in weights.items() if not is_trunk[name]}
-    save_file(head, folder / _HEAD_FILE)
+    """Write the trunk in transformers format and the head to its own file. `weights`: named as in `model.weights`."""
+    parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
+    for name, tensor in weights.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor.contiguous()
+    model.trunk.save_pretrained(folder, state_dict=parts["trunk"])
+    save_file(parts["head"], folder / _HEAD_FILE)
 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers, which would report the policy's lm_head as an unused weight."""
+    """Silence transformers' report of the policy's unused lm_head."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -163,9 +162,9 @@ OPTIMIZER_SETTING = "algorithm.critic.optimizer"
 
 
 class Critic:
-    """The value model and its optimizer; every method is collective.
+    """The value model and its optimizer. Every method is collective.
 
-    Life: (fill_values -> learn)*, once each in a step.
+    Life: (fill_values -> learn)*, each once per step.
     """
 
     def __init__(
@@ -177,26 +176,25 @@ class Critic:
         num_steps: int,
         updates_per_step: int,
     ) -> None:
-        """`num_steps` of the whole run, over which the learning rate is scheduled."""
+        """`num_steps`: steps of the whole run, for the learning-rate schedule."""
         self._config = config
         self._ranks = ranks
         self._learning_rate = partial(
             learning_rate, config=config.optimizer, num_steps=num_steps, updates_per_step=updates_per_step
         )
         self.engine = engine
-        """Holds the critic's parameters and optimizer."""
         self.num_updates = 0
-        """Optimizer updates made so far; restored from a checkpoint."""
+        """Optimizer updates so far, restored from a checkpoint."""
 
     def fill_values(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
-        """Fill `values` by forward passes over the whole step."""
+        """Compute `values` for the whole step."""
         columns = recompute(batch, microbatches, self.engine.forward, names=["values"], ranks=self._ranks)
         return batch.with_tokens(**columns)
 
     def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
-        """One optimizer update for each sequence of microbatches; returns `learner/critic_...`. Raises DivergenceError.
+        """Make one optimizer update per entry of `updates`, and return `learner/critic_...` metrics.
 
-        `batch` must be prepared by the objective.
+        `batch` must be prepared by the objective. Raises DivergenceError.
         """
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
@@ -214,12 +212,12 @@ class Critic:
         }
 
     def _backward(self, tokens: Tokens, microbatch: Microbatch) -> Tensor:
-        """float64[3]: the loss, its clipped tokens, all of its tokens."""
+        """float64[3]: loss, number of clipped tokens, number of tokens in the loss."""
         values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
         )
-        # Weights and rejections are the policy's, so that both learn from the same tokens, with one denominator.
+        # The same weights and rejections as for the policy, so that both learn from the same tokens.
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
         self.engine.backward(loss)

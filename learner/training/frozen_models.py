@@ -1,6 +1,6 @@
-"""FrozenModels: reference and teacher, the policies that give log-probabilities and are not trained.
+"""FrozenModels: the reference and teacher policies, which provide log-probabilities and are not trained.
 
-Recorded experts are those of the policy: a frozen mixture of experts routes on its own.
+They do their own expert routing, because recorded experts belong to the trained policy.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from slipstream.runtime.lora import adapter_off
 
 
 class AdapterOff:
-    """The policy without its adapter, as the reference of a run that trains one: no second model is in memory."""
+    """The policy with its adapter disabled, used as the reference without a second model in memory."""
 
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
-        """Compute log-probabilities; collective, since a sharded model gathers its weights."""
+        """Outputs of the base model. Collective, because a sharded model gathers its weights."""
         with adapter_off(self._engine.model.causal_lm):
             return self._engine.forward(microbatch, **options)
 
 
 class FrozenModels:
-    """Loaded only where the settings need them; with ZeRO-3 sharded as the policy is."""
+    """Reference and teacher, loaded only if the settings need them. With ZeRO-3 they are sharded like the policy."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class FrozenModels:
 
     @property
     def refreshed(self) -> ModelEngine[Policy] | None:
-        """The reference, where it changes during training."""
+        """The reference if it changes during training, else None."""
         if isinstance(self._reference, AdapterOff):
             return None
         return self._reference if self._config.kl.refresh_every_steps else None
 
     def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
-        """Fill `reference_logprobs` and `teacher_logprobs` where they are used. Collective."""
+        """Fill `reference_logprobs` and `teacher_logprobs` if the settings use them. Collective."""
         microbatches = [replace(microbatch, experts=None) for microbatch in microbatches]
         if self._reference and self._config.kl.estimator != "full":
             columns = recompute(batch, microbatches, self._reference.forward, names=["logprobs"], ranks=ranks)
@@ -66,9 +66,9 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Keyword arguments for the learner's forward pass, and numbers per token beside its outputs.
+        """Return keyword arguments for the learner's forward pass, and additional outputs per token.
 
-        They are of the size of the vocabulary, too large for a column of the batch, so computed per microbatch.
+        Computed per microbatch, because full logits are too large for a column of the batch.
         """
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
@@ -82,7 +82,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
-        """Replace the reference by the learner of this step, if one is due. Collective."""
+        """Copy the learner into the reference if a refresh is due at this step. Collective."""
         every = self._config.kl.refresh_every_steps
         if self.refreshed and every and step % every == 0:
             self.refreshed.load_parameters(engine.gather_parameters())

@@ -1,12 +1,12 @@
-"""LayoutChooser: the densest layout in which every model computes of packed samples what it computes of each alone.
+"""LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
 
-A mask that a model ignores changes numbers without an error: windows are ignored, recurrent states leak from one sample
-into the next. So every model is tried, on prompts of the run. A layout is exact where rounding explains
+Some models silently ignore masks or windows, or leak recurrent states from one sample into the next. Each model is
+therefore tested on prompts of the run. A layout is exact if rounding explains
 
-    |packed - alone| and |packed - packed beside other samples|, relative to the spread of `alone`,
+    |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal where it explains what the last token changes in the others. `check_rows` repeats this during
-training.
+and a model is causal if rounding explains how changing the last token affects earlier tokens. `check_rows` repeats the
+test during training.
 """
 
 import dataclasses
@@ -16,26 +16,18 @@ from contextlib import contextmanager
 import numpy as np
 import structlog
 import torch
+from torch import Tensor
 
 from slipstream.configs.run import RunConfig
-from slipstream.learner.batching.collate import Layout, LayoutKind
+from slipstream.learner.batching.collate import Layout, LayoutKind, collate
 from slipstream.learner.batching.microbatch import Sample, SampleImages
-from slipstream.learner.errors import ModelError
+from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.attention import PACKED
-from slipstream.learner.training.load import UNLIMITED, first_line, positions_of
-from slipstream.learner.training.model import Policy
-from slipstream.learner.training.rounding import difference
-from slipstream.learner.training.row_check import (
-    ALONE_LAYOUT,
-    Probed,
-    before_last,
-    excess_of,
-    numbered,
-    numbers,
-    with_others,
-)
-from slipstream.learner.training.sequence_parallel import ALONE
+from slipstream.learner.training.attention import PACKED, native_attention
+from slipstream.learner.training.critic import ValueModel
+from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, positions_of
+from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 from slipstream.runtime.images import VisionModel, takes_images
 
 _SHORTEST_PROBE = 64
@@ -43,18 +35,25 @@ _RESPONSE_TOKENS = 16
 _MIN_ROW_TOKENS = 64
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _DRAWS = 3
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+
+CHECK_EVERY_STEPS = 20
+"""Steps between two calls of `check_rows`."""
+_END_TOKENS = 8
+_UNPACKED = Layout("one_at_a_time", 1)
+
+ProbedModel = Policy | ValueModel
+"""Model that computes microbatches."""
 
 log = structlog.get_logger(__name__)
 
 
 class LayoutChooser:
-    """Life: check, once for each model that reads microbatches -> choose. Both are collective."""
+    """Life: check, once per model that computes microbatches -> choose. Both are collective."""
 
     def __init__(
         self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, text: Sequence[int] = ()
     ) -> None:
-        """Check the policy, on `text`, tokens of the run's prompts, and random ones beyond. Raises ModelError."""
+        """Check the policy. `text`: tokens of the run's prompts, continued with random tokens. Raises ModelError."""
         self._run = run
         self._text = text
         self._ranks = ranks
@@ -62,39 +61,41 @@ class LayoutChooser:
         self._hidden_size = policy.hidden_size
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
-        self._proofs: list[_Proof] = []
+        self._model_checks: list[_ModelCheck] = []
         self._needs_masks = False
         self._positions = UNLIMITED
         self.check(policy, setting="model.path", path=run.model.path)
 
-    def check(self, model: Probed, *, setting: str, path: str) -> None:
-        """Drop layouts until `model` is exact in the first; it must be whole on this rank.
+    def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
+        """Drop layouts until all checked models are exact in the first one. `model` must be unsharded.
 
-        `setting` is the config key of its `path`. Raises ModelError if no layout is left, or if it isn't causal.
+        `setting` is the config key of `path`. Raises ModelError if no layout is left or the model isn't causal.
         """
-        proof = _Proof(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
-        proof.check_causality(setting=setting, path=path)
-        if proof.is_packed and model.group.size == 1 and not proof.is_exact(self._layout(self._kinds[0])):
+        model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
+        model_check.check_causality(setting=setting, path=path)
+        if model_check.is_packed and model.group.size == 1 and not model_check.is_exact(self._layout(self._kinds[0])):
             model.backbone.set_attn_implementation("sdpa")
-            proof.found.clear()
-        if not proof.is_packed:
-            self._needs_masks, self._positions = True, min(self._positions, proof.positions)
-        self._proofs.append(proof)
-        # A sparser layout must suit the models before this one, too.
-        while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._proofs):
+            model_check.found.clear()
+        if not model_check.is_packed:
+            self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
+        self._model_checks.append(model_check)
+        # Earlier models must also be exact in the sparser layout.
+        while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
             if not self._kinds:
                 raise ModelError(
-                    f"{setting} must name a model that computes samples side by side as it computes each alone, within "
-                    f"rounding, got {path!r} ({proof.name}), for which no layout is left: {proof.describe()}; train "
-                    "another model" + (", or with learner.sequence_parallel=1." if model.group.size > 1 else ".")
+                    f"{setting} must name a model that computes samples in one batch as it computes each alone, within "
+                    f"rounding, got {path!r} ({model_check.name}), which no layout suits: {model_check.describe()}; "
+                    "train another model" + (", or set learner.sequence_parallel=1." if model.group.size > 1 else ".")
                 )
 
     def choose(self) -> Layout:
-        """The densest layout that fits all models that were checked."""
+        """The densest layout that is exact for all checked models."""
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
-            differences = "; ".join(f"{proof.name}: {proof.describe()}" for proof in self._proofs)
+            differences = "; ".join(
+                f"{model_check.name}: {model_check.describe()}" for model_check in self._model_checks
+            )
             log.info("layout_chosen", layout=layout.kind, row_tokens=layout.row_tokens, differences=differences)
         return layout
 
@@ -102,18 +103,18 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and self._needs_masks:
-            # Attention costs row length x width, the rest 12 x width^2: rows of half the width cost next to nothing.
+            # Per token, attention costs row length x width, the rest 12 x width^2. Rows of half the width are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
 
 
-class _Proof:
-    """Comparison of one model's numbers of the same samples in several layouts. Every method is collective."""
+class _ModelCheck:
+    """Compares one model's outputs for the same samples in several layouts. Every method is collective."""
 
     def __init__(
         self,
         run: RunConfig,
-        model: Probed,
+        model: ProbedModel,
         *,
         path: str,
         text: Sequence[int],
@@ -128,7 +129,7 @@ class _Proof:
         self._device = device
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to what rounding explains, and the error instead."""
+        """Layout -> largest difference relative to rounding, and the error if it failed."""
 
     @property
     def is_packed(self) -> bool:
@@ -136,11 +137,11 @@ class _Proof:
 
     @property
     def positions(self) -> int:
-        """Longest row that the model computes."""
+        """Maximum row length of the model."""
         return UNLIMITED if self.is_packed else positions_of(self._model.backbone.config)
 
     def describe(self) -> str:
-        """The layouts that were tried, and what they showed."""
+        """Result of each tested layout, for a message."""
         return ", ".join(
             f"{layout.kind} " + (f"fails ({error})" if error else f"differs by {excess:.2g} times rounding")
             for layout, (excess, error) in self.found.items()
@@ -148,27 +149,28 @@ class _Proof:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError unless the tokens of a sample predict the same whatever its last one is."""
-        samples = numbered([sample for sample in self._samples(0)[:2] if len(before_last(sample, self._model))])
+        """Raise ModelError if changing the last token of a sample changes predictions at earlier tokens."""
+        samples = indexed([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
         if not samples:
             return
         changed = [
-            with_others(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size) for sample in samples
+            _with_changed_tokens(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size)
+            for sample in samples
         ]
         got = f"got {path!r} ({self.name})"
         try:
             with self._natively(torch.float32):
                 before, after = (
-                    numbers(self._model, each, ALONE_LAYOUT, device=self._device) for each in (samples, changed)
+                    _probe_outputs(self._model, each, _UNPACKED, device=self._device) for each in (samples, changed)
                 )
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise ModelError(
                 f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
                 f"({first_line(error)}): train another model, or lower model.max_length."
             ) from error
-        parts = [before_last(sample, self._model) for sample in samples]
+        parts = [_before_last(sample, self._model) for sample in samples]
         excess = self._excess(difference(after, before, parts=parts), samples, torch.float32)
         if excess > 1:
             raise ModelError(
@@ -178,11 +180,11 @@ class _Proof:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """Whether samples are computed in this layout as alone, whatever is beside them."""
+        """Whether samples in this layout are computed as if alone, with any neighbors."""
         if layout not in self.found:
             found = 0.0, ""
-            # In float32 a leak cannot hide in rounding; kernels of half precision are others. Rows as long as those of
-            # the run come last, because they cost most: a model may also count along the row.
+            # float32 reveals small leaks, but half precision uses other kernels, so test both. Full-length rows show
+            # whether the model counts positions along the row. They come last because they cost most.
             for dtype in dict.fromkeys((torch.float32, self._model.compute_dtype)):
                 for fills_row in (False, True):
                     if found[0] <= 1:
@@ -191,7 +193,7 @@ class _Proof:
         return self.found[layout][0] <= 1
 
     def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
-        """Smallest difference of a few draws: rounding may change an expert in one of them, a leak is in each."""
+        """Smallest difference over several draws: rounding may change routing in one draw, but leaks occur in all."""
         best = self._compare(layout, dtype, 0, fills_row=fills_row)
         for draw in range(1, _DRAWS):
             if 1 < best[0] < torch.inf:
@@ -199,9 +201,9 @@ class _Proof:
         return best
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference on all ranks relative to what rounding explains, and the error instead.
+        """Difference over all ranks relative to rounding, and the error if the model failed.
 
-        `fills_row`: with rows as long as those of the run.
+        `fills_row`: use rows as long as in training.
         """
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
@@ -210,16 +212,16 @@ class _Proof:
             return 0.0, ""
         is_new = [int(sample.group_id) % 2 == 1 for sample in samples]
         exchanged = [b if new else a for a, b, new in zip(samples, others, is_new, strict=True)]
-        # One row for as many as may be together, so that each sample has neighbors.
+        # As few rows as possible, so that each sample has neighbors.
         row_tokens = max(layout.row_tokens, min(total, layout.microbatch_tokens, self.positions))
         rows = dataclasses.replace(layout, row_tokens=row_tokens)
         found, error = torch.inf, ""
         try:
             with self._natively(dtype):
-                alone = numbers(self._model, samples, ALONE_LAYOUT, device=self._device)
+                alone = _probe_outputs(self._model, samples, _UNPACKED, device=self._device)
             with _computing_in(self._model, dtype):
                 packed, disturbed = (
-                    numbers(self._model, numbered([*each, *fillers]), rows, device=self._device)[: len(alone)]
+                    _probe_outputs(self._model, indexed([*each, *fillers]), rows, device=self._device)[: len(alone)]
                     for each in (samples, exchanged)
                 )
             parts = [sample.indices for sample in samples]
@@ -228,41 +230,37 @@ class _Proof:
             found = max(moved, difference(packed, alone, parts=parts))
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES as caught:
+        except FAILURES as caught:
             error = first_line(caught)
         return self._excess(found, samples, dtype), error
 
     def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
         with self._natively(dtype):
-            return excess_of(found, self._model, samples, ranks=self._ranks, device=self._device)
+            return _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
-        """Attention as transformers computes it, of whole sequences."""
-        model, is_packed = self._model, self.is_packed
-        group, model.group = model.group, ALONE
-        if is_packed:
-            model.backbone.set_attn_implementation("sdpa")
+        """Compute whole sequences with transformers' own attention."""
+        model = self._model
+        group, model.group = model.group, SINGLE_RANK
         try:
-            with _computing_in(model, dtype):
+            with native_attention(model.backbone), _computing_in(model, dtype):
                 yield
         finally:
             model.group = group
-            if is_packed:
-                model.backbone.set_attn_implementation(PACKED)
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
-        """Groups that share prompts, the longest first; of the run's text in the first draw, then of random tokens."""
+        """Groups with shared prompts, longest first: the run's text in draw 0, otherwise random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
-        # Tokens that some layer sees at most, or beyond which positions are stretched; 0 = no layer is limited.
+        # Attention windows of any layer, and the length beyond which rotary positions are scaled; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
         rope = getattr(config, "rope_parameters", None) or {}
         windows.append(rope.get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
-        # Every response of the second group lies beyond the window from its prompt's beginning.
+        # The first prompt is so long that its responses are beyond the attention window from its start.
         groups = [(window - response, 2), (min(24, window - response), 3), (1, 1)]
         random = np.random.default_rng([self._run.seed, self._model.vocab_size, draw])
         text = [] if draw else list(self._text)
@@ -282,10 +280,10 @@ class _Proof:
                 own = take(max(1, response - 5 * member))
                 trained = np.arange(prompt, prompt + len(own))
                 samples.append(Sample(np.concatenate([start, own]), trained, 0, group_id=str(group)))
-        return numbered([*samples, *self._samples_with_images(random, longest)])
+        return indexed([*samples, *self._samples_with_images(random, longest)])
 
     def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
-        """Two answers about one image, and one about another."""
+        """Two answers about one image, and one answer about another."""
         if not self._vision:
             return []
         side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
@@ -316,7 +314,7 @@ class _Proof:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples as long as the longest that make a row of `total` tokens as long as those of the run."""
+        """Samples of `length` inputs that extend a row of `total` tokens to the row length of training."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])
@@ -327,9 +325,112 @@ class _Proof:
 
 
 @contextmanager
-def _computing_in(model: Probed, dtype: torch.dtype) -> Iterator[None]:
+def _computing_in(model: ProbedModel, dtype: torch.dtype) -> Iterator[None]:
     before, model.compute_dtype = model.compute_dtype, dtype
     try:
         yield
     finally:
         model.compute_dtype = before
+
+
+# --- during training --------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def check_rows(
+    model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
+) -> None:
+    """Verify that a sample depends neither on its row neighbors nor on its last token, on three samples of a step.
+
+    Costs three forward passes over the shortest samples, in training precision. Collective: all ranks must pass the
+    same samples. Raises DivergenceError.
+    """
+    samples = [sample for sample in samples if len(sample.trained)]
+    if not samples:
+        return
+    chosen = _short_row(samples)
+    vocab_size, subject = model.vocab_size, chosen[-1]
+    neighbors = [_with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
+    last = _with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
+    # A row must fit the longest sample of the step.
+    rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
+    before = _probe_outputs(model, chosen, rows, device=device)
+    for what, other, part in (
+        ("its row neighbors", [*neighbors[:-1], subject], subject.indices),
+        ("its last token", [*chosen[:-1], last], _before_last(subject, model)),
+    ):
+        found = difference(_probe_outputs(model, other, rows, device=device), before, parts=[part] if len(part) else [])
+        excess = _excess_over_rounding(found, model, chosen, ranks=ranks, device=device)
+        if excess > 1:
+            raise DivergenceError(
+                f"{type(model.backbone).__name__} must compute a sample independently of {what}, got a change of "
+                f"{excess:.2g} times the rounding error in step {step}, with layout {layout.kind}: resume with "
+                "learner.packing=false, or train another model."
+            )
+
+
+def _short_row(samples: Sequence[Sample]) -> list[Sample]:
+    """The shortest sample, preceded by a sample of another group and a sibling from its own group if available."""
+    ordered = sorted(samples, key=lambda sample: sample.num_inputs)
+    subject = ordered[0]
+    sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
+    other = [each for each in ordered if each.group_id != subject.group_id][:1]
+    # A reward model's sample trains a single token, but earlier tokens must not change either.
+    trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
+    return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
+
+
+def _end_of(sample: Sample) -> np.ndarray:
+    """Positions of the response, extended to at least the last `_END_TOKENS` inputs, but not into images."""
+    start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
+    if sample.images:
+        # A shared prompt ends before these positions and must contain complete images.
+        start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
+    return np.arange(start, len(sample.token_ids))
+
+
+# --- samples and their numbers ---------------------------------------------------------------------------------------
+def _probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
+    """Probe outputs of the samples, float32[N, K], in sample order."""
+    parts, indices = [], []
+    for microbatch in collate(samples, layout=layout):
+        parts.append(model.probe(microbatch.to(device)).float().cpu())
+        indices.append(microbatch.indices)
+    return torch.cat(parts)[torch.cat(indices).argsort()]
+
+
+def _excess_over_rounding(
+    found: float, model: ProbedModel, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device
+) -> float:
+    """Largest difference on any rank, relative to the difference that rounding explains. Collective."""
+    worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
+    if LIMIT < worst < torch.inf:
+        expected, parts = (
+            _probe_outputs(model, samples, _UNPACKED, device=device),
+            [sample.indices for sample in samples],
+        )
+        with rounded(model.backbone, model.compute_dtype):
+            moved = difference(_probe_outputs(model, samples, _UNPACKED, device=device), expected, parts=parts)
+        explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
+    return worst / explained
+
+
+def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: int) -> Sample:
+    """The sample with different tokens at these positions."""
+    token_ids = sample.token_ids.astype(np.int64)
+    token_ids[positions] = (token_ids[positions] + 1 + positions % 7) % vocab_size
+    return dataclasses.replace(sample, token_ids=token_ids)
+
+
+def _before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
+    """Indices of probe outputs that must not depend on the last token."""
+    # Its log-probability depends on it, but the hidden state that predicts it doesn't.
+    end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
+    return sample.indices[sample.trained < end]
+
+
+def indexed(samples: Sequence[Sample]) -> list[Sample]:
+    """Assign consecutive `first_index` values to the samples."""
+    ends = np.cumsum([len(sample.trained) for sample in samples])
+    return [
+        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
+        for sample, end in zip(samples, ends, strict=True)
+    ]

@@ -1,7 +1,7 @@
-"""Loss inputs: correction weights, rewards, advantages, token weights and selected tokens of a batch.
+"""Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens of a batch.
 
-Everything here is computed on the whole batch of a step or of an optimizer update, the same on every rank and without
-gradient, so that no split into microbatches or ranks can change it.
+Everything is computed without gradient on the whole batch of a step or optimizer update, identically on every rank, so
+that it does not depend on the split into microbatches and ranks.
 """
 
 import math
@@ -41,16 +41,16 @@ class Correction(NamedTuple):
     weights: Tensor
     """float32[N], factor of each token's policy loss."""
     is_kept: Tensor
-    """bool[N], whether each token is in the loss at all."""
+    """bool[N], false for tokens excluded from the loss."""
     is_bounded: Tensor
-    """bool[N], whether each weight lay outside its bounds, and was truncated or masked."""
+    """bool[N], whether each weight was out of bounds and hence truncated or masked."""
 
 
 @torch.no_grad()
 def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
-    """Weights from log(proximal/generator), `inputs`, and rejections from log(learner/generator), `learner`.
+    """Compute weights from log(proximal/generator) (`inputs`) and rejections from log(learner/generator) (`learner`).
 
-    Both hold the same tokens of whole trajectories.
+    Both must hold the same tokens, in complete contexts.
     """
     is_kept = _is_kept(learner, config=config)
     if config.level == "none":
@@ -60,7 +60,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalise:
-        # A long trajectory holds one weight many times; the mean of trajectories counts it once.
+        # Sequence-level weights are repeated for each token, but the mean must count each sequence once.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalise(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
@@ -84,8 +84,10 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections where they are known before the first gradient; with `rebaseline`, trajectories that
-    were rejected entirely leave their group's baseline."""
+    """Fill weights and rejections if they are known before the first gradient.
+
+    With `rebaseline`, entirely rejected trajectories also leave the baseline of their group.
+    """
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
@@ -97,7 +99,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    # A trajectory without trained tokens, such as a truncated one, was not rejected: its reward stays in the baseline.
+    # A trajectory without trained tokens, such as a truncated one, is not rejected and stays in the baseline.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -105,9 +107,9 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
-    """Replace the rewards of trajectories and fill those of tokens.
+    """Replace trajectory rewards by shaped rewards and fill token rewards.
 
-    `kl_coefficient` is the price of a nat where the KL is charged in the reward; `max_tokens` the longest response.
+    `kl_coefficient` applies if the KL is charged in the reward. `max_tokens` is the maximum response length.
     """
     rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
@@ -115,7 +117,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
         divergence = KL_ESTIMATORS[config.kl.estimator](inputs)
-    # Tokens as well as totals: advantages per token, such as GAE's, take each reward where it is earned.
+    # Token-level advantages such as GAE need the reward of each token, others the totals.
     totals, tokens = advantages.kl_in_reward(
         rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
     )
@@ -123,7 +125,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
 
 
 def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
-    """The configured parts, or the total, minus the penalty of long answers."""
+    """Weighted sum of the configured parts, or the total reward, minus the penalty for long answers."""
     rewards = batch.trajectories.rewards
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -135,7 +137,7 @@ def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Te
 
 
 def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
-    """Normalised among members alone; the others have no reward, 0."""
+    """Normalize over group members only. Non-members get a reward of 0."""
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
     if shaping.normalise == "batch":
@@ -150,7 +152,7 @@ def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
-    """Fill `advantages`, and `returns` for a critic; both are 0 for trajectories that do not count in a baseline."""
+    """Fill `advantages`, and `returns` for a critic. Both are 0 for trajectories that do not count in a baseline."""
     members = batch.select(batch.trajectories.is_member)
     inputs = _advantage_inputs(members, state=state)
     advantages = returns = inputs.token_rewards
@@ -171,7 +173,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
     trajectories, tokens = members.trajectories, members.tokens
     return AdvantageInputs(
         rewards=trajectories.rewards,
-        # Numbered anew, because a group whose rewards all failed leaves a gap.
+        # Renumber, because a group without valid rewards leaves a gap.
         groups=torch.unique(trajectories.groups, return_inverse=True)[1],
         lengths=trajectories.lengths,
         num_trained=trajectories.num_trained,
@@ -202,14 +204,14 @@ def _check_returned(found: object, inputs: AdvantageInputs, *, config: CustomAdv
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
-    """float32[N]: the values where `is_filled` is true, 0 elsewhere."""
+    """float32[N]: scatter the values to the positions where `is_filled` is true, 0 elsewhere."""
     column = torch.zeros(len(is_filled), dtype=torch.float32, device=is_filled.device)
     column[is_filled] = values.float()
     return column
 
 
 def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """Replace the advantages by the teacher's, or add those to them."""
+    """Replace the advantages by the teacher's or, with `with_rewards`, add them."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -221,10 +223,10 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 
 # --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
-    """float32[N]: factor of each token's loss; `max_tokens` is the longest response.
+    """float32[N]: weight of each token's loss. `max_tokens` is the maximum response length.
 
-    Denominators count a whole optimizer update, all ranks and microbatches: a mean of means would weigh a token by the
-    microbatch it was packed into.
+    Denominators count all ranks and microbatches of an optimizer update, because a mean of means would make a token's
+    weight depend on its microbatch.
     """
     trajectories = batch.trajectories
     counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
@@ -237,7 +239,7 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
 
 
 def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """float32[N]: factor of -log pi of the tokens of entirely right answers, their mean over each update; None at 0."""
+    """float32[N]: weights for the mean of -log pi over the tokens of correct answers in each update; None if unused."""
     if not coefficient:
         return None
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
@@ -255,7 +257,7 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Factor of the learning rate in this step, by the effective sample size."""
+    """Learning-rate factor of this step, based on the effective sample size."""
     if config is None:
         return 1.0
     tokens = batch.tokens
@@ -269,7 +271,7 @@ def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:
-    """`learner/...` about the advantages of a prepared batch."""
+    """`learner/advantage_...` metrics of a prepared batch."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):
         return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}
@@ -283,9 +285,9 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
 # --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
-    """Fill `is_trusted` by the masks and `is_selected` by the policy loss's selector, for the tokens of one update.
+    """Fill `is_trusted` (from the masks) and `is_selected` (from the policy loss's selector) for one update's tokens.
 
-    `batch` must have `current_logprobs` there; `seed` is for random picks.
+    `batch` must have `current_logprobs` for these tokens. `seed` is for random selection.
     """
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
@@ -300,10 +302,10 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
 
 
 def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
-    """Collect what masks decide from; `learner_logprobs` have no gradient."""
+    """Build the input record of masks. `learner_logprobs` must have no gradient."""
     is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
     if tokens.is_kept is not None:
-        # A share or a mean over rejected tokens would be spent on tokens that no loss is made of.
+        # Fractions and means must cover only tokens that are in the loss.
         is_counted = tokens.is_kept & (known(tokens.correction_weights) > 0)
     return MaskInputs(
         log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),

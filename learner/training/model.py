@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model that answers with log-probabilities of tokens."""
+"""Policy: a transformers causal language model that returns log-probabilities of tokens, and loading of models."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
@@ -20,9 +29,9 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.attention import PACKED, Sight
-from slipstream.learner.training.load import is_sharded, load_module, probe_tokens
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.attention import PACKED, PackedRows, native_attention
+from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup, can_pack, check_sequence_parallel
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import (
     adapter_parameters,
@@ -35,34 +44,45 @@ from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_tem
 from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
-"""float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
+"""`model.dtype` -> dtype of the learner's matrix products. float16 gradients would underflow without loss scaling."""
 
 _HEAD_TOLERANCE = 1e-5
-"""Largest difference of float32 logits relative to the largest: 84 epsilon for a dot product in another order."""
+"""Maximum difference of float32 logits, relative to the largest logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
-"""Size of the logits on which heads are compared: a soft cap changes small ones by less than rounding does."""
+"""Magnitude of the logits used to compare heads. On small logits, the effect of a soft cap is below rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
-"""Kinds of layers, as transformers names them."""
+"""transformers' names of layer types."""
+
+LONG = 2048
+"""Sequence length from which masks cost more, on CPUs, than one kernel call per run of tokens."""
+
+UNLIMITED = 2**31
+"""Maximum row length of a model that declares no limit."""
+
+_PROBE_TOKENS = 32
+
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""Errors of a model that cannot compute its inputs."""
 
 
 class OutputHead(nn.Module):
-    """The language model's last projection, which can be applied to some tokens at a time."""
+    """The language model's output projection, which can be applied to chunks of tokens."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         projection = causal_lm.get_output_embeddings()
-        # The same parameters once more: an engine that shards them gathers those of the module that it calls.
+        # Registered here too, because a sharding engine gathers the parameters of the module that is called.
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(
         self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, requested: Requested | None, **options: Any
     ) -> dict[str, Any]:
-        """`measure_tokens` from hidden states, float[N, D]; `logits`, to be computed when they are needed, if None."""
+        """`measure_tokens` from hidden states, float[N, D]. If `requested` is None, return deferred `logits`."""
         if requested:
             return measure_tokens(self._defer(states, self.weight, dtype), *inputs, requested=requested, **options)
-        # A sharded parameter is whole only within this call.
+        # A sharded parameter is gathered only within this call.
         weight = self.weight.clone() if is_sharded(self) else self.weight
         return {"logits": self._defer(states, weight, dtype)}
 
@@ -74,10 +94,10 @@ class OutputHead(nn.Module):
 
 
 class Policy(nn.Module):
-    """The module that a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
+    """Module that a training engine runs, with float32 master weights and matrix products in `compute_dtype`."""
 
-    group = ALONE
-    """Ranks that have a slice of each sequence."""
+    group = SINGLE_RANK
+    """Ranks that share each sequence."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
@@ -85,18 +105,16 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.has_adapter = has_adapter
-        """Whether an adapter is trained rather than the model's own weights."""
+        """Whether an adapter is trained instead of the model's own weights."""
         self.compute_dtype = compute_dtype
-        """Data type of matrix products."""
         self.head: OutputHead | None = None
-        """Projection by which logits are computed in chunks; None = all at once, by the model itself."""
+        """Head for computing logits in chunks. None: the model computes all logits at once."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
-        """Routers of a mixture of experts."""
+        """Routers of a mixture of experts, else None."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
         return self.causal_lm.config.get_text_config().vocab_size
 
     @property
@@ -105,19 +123,19 @@ class Policy(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model, which turns tokens into hidden states."""
+        """The transformers model that maps tokens to hidden states."""
         return self.causal_lm
 
     @property
     def has_trunk(self) -> bool:
-        """Whether transformers separates the layers from the head."""
+        """Whether the transformers class separates the layers from the head."""
         return self.causal_lm.base_model is not self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Numbers by which two layouts are compared: hidden states scaled to about 1, [N, D].
+        """Numbers for comparing layouts: hidden states scaled to about 1, [N, D].
 
-        Log-probabilities, [N, 1], where a model has no trunk. Hidden states show a leak also where a policy is certain
-        of its tokens, or a head is still zero.
+        Models without a trunk return log-probabilities, [N, 1], instead. Hidden states reveal leaks even if the policy
+        is certain of its tokens or the head is zero.
         """
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
@@ -134,16 +152,16 @@ class Policy(nn.Module):
         reference_logits: Tensor | DeferredLogits | None = None,
         prices: Tensor | None = None,
     ) -> dict[str, Any]:
-        """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`.
+        """Return `logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
-        With nothing requested, `logits` that predict the trained tokens, [N, V]; those of this rank's slice alone, as
-        `reference_logits` are. Of a mixture of experts also `expert_load` [M, E], and with `prices` of its experts
-        [M, E] `aux_loss`.
+        If `requested` is None, return `logits` that predict the trained tokens, [N, V]. Like `reference_logits`, they
+        cover only this rank's slice. A mixture of experts also returns `expert_load` [M, E] and, given `prices` of its
+        experts [M, E] (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
-        few = self.group.own(candidates, microbatch)
-        options: dict[str, Any] = {"requested": requested, "candidates": few, "reference_logits": reference_logits}
+        own = self.group.own(candidates, microbatch)
+        options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
@@ -160,7 +178,7 @@ class Policy(nn.Module):
             self.routers.keeps_logits = prices is not None
 
     def _routed(self, part: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
-        """Outputs about the routers, after a forward pass."""
+        """Router outputs of the preceding forward pass."""
         if not self.routers:
             return {}
         copies = part.copies.flatten()
@@ -170,7 +188,7 @@ class Policy(nn.Module):
         return {name: self.group.total(tensor) for name, tensor in found.items()}
 
     def _states(self, part: Microbatch) -> Tensor:
-        """Hidden states that predict the trained tokens, [N, D]."""
+        """Hidden states [N, D] that predict the trained tokens."""
         output = forward_pass(self.causal_lm.base_model, part, compute_dtype=self.compute_dtype, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[part.sources]
 
@@ -183,7 +201,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Leave logits to the model unless the head computes them exactly, also large ones. Collective."""
+        """Drop the head unless it computes the same logits as the model, including large ones. Collective."""
         if not self.head:
             return
         inputs = {"input_ids": probe_tokens(self.causal_lm), "use_cache": False}
@@ -205,7 +223,7 @@ class Policy(nn.Module):
             with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
                 expected = self.causal_lm(**inputs).logits
             is_same = is_close(seen[0], states) and is_close(compute(states * scale), expected)
-        # More layers than a projection: other widths, or other outputs.
+        # The model's head has more layers than a projection, and hence different shapes or outputs.
         except (RuntimeError, AttributeError, IndexError):
             is_same = False
         if not is_same:
@@ -213,23 +231,20 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """The model's tensors as engines load them. Raises WeightTransferError for one that cannot be published."""
+        """Names under which engines load the tensors. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by the module's names, a tied one under each of its names.
-
-        Of an adapter, only its parameters, by their names in peft's files, unless `is_whole`.
-        """
+        """See `Trainable.weights`. An adapter's parameters have their names in peft's files unless `is_whole`."""
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
 
 
 class RewardModel(Policy):
-    """A sequence classifier with one label in place of the language model: the score of what was read."""
+    """A single-label sequence classifier in place of the language model."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """`scores`, float32[N], of the tokens up to, and without, each trained one; see `Policy.forward`."""
+        """Return `scores`, float32[N], of the tokens before each trained token (see `Policy.forward`)."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
         scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)
@@ -237,26 +252,25 @@ class RewardModel(Policy):
 
 
 def scaled(states: Tensor) -> Tensor:
-    """Hidden states divided by their root mean square, float32[N, D]."""
+    """Hidden states divided by their root mean square per token, float32[N, D]."""
     states = states.float()
     return states / states.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def forward_pass(
-    module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup = ALONE, **arguments: Any
+    module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup, **arguments: Any
 ) -> Any:
-    """Forward pass of a transformers model over what `group` has taken; `arguments` go to its forward method."""
+    """Forward pass of a transformers model over this rank's part of a microbatch, with extra `arguments`."""
     is_mixed = compute_dtype != torch.float32
-    images = {"pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
-    inputs = {"position_ids": part.position_ids, **images}
+    inputs = {"position_ids": part.position_ids, "pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
-        # The model puts images where its image tokens are, and may have written some of its own.
+        # transformers inserts images at image tokens, but the model may have generated such tokens itself.
         arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
         token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
     if module.config._attn_implementation == PACKED:
-        arguments |= {"attention_mask": None, "sight": Sight(part.spans, group)}
+        arguments |= {"attention_mask": None, "packed_rows": PackedRows(part.spans, group)}
     else:
         arguments["attention_mask"] = _attention_mask(module.config, part)
     with torch.autocast(part.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
@@ -264,9 +278,9 @@ def forward_pass(
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """The mask as transformers takes it: one for all layers, or by kind of layer where only some have a window.
+    """Attention mask for transformers: one for all layers, or one per layer type if only some have a window.
 
-    transformers makes masks with a window only if it is given none, so that of shared rows gets its window here.
+    transformers adds a window only to masks that it builds, so masks for shared rows get their window here.
     """
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
@@ -277,7 +291,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
     if not window or mask.shape[-1] <= window or kinds not in ({_WINDOWED}, {_WINDOWED, _FULL}):
         return finish(mask)
-    # Counted along the sequence, not along the row: siblings may lie between a response and its prompt.
+    # Distances along the sequence, not the row, because siblings may be between a response and its prompt.
     positions = known(microbatch.position_ids)
     positions = positions if positions.dim() == 2 else positions[0]
     near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
@@ -285,7 +299,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
 
 
 def _additive(visible: Tensor) -> Tensor:
-    """Eager attention adds its mask to the scores."""
+    """Convert a boolean mask to the additive mask of eager attention."""
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
 
 
@@ -296,17 +310,17 @@ def load_policy(
     gradient_checkpointing: bool = False,
     is_reward_model: bool = False,
     loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = ALONE,
+    group: SequenceGroup = SINGLE_RANK,
     setting: str = "model.path",
 ) -> Policy:
-    """Load the checkpoint with float32 weights and without dropout; for a reward model a language model's will do, too.
+    """Load a checkpoint with float32 weights and without dropout. A reward model may start from a language model.
 
-    With `config.lora`, it gets a new adapter. `loading`: context in which the checkpoint is read, such as
+    Attaches a new adapter if `config.lora` is set. `loading`: context for reading the checkpoint, such as
     `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
-    # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
+    # ZeRO-3 draws random numbers while loading, but adapters must start equal in every layout.
     with torch.random.fork_rng(), loading or nullcontext():
         module, _ = load_module(
             kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
@@ -323,19 +337,167 @@ def load_policy(
         if not is_sharded(module):
             policy.check_head()
     try:
-        # Now: sharded, its parameters would have other shapes.
+        # Compute and cache the names now: an engine may shard the parameters, which changes their shapes.
         policy.checkpoint_names  # noqa: B018
     except WeightTransferError as error:
         raise ModelError(f"model.path: {error}") from error
     return policy
 
 
+def load_module(
+    kind: Any,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    setting: str,
+    group: SequenceGroup = SINGLE_RANK,
+    gradient_checkpointing: bool = False,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a model with a transformers Auto class (`kind`). Also return the names of weights missing in the checkpoint.
+
+    The model computes the same function as the unmodified checkpoint in evaluation mode. `setting` is the config key of
+    the path. Raises ModelError.
+    """
+    logging.disable_progress_bar()
+    try:
+        settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        _disable_dropout(settings)
+        if kind is AutoModelForSequenceClassification:
+            settings.num_labels = 1
+        model_class = kind._model_mapping.get(type(settings), None)
+        if group.size > 1:
+            check_sequence_parallel(settings, model_class, size=group.size, setting=setting, path=config.path)
+        module, found = kind.from_pretrained(
+            config.path,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=choose_attention(
+                settings, model_class, config, on_gpu=device.type == "cuda", is_sliced=group.size > 1
+            ),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ModelError(
+            f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
+            f"{first_line(error)}"
+        ) from error
+    module = module.to(device)
+    _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
+    # A sharded model cannot compute outside an engine. LayoutChooser checks packed attention later.
+    if not is_sharded(module):
+        with native_attention(module):
+            _check_untouched(module, config, setting=setting)
+    return module, sorted(found["missing_keys"])
+
+
+def _disable_dropout(settings: PreTrainedConfig) -> None:
+    """Set all dropout rates to 0, because layers that recompute activations are in training mode."""
+    for part in (settings, settings.get_text_config()):
+        for name, value in vars(part).items():
+            # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Set evaluation mode, like the generators: in training mode, some routers are random."""
+    module.eval()
+    if gradient_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes activations only in training mode. Submodules of these layers stay in evaluation mode.
+        for part in module.modules():
+            part.training = getattr(part, "gradient_checkpointing", False)
+
+
+@torch.no_grad()
+def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
+    """Compare with a model that transformers builds from the unmodified config, sharing the weights.
+
+    Raises ModelError.
+    """
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    settings.num_labels = module.config.num_labels
+    untouched = type(module).from_pretrained(
+        None,
+        config=settings,
+        state_dict=module.state_dict(),
+        dtype=torch.float32,
+        attn_implementation=module.config._attn_implementation,
+    )
+    untouched = untouched.to(module.device).eval()
+    got = f"got {config.path!r} ({type(module).__name__})"
+    token_ids, limit = probe_tokens(module), LIMIT
+
+    def compute(model: PreTrainedModel) -> Tensor:
+        # A classifier's output is a single score, so compare hidden states instead.
+        part = model.base_model if hasattr(model, "score") else model
+        return part(input_ids=token_ids, use_cache=False)[0]
+
+    try:
+        expected = compute(untouched)
+        differs_by = difference(compute(module), expected)
+        if differs_by > limit:
+            with rounded(untouched, torch.float32):
+                limit = max(limit, MARGIN * difference(compute(untouched), expected))
+    except FAILURES as error:
+        raise ModelError(
+            f"{setting} must name a causal language model that computes {_PROBE_TOKENS} tokens, {got}, which fails "
+            f"({first_line(error)}): train another model."
+        ) from error
+    if differs_by > limit:
+        raise ModelError(
+            f"{setting} must name a model that the learner computes as transformers does in evaluation mode, within "
+            f"{limit:.1g} of the spread of its outputs, {got}, which differs by {differs_by:.2g}: train another model."
+        )
+
+
+def probe_tokens(module: PreTrainedModel) -> Tensor:
+    """Random token ids, int64[1, T], equal in every call."""
+    text = module.config.get_text_config()
+    length = min(_PROBE_TOKENS, positions_of(text))
+    generator = torch.Generator().manual_seed(text.vocab_size)
+    return torch.randint(text.vocab_size, (1, length), generator=generator).to(module.device)
+
+
+def positions_of(config: PreTrainedConfig) -> int:
+    """Maximum row length of a model with masks or positions of fixed size; UNLIMITED if its config declares none."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # XLNet uses -1 for no limit.
+    return found if found and found > 0 else UNLIMITED
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error, for a message."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+
+
+def choose_attention(
+    settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
+) -> str | None:
+    """Attention implementation for transformers. None: SDPA if the model supports it, else eager.
+
+    `is_sliced`: whether ranks share sequences.
+    """
+    if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
+        return PACKED
+    # transformers' SDPA silently ignores the soft cap of attention scores.
+    return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ZeRO-3 has sharded the module's parameters, which are then only gathered during computation."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 def save_pretrained(
     policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig, max_shard_size: str = "50GB"
 ) -> None:
-    """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one.
+    """Write a checkpoint in transformers format, with the tokenizer (if any) of the initial checkpoint.
 
-    `weights`: all of the module's. An adapter is merged into them, and also written beside them.
+    `weights`: all weights of the module. An adapter is merged into them and also saved separately.
     """
     if policy.has_adapter:
         save_adapter(policy.causal_lm, folder, weights=weights)

@@ -1,14 +1,14 @@
-"""Objective: advantage x correction x policy loss x KL x entropy, composed from the algorithm's settings.
+"""Objective: the loss, composed from the algorithm's settings.
 
-Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
+Per token, with sg = stop gradient and w = correction(pi_proximal / pi_generator):
 
     loss = sg(w) * policy_loss(pi_learner / pi_proximal) + kl.coefficient * KL(learner, reference)
            + correction.log_ratio_penalty * log(pi_learner / pi_generator)^2
-           - entropy_coefficient * entropy + positive_nll_coefficient * [right] * (-log pi_learner)
+           - entropy_coefficient * entropy + positive_nll_coefficient * [correct] * (-log pi_learner)
            + distillation.coefficient * divergence(learner, teacher)
 
-`algorithm.proximal` chooses pi_proximal. Tokens that are not kept have no loss; those that a mask does not trust have
-no policy loss.
+`algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss. Masked tokens (`is_trusted`
+false) have no policy loss.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """The function that a record chooses, called with its input record alone.
+    """Return the function that a config record selects, as a function of only its input record.
 
-    `setting` is the record's key in the config. Raises ConfigError for a user's function that cannot be loaded.
+    `setting` is the config key of the record. Raises ConfigError if a user-defined function cannot be loaded.
     """
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
@@ -50,15 +50,15 @@ def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
 
 
 def bind(name: str, record: Formula) -> Callable[[Any], Any]:
-    """The function `name` (`module.function` of learner/algorithms) with the fields of the record that it takes."""
+    """Bind the function `name` (`module.function` in learner/algorithms) to the fields of `record` that it accepts."""
     function = find(name)
-    # By signature: a record with a selector holds the settings of two functions, and each takes its own.
+    # A record with a selector has settings for two functions, so filter by signature.
     taken = inspect.signature(function).parameters
     return partial(function, **{field: getattr(record, field) for field in record.__struct_fields__ if field in taken})
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function `module.function` of learner/algorithms."""
+    """Return the function `module.function` in learner/algorithms."""
     module, _, attribute = name.partition(".")
     function: Callable[..., Any] = getattr(import_module(f"slipstream.learner.algorithms.{module}"), attribute)
     return function
@@ -66,28 +66,26 @@ def find(name: str) -> Callable[..., Any]:
 
 @dataclass
 class ObjectiveState:
-    """Numbers that one step hands to the next; part of a checkpoint. Equal on every rank."""
+    """State carried from step to step and saved in checkpoints. Equal on every rank."""
 
     kl_coefficient: float | None = None
-    """Current value of an adaptive KL coefficient; None before the first step, and where it is fixed."""
+    """Current adaptive KL coefficient; None before the first step or if the coefficient is fixed."""
     advantage: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the advantage function keeps, `AdvantageInputs.state`."""
+    """State of the advantage function (`AdvantageInputs.state`)."""
 
     def save(self) -> dict[str, float]:
-        """Return all numbers by name."""
         return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
 
     def restore(self, saved: dict[str, float]) -> None:
-        """Take back the numbers of `save`."""
         self.kl_coefficient = saved.get("kl_coefficient")
         self.advantage = {name: value for name, value in saved.items() if name != "kl_coefficient"}
 
 
 class Objective:
-    """The minimised function. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
+    """The loss function. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
 
     def __init__(self, config: AlgorithmConfig, *, max_tokens: int) -> None:
-        """`max_tokens`: longest response. Raises ConfigError for a user's function that cannot be loaded."""
+        """`max_tokens`: maximum response length. Raises ConfigError if a user-defined function cannot be loaded."""
         self._config = config
         self._max_tokens = max_tokens
         self._advantage = load_formula(config.advantage, setting="algorithm.advantage")
@@ -98,22 +96,21 @@ class Objective:
         )
         self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
         self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
-        """Numbers that a forward pass with gradient must return."""
+        """Outputs required from a forward pass with gradient."""
         self.state = ObjectiveState()
-        """Numbers carried from step to step; restored from a checkpoint."""
 
     @property
     def kl_coefficient(self) -> float:
-        """Price of one nat of KL per token in this step."""
+        """KL coefficient of this step."""
         current = self.state.kl_coefficient
         return self._config.kl.coefficient if current is None else current
 
     # --- before the gradient -------------------------------------------------------------------------------------
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Batch:
-        """Fill the columns from `rewards` on, whatever the loss needs without a gradient. Raises BatchError."""
+        """Fill the batch columns that the loss needs, without gradient. Raises BatchError."""
         config = self._config
-        # The correction comes first, because what it rejects may leave the baselines of the advantages.
+        # The correction comes first, because rejected trajectories may be excluded from baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
         batch = loss_inputs.shape_rewards(
             batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
@@ -127,11 +124,11 @@ class Objective:
         )
 
     def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
-        """Pick tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
+        """Apply masks and selector to all tokens of an optimizer update, given `current_logprobs`."""
         return loss_inputs.select_tokens(batch, masks=self._masks, selector=self._selector, update=update, seed=seed)
 
     def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
-        """Adapt the KL coefficient to the step's measurement."""
+        """Adapt the KL coefficient to the measured KL of the step."""
         if adaptive := self._config.kl.adaptive:
             self.state.kl_coefficient = kl.adaptive_coefficient(
                 self.kl_coefficient,
@@ -143,48 +140,52 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """The share of these tokens, whole contexts, in the update's loss; adds its statistics to `metrics`.
+        """Return the part of the update's loss that belongs to these tokens, and add statistics to `metrics`.
 
-        `measured`: outputs of the forward pass, by name.
+        `tokens` must be complete contexts. `measured`: outputs of the forward pass by name.
         """
         learner = measured["logprobs"]
-        # Numbered anew: a microbatch holds a few contexts, and sums over them must not be as long as the batch.
+        # Renumber, so that sums over a microbatch's few contexts aren't as long as the batch.
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
-        # One token that the learner finds impossible (-inf) would make the loss infinite: it has none, and is counted
-        # in `nonfinite_fraction`. NaN stays, and ends the run, because it is the model that is broken then.
+        # Exclude tokens that are impossible under the learner (-inf), which would make the loss infinite. They count in
+        # `nonfinite_fraction`. NaN stays and ends the run, because it means that the model is broken.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        # 0 * log_ratio, because ranks call backward together and a loss without a counted token needs a graph too.
+        # 0 * log_ratio, because ranks call backward together, so a loss without counted tokens needs a graph too.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
-            # The others have no loss, and no share in the ratio of their sequence.
+            # Uncounted tokens have no loss and do not affect the ratio of their sequence.
             counted = inputs if is_counted.all() else inputs.take(is_counted)
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            # A second evaluation, on a leaf: the graph of the first must stay whole for the backward pass.
+            # Evaluate again on a leaf to keep the first graph intact for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(counted.with_log_ratio(leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
-        # A sum: the weights have the denominator of the whole update, so the losses of all microbatches add up to it.
+        # A sum, because the token weights include the denominator of the whole update.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
-        stats = _token_stats(
-            tokens, inputs, correction, is_idle=is_idle, entropies=measured["entropies"], divergence=divergence
-        )
+        stats = _token_stats(tokens, inputs, correction, is_idle=is_idle, measured=measured, divergence=divergence)
         metrics.add(stats, loss=loss)
         return loss
 
+    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
+        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
+            raise BatchError(
+                f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
+                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
+            )
+
     def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
-        """Inputs of the policy loss, and the correction of the same tokens."""
         anchor = self._proximal_logprobs(tokens, learner.detach())
         correction = self._correction(tokens, anchor, learner.detach(), num_sequences=num_sequences)
         inputs = LossInputs(
@@ -198,7 +199,7 @@ class Objective:
         return inputs, correction
 
     def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
-        """bool[N]: the tokens that all masks keep."""
+        """bool[N]: tokens that all masks keep."""
         is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
         if tokens.is_trusted is not None:
             is_trusted &= tokens.is_trusted
@@ -208,32 +209,25 @@ class Objective:
                 is_trusted &= mask(inputs)
         return is_trusted
 
-    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
-        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
-            raise BatchError(
-                f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
-                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
-            )
-
     def _proximal_logprobs(self, tokens: Tokens, learner_logprobs: Tensor) -> Tensor:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
-            # Versions counted from the learner's at the start of the step, which makes version 1.
+            # Versions relative to the learner at the start of the step, which produces version 1.
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
-            # With one update per step these are the values at its start: the ratio is 1, its gradient that of log pi.
+            # With one update per step, these are the values at its start: ratio 1 with the gradient of log pi.
             return learner_logprobs
         return tokens.start_logprobs
 
     def _correction(
         self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
     ) -> Correction:
-        """The correction of the whole batch where it is known, else from the update's own values.
+        """Return the correction of the whole batch if known, else compute it from the update's current values.
 
-        Rejections measure the learner's distance from the generator even where the proximal policy lies between the
-        two: an interpolated one would soften them.
+        Rejection always uses the distance between learner and generator. With an interpolated proximal policy, the
+        drift would be smaller than that.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
@@ -252,7 +246,7 @@ class Objective:
         return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
 
     def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
-        """KL, entropy, distance from the generator and teacher, per token."""
+        """KL penalty, entropy bonus, log-ratio penalty, and distillation loss per token."""
         price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
         losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
         if penalty := self._config.correction.log_ratio_penalty:
@@ -269,7 +263,7 @@ def _token_stats(
     correction: Correction,
     *,
     is_idle: Tensor,
-    entropies: Tensor,
+    measured: dict[str, Tensor],
     divergence: Tensor,
 ) -> TokenStats:
     return TokenStats(
@@ -280,7 +274,7 @@ def _token_stats(
         is_bounded=correction.is_bounded,
         is_kept=correction.is_kept,
         is_idle=is_idle,
-        entropies=entropies,
+        entropies=measured["entropies"],
         reference_kl=divergence,
         lags=tokens.lags,
         sequences=tokens.contexts,
@@ -289,10 +283,9 @@ def _token_stats(
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
-    """Float[N], weighted; 0 where the teacher enters through advantages.
+    """Weighted distillation loss, float[N]; 0 if the teacher enters through advantages.
 
-    `measured` has the learner's `candidate_logprobs` and the teacher's `teacher_candidate_logprobs` where candidates
-    are compared.
+    Divergences over candidates need `candidate_logprobs` (learner) and `teacher_candidate_logprobs` in `measured`.
     """
     if config.divergence == "k1":
         return torch.zeros_like(measured["logprobs"])

@@ -1,4 +1,4 @@
-"""Rounding: whether two computations of the same numbers differ by more than the arithmetic explains."""
+"""Rounding: whether two computations of the same numbers differ by more than rounding errors."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 LIMIT = 64 * torch.finfo(torch.float32).eps
-"""Difference relative to the spread that float32 explains in any model, 7.6e-6.
+"""Difference relative to the spread that float32 rounding can explain in any model, 7.6e-6.
 
-Exact layouts of small models show at most 7e-7, leaking ones at their initialization at least 1.7e-5.
+Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
 """
 
 MARGIN = 4
-"""Two computations round independently, and in more operations than `rounded` perturbs."""
+"""Factor on the effect of `rounded`: two computations round independently, and in more operations than it perturbs."""
 
 
 def difference(
     found: Tensor, expected: Tensor, *, parts: Sequence[Any] = (slice(None),), spread_of: Tensor | None = None
 ) -> float:
-    """Largest mean distance in any of the `parts`, indices of the first axis, relative to a spread.
+    """Largest mean distance within any of `parts` (indices of the first axis), relative to a standard deviation.
 
-    The spread is that of `expected` unless another is given. Infinite where a number isn't finite.
+    The deviation is taken of `expected` or, if given, `spread_of`. Returns infinity if a number isn't finite.
     """
     distances = (found.float() - expected.float()).abs()
     spread = (expected if spread_of is None else spread_of).float().std(correction=0)
@@ -34,11 +34,11 @@ def difference(
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturb the output of every innermost module by a random relative error of at most epsilon of `dtype`.
+    """Perturb the output of every leaf module by a random relative error of at most epsilon of `dtype`.
 
-    What this changes in the model's outputs is what rounding may change, whatever the kernels and the depth.
+    The resulting change of the model's outputs estimates its rounding error for any kernels and depth.
 
-    Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation for each module, not each operation.
+    Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """
     epsilon, generators = torch.finfo(dtype).eps, dict[torch.device, torch.Generator]()
 

@@ -1,10 +1,10 @@
-"""SequenceGroup: ranks that hold a slice of each sequence, and exchange heads for tokens within attention.
+"""SequenceGroup: ranks that each compute a slice of every sequence and exchange heads for tokens in attention.
 
-All ranks of a group get the same microbatches and end with the same numbers of all trained tokens, so a loss is
-computed as if there were one. The gradient of each rank is that of its own tokens: they add up over ranks.
+All ranks of a group get the same microbatches and gather the outputs of all trained tokens, so each computes the same
+loss as a single rank would. Each rank has the gradient of its own tokens, and gradients add up over ranks.
 
-Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows hold several sequences, and any number of key/value heads
-that divides the query heads is dealt out, repeated where needed.
+Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads are repeated
+if there are too few to divide among the ranks.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from slipstream.learner.errors import ModelError
 
 _SOFTMAX = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Rotary embeddings that differ with the longest position of a forward pass, of which a slice is only a part."""
+"""Types of rotary embeddings that depend on the longest position of a forward pass, which a slice does not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """One rank's view of its group; by default it is alone. `gather` and `exchange` are collective."""
+    """One rank's view of its group, by default a group of one. `gather`, `total`, and `exchange` are collective."""
 
     size: int = 1
     rank: int = 0
     members: dist.ProcessGroup | None = None
-    """Its collectives; None: of one rank."""
+    """Process group of the ranks; None for a group of one."""
 
     def take(self, microbatch: Microbatch) -> Microbatch:
-        """The part of a microbatch that this rank computes: a slice of each row, and tokens that are predicted there.
+        """This rank's part of a microbatch: a slice of each row, and the trained tokens that are predicted there.
 
-        `spans` stay those of whole rows, which attention sees.
+        `spans` still describe whole rows, because attention sees whole rows.
         """
         if self.size == 1:
             return microbatch
@@ -61,11 +61,11 @@ class SequenceGroup:
         )
 
     def own(self, column: Tensor | None, microbatch: Microbatch) -> Tensor | None:
-        """The entries of a column of trained tokens that belong to this rank's part."""
+        """This rank's entries of a column over the trained tokens."""
         return column if column is None or self.size == 1 else column[self._mine(microbatch)]
 
     def gather(self, measured: dict[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-        """Numbers of all trained tokens from each rank's own, with a gradient for those alone."""
+        """Combine each rank's outputs into those of all trained tokens, with gradients only for this rank's own."""
         if self.size == 1:
             return measured
         mine, found = self._mine(microbatch), {}
@@ -73,12 +73,11 @@ class SequenceGroup:
             whole = own.new_zeros(len(microbatch.sources), *own.shape[1:])
             whole[mine] = own.detach()
             dist.all_reduce(whole, group=self.members)
-            # Every rank has the same loss: each takes the gradient of its own tokens, and they add up over ranks.
             found[name] = whole.index_put((mine,), own)
         return found
 
     def total(self, part: Tensor) -> Tensor:
-        """Sum of each rank's part, with a gradient for its own alone."""
+        """Sum over ranks, with a gradient only for this rank's part."""
         if self.size == 1:
             return part
         whole = part.detach().clone()
@@ -86,23 +85,23 @@ class SequenceGroup:
         return whole + (part - part.detach())
 
     def _mine(self, microbatch: Microbatch) -> Tensor:
-        """Indices of the trained tokens whose source lies in this rank's slice."""
+        """Indices of the trained tokens that are predicted in this rank's slice."""
         length = microbatch.token_ids.shape[1]
         return (microbatch.sources % length * self.size // length == self.rank).nonzero()[:, 0]
 
     def exchange(self, states: Tensor) -> Tensor:
-        """All of axis 1 for a slice of axis 2 -> a slice of axis 1 for all of axis 2: heads for tokens, or back."""
+        """Gather axis 2 and split axis 1 over ranks. Exchanges heads for tokens, or tokens for heads."""
         if self.size == 1:
             return states
         dealt = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         return _Exchange.apply(dealt, self.members).movedim(0, 2).flatten(2, 3)
 
 
-ALONE = SequenceGroup()
+SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of entries of the first axis; so is that of their gradients."""
+    """All-to-all over the first axis, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, dealt: Tensor, members: dist.ProcessGroup) -> Tensor:
@@ -120,7 +119,7 @@ class _Exchange(torch.autograd.Function):
 def check_sequence_parallel(
     settings: PreTrainedConfig, model_class: Any, *, size: int, setting: str, path: str
 ) -> None:
-    """Raise ModelError for a model whose sequences cannot be sliced; `setting` is the config key of its `path`."""
+    """Raise ModelError if sequences of the model cannot be split over ranks. `setting`: config key of its `path`."""
     text = settings.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
@@ -132,7 +131,7 @@ def check_sequence_parallel(
         or not heads
         or getattr(model_class, "_is_stateful", False),
         f"{heads} attention heads, which {size} ranks cannot share": heads and heads % size,
-        "attention that only its own code computes (soft cap, sinks or biases)": not can_pack(settings, model_class),
+        "attention that needs the model's code (soft cap, sinks or biases)": not can_pack(settings, model_class),
         f"rotary embeddings that depend on the length ({rope})": rope in _LENGTH_DEPENDENT,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -144,9 +143,7 @@ def check_sequence_parallel(
 
 
 def can_pack(settings: PreTrainedConfig, model_class: Any) -> bool:
-    """Whether a transformers class leaves attention to a registered function, and is exact with SDPA."""
+    """Whether a transformers class supports registered attention functions and is exact with SDPA."""
     is_capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None)
-    if hasattr(settings, "vision_config"):
-        return False
-    is_open = getattr(model_class, "_supports_attention_backend", False)
-    return bool(is_open and getattr(model_class, "_supports_sdpa", False) and not is_capped)
+    supported = (getattr(model_class, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
+    return not hasattr(settings, "vision_config") and not is_capped and all(supported)

@@ -1,4 +1,4 @@
-"""Memory of a step of the learner, traced on tensors that have shapes and no memory."""
+"""Memory of a training step, measured by tracing it on fake tensors, which have shapes but no memory."""
 
 import dataclasses
 import math
@@ -26,8 +26,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.training.load import choose_attention
-from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
+from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy, choose_attention
 
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"
@@ -40,12 +39,11 @@ _UNTRACED = (
 
 
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
-    """Peak of what a forward and backward pass over the largest microbatch allocate, gradients not counted.
+    """Peak memory allocated by a forward and backward pass over the largest microbatch, without gradients.
 
-    Ranks that share sequences allocate it together.
-
-    `model` is on the meta device. Where a model's operations depend on its numbers and cannot be traced: 34 bytes for
-    each token, layer and unit of width, twice that in float32 (Korthikanti et al., arXiv:2205.05198).
+    `model` must be on the meta device. With sequence parallelism, this is the sum over the ranks that share a sequence.
+    If data-dependent operations prevent tracing, estimates 34 bytes per token, layer, and unit of width, or twice that
+    in float32 (Korthikanti et al., arXiv:2205.05198).
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
@@ -61,7 +59,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
         if is_recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model.train(), compute_dtype=compute_dtype)
-        # Counting the tokens of experts depends on numbers, and takes next to nothing.
+        # Counting tokens per expert is data-dependent and needs almost no memory.
         policy.routers = None
         if model.get_output_embeddings() is not None:
             policy.head = OutputHead(model)
@@ -78,14 +76,14 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
             num_kept = 1 if is_recomputed else text.num_hidden_layers
             return 17 * compute_dtype.itemsize * text.hidden_size * num_kept * microbatch.num_tokens
     if is_sharded and compute_dtype != torch.float32 and not is_recomputed:
-        # Each linear layer keeps its weights for the backward pass; sharded, it gathers and casts them once more.
+        # Linear layers save their cast weights for the backward pass, but with ZeRO-3 they gather and cast them again.
         return allocations.peak - compute_dtype.itemsize * sum(each.numel() for each in model.parameters())
     return allocations.peak
 
 
 @contextmanager
 def _autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Weights that autocast has cast stay until the forward pass ends, or, as with ZeRO-3, go with the layer."""
+    """Set whether autocast keeps cast weights until the end of the forward pass. With ZeRO-3 it doesn't."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -95,7 +93,7 @@ def _autocast_cache(*, enabled: bool) -> Iterator[None]:
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts of a mixture with the memory of grouped matrix products, whose shapes depend on no number."""
+    """Experts forward pass with the memory footprint of grouped matrix products but without data-dependent shapes."""
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
@@ -111,18 +109,18 @@ ExpertsInterface.register(_EXPERTS, _run_experts)
 
 
 def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
-    """Hidden states before every layer, float32, of the largest microbatch."""
+    """Size of the inputs of all layers for the largest microbatch, in float32."""
     text, num_tokens = model.config.get_text_config(), largest_microbatch(run, model).num_tokens
     return num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that are made while it is entered."""
+    """Tracks the size of storages allocated within its context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        """Most bytes alive at a time."""
+        """Largest total size at any time, bytes."""
         self._alive: dict[int, int] = {}
         self._total = 0
 
@@ -135,7 +133,7 @@ class Allocations(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            # A view of what was there before, or the result of an operation in place.
+            # Excludes views and in-place results.
             if storage._cdata not in before and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = storage.nbytes()
                 self._total += storage.nbytes()
@@ -148,7 +146,7 @@ class Allocations(TorchDispatchMode):
 
 
 def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
-    """The one with most tokens, of samples as long as the settings allow."""
+    """The microbatch with the most tokens, built from samples of the maximum length."""
     longest = run.model.max_length
     prompt, group_size = 1, 1
     if run.mode != "sft":
@@ -164,7 +162,7 @@ def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
 
 
 def _materialize(model: nn.Module) -> None:
-    """Give it fake tensors on the CPU in place of those on the meta device."""
+    """Replace tensors on the meta device with fake tensors on the CPU."""
     made: dict[int, Tensor] = {}
     for part in model.modules():
         for table in (part._parameters, part._buffers):

@@ -1,13 +1,11 @@
-"""Metrics of a training step, overall and by lag; docs/metrics.md describes each.
+"""Metrics of a training step, overall and by lag. docs/metrics.md describes each metric.
 
-Sums add up over microbatches, updates and ranks; a ratio is formed once, from the sums, because a mean of means would
-weigh tokens by the microbatch they were packed into. A token is counted at its own lag, a trajectory at that of its
-oldest token.
+Sums are accumulated over microbatches, updates, and ranks. Ratios are computed once, from the sums, because a mean of
+means would make a token's weight depend on its microbatch. A token counts at its own lag, and a trajectory at the lag
+of its oldest token.
 
-GradientSimilarity: the cosine between consecutive gradients.
-
-Where learning is stable, consecutive gradients are nearly orthogonal; under staleness they stay aligned for many steps
-before a run collapses.
+GradientSimilarity computes the cosine between consecutive gradients. In stable training, consecutive gradients are
+nearly orthogonal. With too much staleness, they stay aligned for many steps before a run collapses.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -25,56 +23,56 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.step_tokens import TokenRecorder
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
-"""Name -> smallest lag, versions. Bucket 0 shows the difference between the engines alone."""
+"""Name -> smallest lag in versions. Bucket 0 shows only the mismatch between the engines."""
 _LOG_2 = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Columns of the N tokens of one loss, whole trajectories, without gradient."""
+    """Columns over the N tokens of one loss, in complete trajectories, without gradient."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_proximal), nats."""
     learner_logprobs: Float[Tensor, "N"]
-    """The learner's at the start of the step where they are known, else those of the loss."""
+    """At the start of the step if known, else from the loss's forward pass."""
     generator_logprobs: Float[Tensor, "N"]
-    """Log-probabilities of the distribution they were sampled from."""
+    """Under the distribution that each token was sampled from."""
     weights: Float[Tensor, "N"]
     """Importance weights of the correction."""
     is_bounded: Bool[Tensor, "N"]
     """Whether a bound of the correction changed the weight."""
     is_kept: Bool[Tensor, "N"]
-    """Whether they are in the loss."""
+    """Whether each token is in the loss."""
     is_idle: Bool[Tensor, "N"]
-    """Whether the policy loss removed their gradient."""
+    """Whether the policy loss or a mask removed the token's gradient."""
     entropies: Float[Tensor, "N"]
-    """Entropy of the distribution at each token, nats."""
+    """Entropy of each token's distribution, nats."""
     reference_kl: Float[Tensor, "N"]
     """Estimated KL from the reference policy, nats."""
     lags: Int[Tensor, "N"]
-    """Lag of each token in versions, not below 0."""
+    """Lag of each token in versions, >= 0."""
     sequences: Int[Tensor, "N"]
     """Trajectory of each token, from 0 without gaps."""
     num_sequences: int
-    """Number of trajectories."""
 
 
 class Counts(NamedTuple):
-    """Sums and maxima, each a table with a column per bucket of lags."""
+    """Sums and maxima in tables with one column per lag bucket."""
 
     tokens: Float[Tensor, "K L"]
     """Sums over tokens, rows as in TOKEN_SUMS."""
     trajectories: Float[Tensor, "K L"]
     """Sums over trajectories, rows as in TRAJECTORY_SUMS."""
     maxima: Float[Tensor, "M L"]
-    """Largest value over tokens, rows as in MAXIMA; -inf without tokens."""
+    """Largest values over tokens, rows as in MAXIMA; -inf without tokens."""
 
     def merge(self, other: "Counts") -> "Counts":
-        """Add another's counts, on the other's device."""
+        """Merge counts from another instance, on its device."""
         tokens, trajectories, maxima = (table.to(other.tokens.device) for table in self)
         return Counts(tokens + other.tokens, trajectories + other.trajectories, torch.maximum(maxima, other.maxima))
 
@@ -89,27 +87,27 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""Names of the sums; but for the number of tokens and two squares, those of the metrics that their means are."""
+"""Names of the sums. Except for `tokens` and the two squares, the mean of each is the metric of that name."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Index in LAG_BUCKETS of the bucket of each lag."""
+    """Bucket index in LAG_BUCKETS of each lag."""
     starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
     return torch.bucketize(lags, starts, right=True) - 1
 
 
 def no_counts() -> Counts:
-    """The counts of zero tokens."""
+    """Counts of zero tokens."""
     sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
     tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
     return Counts(tokens, trajectories, maxima - math.inf)
 
 
 def count_tokens(stats: TokenStats) -> Counts:
-    """The counts of one microbatch, possibly without tokens."""
-    # Double: exp(x) - 1 - x of a numerical difference would be all rounding in float32.
+    """Counts of one microbatch, possibly without tokens."""
+    # In float64, because exp(x) - 1 - x of a small difference is only rounding error in float32.
     mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
     gap = _probability_gap(stats)
     buckets = lag_buckets(stats.lags)
@@ -124,7 +122,7 @@ def count_tokens(stats: TokenStats) -> Counts:
 
 
 def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
-    """In the order of TOKEN_SUMS."""
+    """Columns in the order of TOKEN_SUMS."""
     log_ratio, weights, drift = stats.log_ratio.double(), stats.weights.double(), mismatch.exp()
     return [
         torch.ones_like(mismatch),
@@ -149,7 +147,7 @@ def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[
 
 
 def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
-    """In the order of TRAJECTORY_SUMS."""
+    """Columns in the order of TRAJECTORY_SUMS."""
 
     def totals(values: Tensor) -> Tensor:
         return segments.sums(values.double(), stats.sequences, num_segments=stats.num_sequences)
@@ -167,14 +165,14 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
 
 
 def _probability_gap(stats: TokenStats) -> Tensor:
-    """|pi_learner - pi_generator|; 0 where one of them is not finite."""
+    """|pi_learner - pi_generator|; 0 if either log-probability is not finite."""
     learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
     unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
     return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
 
 
 def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
-    # A product with a one-hot matrix: one pass, the same every time, and nothing waits for a GPU.
+    # A product with a one-hot matrix takes one pass, is deterministic, and does not synchronize with the GPU.
     one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
     return torch.stack([column.double() for column in columns]) @ one_hot
 
@@ -187,7 +185,7 @@ def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
-    """Name -> metric over all buckets; a metric without a token, or a trajectory, is missing."""
+    """Name -> metric over all buckets. Metrics without a token or trajectory are omitted."""
     described: dict[str, float] = {}
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
@@ -201,7 +199,7 @@ def describe(counts: Counts) -> dict[str, float]:
 
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
-    """`<bucket>/<name>` -> metric of the tokens of that bucket."""
+    """`<bucket>/<name>` -> metric of the bucket."""
     cells = {
         bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
         for index, bucket in enumerate(LAG_BUCKETS)
@@ -238,24 +236,23 @@ def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
 
 # --- a step ----------------------------------------------------------------------------------------------------------
 class StepMetrics:
-    """Statistics of a step's losses. Life: `add` on every rank, then `report` on every rank."""
+    """Statistics of a step's losses. Life: (add_forward -> add)* -> report, on every rank."""
 
     def __init__(self, recorder: TokenRecorder | None = None) -> None:
         self.recorder = recorder
-        """Keeps the numbers of single tokens; None: nothing does."""
+        """Records per-token statistics if not None."""
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
         self._load: Tensor | None = None
         self._aux_loss: Tensor | None = None
 
-    def count_forward(self, num_tokens: int) -> None:
-        """Count the input tokens of a forward pass with gradient."""
-        self._computed_tokens += num_tokens
-
     @torch.no_grad()
-    def count_experts(self, outputs: Mapping[str, Tensor]) -> None:
-        """Count the tokens of a mixture's experts in a forward pass with gradient; of other models it has none."""
+    def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
+        """Add the input tokens, token statistics, expert load, and auxiliary loss of a loss's forward pass."""
+        self._computed_tokens += microbatch.num_tokens
+        if self.recorder:
+            self.recorder.add(microbatch, outputs)
         if "expert_load" in outputs:
             self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
         if "aux_loss" in outputs:
@@ -263,13 +260,13 @@ class StepMetrics:
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
-        """Add one microbatch, possibly without tokens, and its share of the loss."""
-        # Sums stay on the device, because reading them here would wait for the forward pass.
+        """Add one microbatch, possibly without tokens, and its part of the loss."""
+        # Keep sums on the device: reading them here would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
     def report(self, ranks: Ranks, *, num_updates: int, layers: Sequence[int] = ()) -> dict[str, float]:
-        """Metrics over all ranks; collective. `layers`: those of the routers."""
+        """Metrics over all ranks. `layers`: layer index of each router. Collective."""
         counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
         return {
@@ -285,7 +282,7 @@ class StepMetrics:
 
 
 def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[str, float]:
-    """`learner/...` of the tokens of each expert of each router; `layers` are the routers'.
+    """`learner/...` metrics of `load`, the tokens per router and expert. `layers`: layer index of each router.
 
     violation = max over experts of tokens / mean over experts of tokens - 1
 
@@ -312,14 +309,14 @@ _MAX_UNREPORTED = 1024
 
 
 class GradientSimilarity:
-    """Records the gradients an optimizer uses. Life: (the optimizer steps -> end_update)* -> report, again and again.
+    """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    It keeps the same random entries of each gradient, all of a short one, so it costs a few MB however large the model
-    is. Ranks may hold pieces of the gradients or copies of all of them.
+    It samples the same random entries of every gradient (all entries of a short one), so it needs a few MB for any
+    model size. Each rank may hold a piece or a full copy of the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: entries kept of the gradients that the optimizer is given at once on this rank."""
+        """`max_entries`: number of entries to sample per optimizer step on this rank."""
         self._seed = seed
         self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
@@ -327,12 +324,12 @@ class GradientSimilarity:
         self._previous_square = torch.zeros(())
         self._spare: list[Tensor] = []
         self._current: list[Tensor] = []
-        # Bounded, because a caller that never asks for a report must not pay for it in memory.
+        # Bounded, in case `report` is never called.
         self._products: deque[Tensor] = deque(maxlen=_MAX_UNREPORTED)
         optimizer.register_step_pre_hook(self._record)
 
     def end_update(self) -> None:
-        """Everything the optimizer has used since the last call was one gradient, in pieces or whole."""
+        """End the gradient that consists of all optimizer steps since the last call."""
         square = _product(self._current, self._current)
         if self._previous and self._current:
             products = [_product(self._current, self._previous), square, self._previous_square]
@@ -341,7 +338,7 @@ class GradientSimilarity:
         self._previous_square = square
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """Mean cosine over the updates since the last report; empty where none had a predecessor. Collective."""
+        """Mean cosine over the updates since the last report; empty if none had a predecessor. Collective."""
         if not self._products:
             return {}
         sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
@@ -351,7 +348,7 @@ class GradientSimilarity:
 
     @torch.no_grad()
     def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Runs before each step of the optimizer: with ZeRO-3 one for each group of pieces."""
+        """Optimizer pre-step hook. With ZeRO-3, one update has a step for each subgroup of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
         if total <= self._max_entries:
@@ -361,17 +358,17 @@ class GradientSimilarity:
             self._indices.append(self._draw_indices(parameters, total=total))
         indices = self._indices[len(self._current)]
         sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
-        # Scaled, because products of samples must add up like those of all entries, whatever the size of the pieces.
+        # Scale so that inner products of samples estimate those of full gradients, for pieces of any size.
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Copy into the memory that the gradient before the previous one has left: a fresh copy would cost most."""
+        """Copy into the buffer of the gradient before the previous one, because allocation would dominate the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]
 
     def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
-        """Random entries of each parameter, the same in every update."""
+        """Indices of random entries of each parameter, for all updates."""
         generator = torch.Generator().manual_seed(self._seed + len(self._indices))
         drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)

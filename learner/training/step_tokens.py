@@ -1,4 +1,4 @@
-"""Tokens of a step for files: a recorder of what the learner computes of each, and the thread that writes them."""
+"""Per-token statistics of training steps: TokenRecorder collects them, StepTokensWriter writes them to files."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,16 +19,16 @@ from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
 
 _MAX_WAITING = 4
-"""Steps that wait for the thread: they stay in memory."""
+"""Maximum number of steps in memory that wait for the writer thread."""
 _SWEEPS = 64
-"""Times that old files are looked for while as much is written as may be kept."""
+"""Number of times that old files are deleted while `max_gib` of new files are written."""
 _CLOSE_S = 60.0
 
 log = structlog.get_logger(__name__)
 
 
 class TokenRecorder:
-    """Log-probability and entropy of each token of a step. Life: `add` on every rank, then `collect` on every rank."""
+    """Records log-probability and entropy of each token of a step. Life: add* -> collect, on every rank."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -36,16 +36,16 @@ class TokenRecorder:
 
     @torch.no_grad()
     def add(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the outputs of a forward pass that the loss is made of; nothing waits for the device."""
+        """Record the outputs of a loss's forward pass, without synchronizing with the device."""
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
-        """Return the numbers of these trajectories, the first of the batch, on rank 0. Collective.
+        """Return the statistics of `members` on rank 0, None on other ranks. Collective.
 
-        `members`: each with the indices of its tokens that are trained on. Log-ratios are those of the start of the
-        step where they are known, else of the pass with the loss, as are entropies.
+        `members` are the first trajectories of the batch with the positions of their trained tokens. Log-ratios are
+        from the start of the step if known, otherwise from the loss's forward pass, like the entropies.
         """
-        # The sum over ranks puts the columns together, because one share holds each token.
+        # Only one rank's share has each token, so a sum over ranks assembles the columns.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None
@@ -63,10 +63,10 @@ class TokenRecorder:
 
 
 class StepTokensWriter:
-    """Writes a file per step, in a thread unless everything runs in one process, and deletes the oldest.
+    """Writes one file per step, optionally in a background thread, and deletes the oldest files.
 
-    Never delays a step: one that ends while several wait for the thread, or finds no room on the disk, has no file, and
-    the log says so.
+    Never delays a step. If too many steps are waiting for the thread or the disk is full, the step is skipped with a
+    warning in the log.
     """
 
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
@@ -78,16 +78,16 @@ class StepTokensWriter:
         self._thread: Thread | None = None
 
     def roll_back(self, *, to_step: int) -> None:
-        """Delete the files of later steps."""
+        """Delete the files of steps after `to_step`."""
         drop_steps(self._folder, after=to_step)
 
     def add(self, step: int, tokens: StepTokens) -> None:
-        """Write the file of a committed step, or leave it to the thread."""
+        """Write the file of a committed step, or queue it for the thread."""
         if not self._in_background:
             self._write(step, tokens)
             return
         if self._thread is None:
-            # A daemon thread: what a learner that is told to stop leaves unwritten is lost.
+            # A daemon thread: when the learner stops, unwritten steps are lost.
             self._thread = Thread(target=self._run, name="token-stats", daemon=True)
             self._thread.start()
         try:
@@ -96,7 +96,7 @@ class StepTokensWriter:
             log.warning("token_stats_not_written", step=step, reason=f"{_MAX_WAITING} steps wait for the disk")
 
     def close(self) -> None:
-        """Wait until the steps so far are written, at most two minutes."""
+        """Wait until all queued steps are written, at most two minutes."""
         if self._thread:
             with suppress(Full):
                 self._waiting.put(None, timeout=_CLOSE_S)
@@ -109,7 +109,7 @@ class StepTokensWriter:
     def _write(self, step: int, tokens: StepTokens) -> None:
         try:
             self._unswept_bytes += write_step(self._folder, step, tokens)
-            # Not after each step: listing a hundred thousand small files takes longer than one.
+            # Not after every step, because listing 100,000 small files takes longer than a step.
             if self._unswept_bytes > self._max_bytes / _SWEEPS:
                 keep_newest(self._folder, max_bytes=self._max_bytes)
                 self._unswept_bytes = 0.0

@@ -1,10 +1,10 @@
-"""Trainer: from fetched groups to a finished step.
+"""Trainer: from fetched groups to a finished training step.
 
 Consumes: groups of trajectories, the learner's version.
-Produces: moved parameters, diagnostics, the canary.
-Waits for: the other ranks, in collective operations.
-Invariant: all ranks get the same groups and make the same updates; how tokens are split into microbatches and ranks
-changes no gradient.
+Produces: updated parameters, metrics, the canary.
+Waits for: other ranks, in collective operations.
+Invariant: all ranks get the same groups and make the same updates. Gradients do not depend on how tokens are split into
+microbatches and ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +30,10 @@ from slipstream.learner.publishing.staging import canary_logprobs, canary_token_
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.training.model import Policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.row_check import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics
 from slipstream.learner.training.step_tokens import TokenRecorder
 from slipstream.runtime.images import takes_images
@@ -42,7 +42,7 @@ from slipstream.runtime.trace import TimeAccount
 
 
 class Trainer:
-    """One per rank. Life: step, again and again, with `canary` in between. Every method is collective."""
+    """One per rank. Life: (step -> canary?)*. Every method is collective."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Trainer:
         critic: Critic | None = None,
         text: Sequence[int] = (),
     ) -> None:
-        """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and the configured teacher.
-        `layout` must be exact for all models, see LayoutChooser.
+        """`frozen_models`: the initial policy if `algorithm.kl.coefficient` > 0, and the configured teacher.
 
-        `critic` is there exactly when `algorithm.advantage` needs one. `text`: tokens for the canary, on all ranks.
+        `layout` must be exact for all models (see LayoutChooser). `critic` must be given if and only if
+        `algorithm.advantage` needs one. `text`: tokens for the canary, equal on all ranks.
         """
         self._run = run
         self._ranks = ranks
@@ -73,21 +73,20 @@ class Trainer:
             text=text,
         )
         self.engine = engine
-        """Holds the policy's parameters and optimizer."""
         self.objective = objective
         self.critic = critic
         self.reference = frozen_models.refreshed
-        """Policy that the KL term keeps the learner close to, where it changes during training."""
+        """Reference policy of the KL term if it changes during training, else None."""
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
-        """Images of the prompts, for a model that is given any."""
+        """Images of the prompts if the model takes images, else None."""
         self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
         self.num_updates = 0
-        """Optimizer updates made so far; restored from a checkpoint."""
+        """Optimizer updates so far, restored from a checkpoint."""
         self.step_tokens: StepTokens | None = None
-        """Numbers of the tokens of the last step, on rank 0; None where they are not recorded."""
+        """Token statistics of the last step on rank 0; None if they are not recorded."""
         self.account = TimeAccount("rest")
-        """Time of the learner by phase, on rank 0."""
+        """The learner's time by phase, on rank 0."""
 
     def step(
         self,
@@ -99,14 +98,14 @@ class Trainer:
         max_lags: Sequence[int | None] = (),
         num_mixed: int = 0,
     ) -> dict[str, float]:
-        """Train on the claimed groups; returns `learner/...`, the same on all ranks.
+        """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`: factor of each group's loss, default 1. `max_lags`: lag beyond which tokens of each group leave the
-        loss, None = none, default `buffer.staleness.max_lag`. `num_mixed`: groups at the end that are another run's.
+        `weights`: factor of each group's loss, default 1. `max_lags`: per group, the lag above which tokens leave the
+        loss, None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: number of groups at the end that come
+        from another run.
 
-        Raises BatchError, RankGroupError, and DivergenceError: the trainer is then of no further use.
+        Raises BatchError, RankGroupError, DivergenceError. The trainer is unusable afterwards.
         """
-        # All that needs no gradient, once and on the whole batch.
         with self.account.phase("batch"):
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
             updates = [self.collate(samples) for samples in built.updates]
@@ -115,9 +114,8 @@ class Trainer:
         batch = self.objective.prepare(batch)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
         kl_coefficient = self.objective.kl_coefficient
-        # The optimizer updates; one without a trainable token is left out.
         step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
-        norms = []
+        norms = []  # of all updates with a trained token
         for index, microbatches in enumerate(updates):
             if self._tokens_of(batch, index).any():
                 norms.append(self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale))
@@ -126,15 +124,14 @@ class Trainer:
         layers = routers.layers if routers else ()
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=layers)
         if step_metrics.recorder:
-            # Ids of another run's trajectories may be those of one's own.
+            # Trajectories of another run are excluded, because their ids may collide with this run's.
             own = chain.from_iterable(groups[: len(groups) - num_mixed])
             members = zip(own, built.trained, strict=False)
             self.step_tokens = step_metrics.recorder.collect(members, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
-        # After the updates: the new reference is the learner that this step has made.
         self._frozen_models.refresh_reference(self.engine, step=step)
         if moved:
-            # A step that was only measured has not moved the KL, and must not move its coefficient.
+            # A step without a policy update must not adapt the KL coefficient.
             self.objective.end_step(
                 reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
@@ -174,10 +171,10 @@ class Trainer:
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
-        """Fill the columns that take forward passes of their own."""
+        """Fill the columns that need separate forward passes."""
         config = self._run.algorithm
         if config.needs_start_logprobs:
-            # The collisions come with the same pass, which the advantage's score norms are made of.
+            # The same pass computes collisions, for the advantage's score norms.
             requested = Requested(collision=config.advantage.needs_collisions)
             names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
             forward = partial(self.engine.forward, requested=requested)
@@ -190,9 +187,9 @@ class Trainer:
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
     ) -> float | None:
-        """One optimizer update of the policy; the gradient norm, or None where the policy is only measured.
+        """Make one optimizer update of the policy. Returns the gradient norm, or None if there was no update.
 
-        It is measured without gradient while the critic learns alone, and where the correction rejects every token.
+        During the critic's warm-up, or if the correction rejects every token, only metrics are computed.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -201,17 +198,14 @@ class Trainer:
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
         prices = self.expert_prices(microbatches) if is_moving else {}
-        # One graph at a time: its backward pass frees it before the next microbatch is read.
+        # Each backward pass frees its graph before the next microbatch, so only one graph is in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
-                arguments, beside = self._frozen_models.aux_inputs(microbatch)
+                arguments, extra = self._frozen_models.aux_inputs(microbatch)
                 outputs = self.engine.forward(microbatch, requested=self.objective.requested, **arguments, **prices)
-                metrics.count_forward(microbatch.num_tokens)
-                metrics.count_experts(outputs)
-                if metrics.recorder:
-                    metrics.recorder.add(microbatch, outputs)
+                metrics.add_forward(microbatch, outputs)
                 tokens = batch.tokens.take(microbatch.indices)
-                loss = self.objective.loss(tokens, outputs | beside, metrics=metrics)
+                loss = self.objective.loss(tokens, outputs | extra, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)
@@ -222,16 +216,16 @@ class Trainer:
 
     @torch.no_grad()
     def expert_prices(self, microbatches: Sequence[Microbatch]) -> dict[str, Tensor]:
-        """`prices` that a forward pass takes, float32[M, E]; none without a balancing loss. Collective.
+        """Return `prices`, float32[M, E], for `Policy.forward`; nothing without a load-balancing loss. Collective.
 
         loss = coefficient * mean over routers of E * sum over experts of f * P
 
-        with f = tokens of the expert / tokens, P = mean probability of the expert, over all tokens that this optimizer
-        update reads, on all ranks: so f must be known before the first token has a loss. A prompt that samples share
-        counts once for each of them. f has no gradient; P's is that of sum(prices * probabilities of a token).
+        with f = fraction of tokens routed to the expert and P = the expert's mean probability, both over all tokens of
+        this optimizer update on all ranks. f must therefore be known before the first loss. A shared prompt counts once
+        per sample. f has no gradient, so the gradient of the loss is that of sum(prices * token probabilities).
 
-        Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; the whole batch: arXiv:2501.11873.
-        Differs: f counts each of a token's K experts, so that the loss is K where they are even.
+        Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
+        Differs: f counts each of a token's K experts, so that the loss is K for an even load.
         """
         routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
         if not coefficient or routers is None:
@@ -248,13 +242,13 @@ class Trainer:
         return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
-        """Move the parameters after the backward passes of these losses; returns the gradient norm.
+        """Update the parameters after the backward passes of `losses`. Returns the gradient norm.
 
         Raises DivergenceError.
         """
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Only now: the check has waited for the backward passes of a device.
+        # Timed after the check, which waits for the device to finish the backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -262,23 +256,23 @@ class Trainer:
         return norm
 
     def _train_critic(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> dict[str, float]:
-        """As many updates as the policy's, of the same tokens; its metrics, none without a critic."""
+        """Train the critic, if any, with the policy's updates. Returns its metrics."""
         if self.critic is None:
             return {}
         own = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
         return self.critic.learn(batch, own, step=step)
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """Whether the correction leaves any token of that optimizer update."""
+        """Whether the correction keeps any token of the optimizer update `index`."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
         return bool((own if is_kept is None else own & is_kept).any())
 
     def _tokens_of(self, batch: Batch, index: int) -> Tensor:
-        """bool[N]: the tokens of that optimizer update."""
+        """bool[N]: tokens of the optimizer update `index`."""
         return batch.trajectories.updates[batch.tokens.sequences] == index
 
     def _learning_rate(self, update: int) -> float:
-        """Scheduled over the steps in which the policy learns, not those in which it waits for the critic."""
+        """Learning rate of an update. The schedule excludes the critic's warm-up steps."""
         algorithm, config = self._run.algorithm, self._run.learner.optimizer
         num_steps = self._run.learner.max_steps - (algorithm.critic.warmup_steps if self.critic else 0)
         return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=algorithm.updates_per_step)
@@ -290,20 +284,20 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Check now and then that policy and critic still compute these samples independently. Raises DivergenceError.
+        """Every `CHECK_EVERY_STEPS`, check that policy and critic compute samples independently.
 
-        A leak grows with the weights that carry it, and may have been too small to see at the start.
+        A leak that was too small to detect at the start may grow with the weights. Raises DivergenceError.
         """
         if step % CHECK_EVERY_STEPS != 1:
             return
         device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
-        # Without graphs of their own for these few samples.
+        # Don't compile graphs for these few samples.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
                 check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
 
     def check_weights(self, *, step: int) -> None:
-        """Raise DivergenceError unless the weights of policy and critic, which include `step`, are finite."""
+        """Raise DivergenceError unless the weights of policy and critic after `step` are finite."""
         check = partial(check_finite, step=step, ranks=self._ranks)
         lower = "lower {}.learning_rate, or raise its epsilon".format
         check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))
@@ -311,7 +305,7 @@ class Trainer:
             check(self.critic.engine.held_weights(), what="the critic's weights", remedy=lower(OPTIMIZER_SETTING))
 
     def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
-        """Raise DivergenceError unless the moments of optimizers, and the numbers of the objective, are finite."""
+        """Raise DivergenceError unless optimizer moments and objective state are finite."""
         carried = {f"objective/{key}": torch.tensor(value) for key, value in self.objective.state.save().items()}
         check_finite(
             chain(carried.items(), *(each.items() for each in moments)),
@@ -322,9 +316,9 @@ class Trainer:
         )
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each.
+        """Token ids of the probe sequences, and the learner's log-probabilities of all tokens but the first.
 
-        Raises DivergenceError unless these and the weights, which include `step`, are finite.
+        Raises DivergenceError unless the log-probabilities and the weights after `step` are finite.
         """
         self.check_weights(step=step)
         logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)

@@ -20,8 +20,7 @@ from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import canary_logprobs
 from slipstream.learner.training.critic import load_value_model
-from slipstream.learner.training.load import is_sharded
-from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.model import is_sharded, load_policy
 from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
@@ -93,7 +92,7 @@ def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_ti
     steps = []
     for elements in (logprobs._CHUNK_ELEMENTS, 7 * VOCABULARY):
         monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", elements)
-        # A large epsilon, so that the update is as smooth a function of the gradient as the loss.
+        # A large epsilon makes the update a smooth function of the gradient.
         used = make_engine(tmp_path, engine, is_tied=is_tied, epsilon=1.0)
         assert used.model.head is not None
         losses = accumulate(used, make_microbatches())
@@ -165,7 +164,7 @@ def test_inputs_of_layers_in_host_memory_change_nothing(tmp_path, stage, monkeyp
         moved.append(torch.cat([tensor.flatten() for _, tensor in engine.gather_parameters()]))
     assert torch.equal(moved[0], moved[1])
     assert torch.equal(moved[1], moved[2])
-    # The hidden states before each of two layers, and nothing else of their size: no weights.
+    # Only the inputs of both layers are kept, no weights.
     width = engine.model.hidden_size
     states = [shape for shape in kept if shape[-1:] == (width,)]
     assert states == [(*m.token_ids.shape, width) for m in microbatches for _ in range(2)]

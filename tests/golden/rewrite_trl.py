@@ -1,7 +1,7 @@
 """`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses, gradients and advantages for test_agrees_with_trl.
 
-TRL's own trainers compute them, from given numbers instead of a model, a generator and reward functions. Padding and
-tool tokens hold large numbers that would show in every result if they were counted.
+TRL's trainers compute them from fixed numbers in place of a model, a generator, and reward functions. Padding and tool
+tokens hold large values that would show up in every result if they were counted.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 class _Given:
-    """The parts of a trainer that would call a model, a generator or a reward function; settings come from `args`."""
+    """Stand-in for the parts of a trainer that call a model, a generator, or reward functions."""
 
     def __init__(self, args: Any, *, rewards: list[list[float]], batch: dict[str, Any]) -> None:
         self.args = args
@@ -135,7 +135,7 @@ def _model(name: str) -> SimpleNamespace:
 
 
 def written(batch: dict[str, Any]) -> list[list[int]]:
-    """A row per sequence: 1 for a token of the model, 0 for one of a tool."""
+    """One row per sequence: 1 for model tokens, 0 for tool tokens."""
     rows = [[1] * length for length in LENGTHS]
     for sequence, index in batch.get("tools", TOOLS):
         rows[sequence][index:index] = [0, 0]
@@ -157,7 +157,7 @@ def padded(batch: dict[str, Any], name: str) -> Tensor:
 
 
 def make_batch() -> dict[str, Any]:
-    """A batch whose learner has moved since the start of the step, as the start has from the generator."""
+    """A batch in which generator, start of the step, and learner are three different policies."""
     torch.manual_seed(16)
     num_tokens = sum(LENGTHS)
     start = -3 * torch.rand(num_tokens) - 0.2
@@ -198,7 +198,7 @@ def loss_and_gradients(
 
 
 def losses(batch: dict[str, Any]) -> dict[str, Any]:
-    """Losses of GRPO and its relatives, by name."""
+    """Losses of GRPO variants by name."""
     found = {name: loss_and_gradients(batch, **(USUAL | chosen)) for name, chosen in LOSSES.items()}
     found["gmpo"] = loss_and_gradients(
         batch, kind=Gmpo, config=GMPOConfig, scale_rewards="none", epsilon=0.3, epsilon_high=0.25

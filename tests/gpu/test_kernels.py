@@ -10,8 +10,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Spans
-from slipstream.learner.training.attention import Sight, packed_attention
-from slipstream.learner.training.sequence_parallel import ALONE
+from slipstream.learner.training.attention import PackedRows, packed_attention
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 from slipstream.learner.training.step_memory import Allocations
 from tests.gpu.device import DEVICE, IS_SMALL
 
@@ -85,7 +85,9 @@ def test_attention_of_packed_rows_is_that_of_each_sequence(length: int, window: 
         torch.randn(1, count, sum(spans.lengths), width, device=DEVICE, dtype=HALF, requires_grad=True)
         for count in (heads, shared, shared)
     ]
-    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, sight=Sight(spans, ALONE))
+    found, _ = packed_attention(
+        torch.nn.Module(), *states, None, sliding_window=window, packed_rows=PackedRows(spans, SINGLE_RANK)
+    )
     weights = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weights).sum(), states)
     prompt, one, two, alone = torch.arange(sum(spans.lengths), device=DEVICE).split(spans.lengths)

@@ -1,6 +1,5 @@
 """Builders of runs, groups and trainers for the learner's tests; the model is a tiny Qwen2 made by code."""
 
-import dataclasses
 import os
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.training.layout import indexed
 from slipstream.learner.training.model import Policy
 from slipstream.learner.training.step_metrics import LAG_BUCKETS
 from slipstream.learner.training.trainer import Trainer
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 VOCABULARY = 2 + len(CHARACTERS)
 SMOOTH = OptimizerConfig(learning_rate=1.0, epsilon=1.0)
-"""Updates differ by no more than their gradients do. With Adam's usual epsilon, an element with a gradient as small as
-its rounding error moves by the learning rate, in a direction that depends on the processor."""
+"""With this epsilon, updates differ no more than gradients do. With Adam's usual epsilon, a gradient as small as its
+rounding error moves an element by the learning rate in a direction that depends on the processor."""
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
@@ -100,7 +100,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "opsm": {"delta": 0.01},
     "m2po": {"threshold": 0.01},
 }
-"""Kind -> settings with which a record has an effect on a handful of tokens."""
+"""Kind -> settings that have an effect on a few tokens."""
 
 
 def examples(union: Any, **own: Any) -> dict[str, Formula]:
@@ -143,17 +143,12 @@ def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """One after the other in the columns of their batch."""
-    samples = [make_sample(trajectory) for trajectory in trajectories]
-    ends = np.cumsum([len(sample.trained) for sample in samples])
-    return [
-        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
-        for sample, end in zip(samples, ends, strict=True)
-    ]
+    """Samples with consecutive indices."""
+    return indexed([make_sample(trajectory) for trajectory in trajectories])
 
 
 def make_alone(device: torch.device = CPU) -> Ranks:
-    """The only rank."""
+    """A group of one rank."""
     return join_ranks(rank=0, size=1, device=device, timeout_s=60)
 
 
@@ -165,13 +160,13 @@ def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of all parameters, those of a critic as `critic.*`."""
+    """Copies of all parameters; the critic's are named `critic.*`."""
     policy = {name: tensor.clone() for name, tensor in trainer.engine.gather_parameters()}
     return policy | {f"critic.{name}": tensor for name, tensor in critic_weights(trainer).items()}
 
 
 def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of the critic's parameters, none without one."""
+    """Copies of the critic's parameters, if any."""
     critic = trainer.critic
     return {name: tensor.clone() for name, tensor in critic.engine.gather_parameters()} if critic else {}
 
@@ -183,7 +178,7 @@ def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints
 
 
 def plant_nan(trainer: Trainer, *, update: int) -> None:
-    """Have that update leave NaN in a weight, after a finite loss and a finite gradient norm."""
+    """Make `update` leave NaN in a weight, after a finite loss and gradient norm."""
     step = trainer.engine.step
 
     def step_to_nan(*, learning_rate: float) -> float:

@@ -1,4 +1,4 @@
-"""Builders of the algorithm functions' input records; importing them checks shapes and types of every record built."""
+"""Builders of the algorithm functions' input records. Importing this module enables shape checks of these records."""
 
 import math
 from functools import partial
@@ -7,8 +7,7 @@ import torch
 from beartype import beartype
 from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import inputs
-from slipstream.learner.algorithms.policy_losses import idle_tokens
+from slipstream.learner.algorithms import inputs, policy_losses
 
 checked = partial(jaxtyped, typechecker=beartype)
 for record in (
@@ -22,6 +21,29 @@ for record in (
     checked(record)
 
 HALF = math.log(0.5)
+_CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
+POLICY_LOSSES = {
+    "ppo_clip": partial(checked(policy_losses.ppo_clip), **_CLIPS),
+    "dual_clip": partial(checked(policy_losses.ppo_clip), **_CLIPS, dual_clip=3.0),
+    "reinforce": checked(policy_losses.reinforce),
+    "unclipped": checked(policy_losses.unclipped),
+    "clip_cov": partial(checked(policy_losses.clip_cov), **_CLIPS),
+    "kl_cov": partial(checked(policy_losses.kl_cov), coefficient=0.1),
+    "cispo": partial(checked(policy_losses.cispo), **_CLIPS),
+    "sapo": partial(checked(policy_losses.sapo), tau_positive=1.0, tau_negative=1.05),
+    "dro": partial(checked(policy_losses.dro), beta=0.1),
+    "aspo": partial(checked(policy_losses.aspo), **_CLIPS, cap=3.0),
+    "dppo_tv": partial(checked(policy_losses.dppo), divergence="tv", low=0.2, high=0.2),
+    "dppo_kl": partial(checked(policy_losses.dppo), divergence="kl", low=0.05, high=0.05),
+    "gspo": partial(checked(policy_losses.gspo), **_CLIPS),
+    "gspo_token": partial(checked(policy_losses.gspo), **_CLIPS, form="token"),
+    "luspo": partial(checked(policy_losses.gspo), **_CLIPS, form="length_scaled"),
+    "gmpo": partial(checked(policy_losses.gmpo), clip_low=0.4, clip_high=0.4),
+    "topr": checked(policy_losses.topr),
+    "topr_token": partial(checked(policy_losses.topr), level="token"),
+    "vespo": checked(policy_losses.vespo),
+}
+"""Name -> loss with settings, without SPPO, which needs win rates as advantages."""
 
 
 def wide(*values: float) -> torch.Tensor:
@@ -33,7 +55,7 @@ def whole(*values: int) -> torch.Tensor:
 
 
 def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories of those rewards, by default one group of them; without `sequences` one token each."""
+    """Trajectories with these rewards, by default in one group and with one token each."""
     groups = torch.zeros(len(rewards), dtype=torch.int64) if groups is None else groups
     sequences = torch.arange(len(rewards)) if sequences is None else sequences
     zeros = torch.zeros_like(sequences)
@@ -56,13 +78,13 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
 
 
 def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories of which only the tokens matter."""
+    """Trajectories for functions that only look at tokens."""
     rewards = torch.zeros(num_sequences, dtype=torch.float64)
     return advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards, **columns)
 
 
 def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **columns) -> inputs.LossInputs:
-    """Without `sequences` every token is a trajectory; the anchor gives every token the probability 0.5."""
+    """By default each token is a trajectory. The anchor assigns probability 0.5 to every token."""
     sequences = torch.arange(len(log_ratio)) if sequences is None else sequences
     count = int(sequences.max()) + 1 if len(sequences) else 0
     learner_logprobs = columns.pop("learner_logprobs", HALF + log_ratio.detach())
@@ -80,8 +102,8 @@ def over_ratios(function):
 
 
 def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:
-    """Tokens that the loss, a function of the inputs, leaves without gradient."""
+    """Tokens with an advantage that the loss leaves without gradient."""
     leaf = columns.log_ratio.detach().requires_grad_()
     with torch.enable_grad():
         losses = loss(columns.with_log_ratio(leaf))
-    return checked(idle_tokens)(losses, leaf, columns.advantages)
+    return checked(policy_losses.idle_tokens)(losses, leaf, columns.advantages)

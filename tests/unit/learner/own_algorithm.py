@@ -1,4 +1,4 @@
-"""Functions that a user might write: advantages and policy losses."""
+"""User-defined advantages and policy losses."""
 
 import torch
 
@@ -21,7 +21,7 @@ def of_turns_parts_and_sources(inputs):
 
 
 def minus_group_means(inputs):
-    """Relies on groups that are numbered without gaps."""
+    """Requires group numbers without gaps."""
     groups = range(int(inputs.groups.max()) + 1)
     means = torch.stack([inputs.rewards[inputs.groups == group].mean() for group in groups])
     assert means.isfinite().all()
@@ -29,7 +29,7 @@ def minus_group_means(inputs):
 
 
 def weighted_by_length(inputs):
-    """Relies on sequences that are numbered without gaps, and on at least one."""
+    """Requires sequence numbers without gaps, and at least one sequence."""
     lengths = torch.bincount(inputs.sequences)
     assert (lengths > 0).all()
     assert len(lengths) == inputs.num_sequences
@@ -37,6 +37,6 @@ def weighted_by_length(inputs):
 
 
 def score_function(inputs):
-    """REINFORCE, of the learner's log-probabilities: their values, with the gradient of the log-ratio."""
+    """REINFORCE on the values of the learner's log-probabilities, with the gradient of the log-ratio."""
     learner_logprobs = inputs.learner_logprobs + inputs.log_ratio - inputs.log_ratio.detach()
     return -inputs.advantages * learner_logprobs

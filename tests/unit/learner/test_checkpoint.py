@@ -351,7 +351,10 @@ def shift(pieces, key):
         (shift, "must hold each element of .* once, got"),
         (lambda pieces, key: pieces.update({key: pieces[key][:-1].clone()}), "must hold each element of .* once, got"),
         (lambda pieces, key: pieces.pop(key.replace("exp_avg", "step")), "must hold the optimizer state of this model"),
-        (lambda pieces, key: pieces.update({"step/0/other": torch.ones(1)}), "this model, got another's: other is"),
+        (
+            lambda pieces, key: pieces.update({"step/0/other": torch.ones(1)}),
+            "this model, got the state of another model: other is",
+        ),
     ],
     ids=["shifted", "cut short", "no count", "another model"],
 )

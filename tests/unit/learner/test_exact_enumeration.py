@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms import policy_losses, segments
 from slipstream.learner.algorithms.inputs import LossInputs
+from tests.unit.learner.inputs import POLICY_LOSSES
 
 VOCABULARY, LENGTH = 3, 3
 DRIFT = 0.7
@@ -22,7 +23,7 @@ CAP = 2.0
 
 
 class Enumeration:
-    """Every sequence, its reward, and what a learner and a generator think of its tokens; exact gradients thereof."""
+    """All sequences with rewards and log-probabilities of learner and generator, and exact gradients."""
 
     def __init__(self, *, seed: int, drift: float) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -43,7 +44,7 @@ class Enumeration:
         self.advantages = (self.rewards - self.frequencies @ self.rewards)[self.sequences]
 
     def _states(self) -> Tensor:
-        """A number for each prefix, of each token: 0, then 1 + first token, then 4 + 3 * first + second."""
+        """Index of each token's prefix: 0, then 1 + first token, then 4 + 3 * first + second."""
         before, states = torch.zeros(self.num_sequences, dtype=torch.int64), []
         for index in range(LENGTH):
             states.append(before + (VOCABULARY**index - 1) // (VOCABULARY - 1))
@@ -59,7 +60,7 @@ class Enumeration:
         return self.learner_logprobs - self.generator_logprobs
 
     def inputs(self, log_ratio: Tensor | None = None) -> LossInputs:
-        """All tokens, around the generator unless another ratio is given; those of a large advantage are selected."""
+        """All tokens, with the generator as anchor unless a log-ratio is given. Tokens with A > 1 are selected."""
         return LossInputs(
             self.log_ratio if log_ratio is None else log_ratio,
             self.advantages,
@@ -193,7 +194,7 @@ def test_the_more_of_the_sequence_a_weight_sees_the_smaller_its_bias(errors, bet
 
 
 def test_each_of_the_others_is_biased_and_by_how_much(errors):
-    """Mean relative errors over the pairs, to the digit that the reference figures share with them."""
+    """Mean relative errors over the pairs, in ranges around the reference figures."""
     ranges = {
         "sequence_tis": (0.1, 0.35),
         "prefix_is": (0.2, 0.5),
@@ -202,38 +203,17 @@ def test_each_of_the_others_is_biased_and_by_how_much(errors):
         "none": (0.45, 1.2),
     }
     assert {name for name, (low, high) in ranges.items() if low < errors[name].mean() < high} == set(ranges)
-    # A cap of 2 costs next to nothing where the token weights are biased anyway.
+    # A cap of 2 adds little error to token weights, which are biased anyway.
     assert (errors["token_tis"] - errors["token_is"]).abs().mean() < 0.1
 
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
-
-
-LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
-    "reinforce": policy_losses.reinforce,
-    "ppo_clip": partial(policy_losses.ppo_clip, **CLIPS),
-    "dual_clip": partial(policy_losses.ppo_clip, **CLIPS, dual_clip=3.0),
-    "unclipped": policy_losses.unclipped,
-    "kl_cov": partial(policy_losses.kl_cov, coefficient=0.1),
-    "cispo": partial(policy_losses.cispo, **CLIPS),
-    "sapo": partial(policy_losses.sapo, tau_positive=1.0, tau_negative=1.05),
-    "dro": partial(policy_losses.dro, beta=0.1),
-    "aspo": partial(policy_losses.aspo, **CLIPS, cap=3.0),
-    "dppo_tv": partial(policy_losses.dppo, divergence="tv", low=0.2, high=0.2),
-    "dppo_kl": partial(policy_losses.dppo, divergence="kl", low=0.05, high=0.05),
-    "gspo": partial(policy_losses.gspo, **CLIPS),
-    "gspo_token": partial(policy_losses.gspo, **CLIPS, form="token"),
-    "luspo": partial(policy_losses.gspo, **CLIPS, form="length_scaled"),
-    "gmpo": partial(policy_losses.gmpo, clip_low=0.4, clip_high=0.4),
-    "topr": policy_losses.topr,
-    "topr_token": partial(policy_losses.topr, level="token"),
-    "vespo": policy_losses.vespo,
-}
+LOSSES = {name: loss for name, loss in POLICY_LOSSES.items() if name != "clip_cov"}
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def step_of(name: str, world: Enumeration) -> Tensor:
-    """The loss's gradient; LUSPO's is the one that is LENGTH times as long."""
+    """Gradient of the loss. LUSPO's is LENGTH times as large."""
     return world.gradient(LOSSES[name](world.inputs())) / (LENGTH if name == "luspo" else 1)
 
 

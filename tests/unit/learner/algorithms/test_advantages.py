@@ -1,5 +1,8 @@
 import math
 from functools import partial
+from itertools import combinations, product
+from math import comb
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -32,7 +35,7 @@ def gdpo(parts, groups, *, weights=None, epsilon=EPSILON):
 
 
 def of_parts(rewards, groups, lengths):
-    """Two parts of one direction and unequal scale."""
+    """Two parts with equal signs and different scales."""
     return gdpo({"a": rewards, "b": 100 * rewards + 3}, groups, weights={"a": 1.0, "b": 2.0}).to(rewards.dtype)
 
 
@@ -56,7 +59,7 @@ ALL = WITHIN_GROUPS | OVER_THE_BATCH
 FREE_OF_SCALE = ["grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"]
 LINEAR = ["dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 SELECTIVE = {"grpo_passk", "grpo_passk by deviation"}
-"""Only the best of a group has an advantage."""
+"""Functions that give an advantage only to the best member of a group."""
 
 
 def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -109,13 +112,6 @@ def test_advantages_of_a_group_sum_to_zero(name):
     assert group_sums(ALL[name](rewards, groups, lengths), groups).abs().max() < 1e-9
 
 
-def test_opo_and_reinforce_plus_plus_sum_to_zero_over_tokens():
-    rewards, groups, lengths = ragged()
-    assert group_sums(lengths * opo(rewards, groups, lengths), groups).abs().max() < 1e-12
-    whitened = reinforce_plus_plus_baseline(rewards, groups, lengths, epsilon=EPSILON)
-    assert (lengths * whitened).sum().abs() < 1e-12
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_members_of_a_group_may_stand_anywhere(name):
     rewards, groups, lengths = ragged()
@@ -140,15 +136,6 @@ def test_another_groups_rewards_change_not_one_bit(name, poison):
         WITHIN_GROUPS[name](values, groups, lengths) for values in (rewards, rewards.where(~other, poison))
     )
     assert before[~other].equal(after[~other])
-
-
-@pytest.mark.parametrize("name", WITHIN_GROUPS)
-def test_a_group_has_the_advantages_it_has_alone(name):
-    rewards, groups, lengths = ragged()
-    together = WITHIN_GROUPS[name](rewards, groups, lengths)
-    for group in groups.unique():
-        mine = groups == group
-        assert together[mine].equal(WITHIN_GROUPS[name](rewards[mine], groups[mine] * 0, lengths[mine]))
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"maxrl"}))
@@ -177,28 +164,6 @@ def test_negated_rewards_negate_the_advantages(name):
     assert torch.allclose(negated, -ALL[name](rewards, groups, lengths), atol=1e-9)
 
 
-def test_rloo_is_the_mean_of_the_others():
-    rewards = wide(3, 5, 10, 2)
-    others = torch.stack([rewards[i] - (rewards.sum() - rewards[i]) / 3 for i in range(4)])
-    assert torch.allclose(rloo(rewards, whole(0, 0, 0, 0)), others)
-
-
-def test_grpo_uses_the_population_standard_deviation():
-    assert grpo(wide(0, 1), whole(0, 0), epsilon=EPSILON).tolist() == pytest.approx([-1, 1], abs=1e-5)
-
-
-def test_grpo_of_binary_rewards_has_the_closed_form():
-    share = 3 / 8
-    values = grpo(wide(1, 1, 1, 0, 0, 0, 0, 0), torch.zeros(8, dtype=torch.int64), epsilon=EPSILON)
-    assert values[0] == pytest.approx(((1 - share) / share) ** 0.5, abs=1e-5)
-    assert values[-1] == pytest.approx(-((share / (1 - share)) ** 0.5), abs=1e-5)
-
-
-def test_opo_of_equal_lengths_is_dr_grpo():
-    rewards, groups, _ = ragged()
-    assert torch.allclose(opo(rewards, groups, torch.full((12,), 5)), dr_grpo(rewards, groups), atol=1e-12)
-
-
 def test_opo_leaves_a_trajectory_without_tokens_out_of_the_baseline():
     assert opo(wide(1, 3, 100), whole(0, 0, 0), whole(2, 2, 0)).tolist() == [-1, 1, 98]
 
@@ -212,12 +177,6 @@ def test_gpg_scales_up_for_groups_without_a_gradient():
 def test_gpg_counts_groups_with_a_gradient_and_not_rewards_above_zero():
     # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
     assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1), normaliser=1.0).tolist() == [-0.5, 0.5, -0.5, 0.5]
-
-
-def test_maxrl_of_binary_rewards_is_the_gradient_of_the_log_of_the_success_rate():
-    # Averaged over the group this is sum over correct of grad log pi / number of correct, minus the mean of all.
-    values = maxrl(wide(1, 0, 0, 0), whole(0, 0, 0, 0), epsilon=1e-12)
-    assert values.tolist() == pytest.approx([3, -1, -1, -1])
 
 
 def test_maxrl_gives_zero_where_the_mean_is_not_positive():
@@ -275,7 +234,7 @@ def test_gdpo_weighs_the_parts_and_takes_only_those_that_are_named():
 
 @pytest.mark.parametrize("weights", [{"c": 1.0}, {"missing": 1.0}, {}])
 def test_gdpo_refuses_parts_that_an_answer_lacks(weights):
-    with pytest.raises(BatchError, match="gdpo takes parts"):
+    with pytest.raises(BatchError, match="gdpo needs reward parts"):
         gdpo({"a": wide(0, 1), "c": wide(math.nan, 0)}, whole(0, 0), weights=weights)
 
 
@@ -309,6 +268,63 @@ def test_the_moving_baseline_converges_at_the_rate_of_its_decay():
     for _ in range(20):
         moving_baseline(wide(1, 1), state, 0.9)
     assert state["baseline"] == pytest.approx(1 - 0.9**20)
+
+
+# --- pass at k -------------------------------------------------------------------------------------------------------
+def enumerated(correct: list[bool], k: int) -> list[float]:
+    """Every k-subset is a sample with reward any(correct), normalized over all subsets. A member gets its mean."""
+    subsets = list(combinations(range(len(correct)), k))
+    rewards = [float(any(correct[i] for i in subset)) for subset in subsets]
+    mean, deviation = fmean(rewards), pstdev(rewards)
+    if deviation == 0:
+        return [0.0] * len(correct)
+    normalised = [(reward - mean) / deviation for reward in rewards]
+    return [fmean(a for a, s in zip(normalised, subsets, strict=True) if i in s) for i in range(len(correct))]
+
+
+def pass_at_k_of(num_correct: int, size: int, *, k: int) -> torch.Tensor:
+    """Advantages of one group that begins with the correct answers."""
+    return pass_at_k((torch.arange(size) < num_correct).double(), torch.zeros(size, dtype=torch.int64), k=k)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_pass_at_k_is_the_mean_over_all_subsets(size):
+    for k, num_correct in product(range(1, size + 1), range(size + 1)):
+        expected = enumerated([i < num_correct for i in range(size)], k)
+        assert pass_at_k_of(num_correct, size, k=k).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("poison", [-70.0, float("nan"), 70.0])
+def test_another_groups_answers_change_not_one_bit_of_pass_at_k(poison):
+    rewards, groups, _ = ragged()
+    other = groups == 3
+    before, after = (pass_at_k(r - 0.4, groups, k=2) for r in (rewards, rewards.where(~other, poison)))
+    assert before[~other].equal(after[~other])
+    assert before[~other].ne(0).any()
+
+
+@pytest.mark.parametrize(("num_correct", "size", "k"), [(1, 2, 2), (1, 2, 3), (1, 2, 100), (3, 5, 3)])
+def test_a_group_without_a_failing_subset_has_no_signal(num_correct, size, k):
+    assert pass_at_k_of(num_correct, size, k=k).tolist() == [0] * size
+
+
+def test_large_groups_do_not_overflow():
+    values = pass_at_k_of(3, 4096, k=512)
+    assert values.isfinite().all()
+    miss = comb(4093, 512) / comb(4096, 512)
+    assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
+
+
+def test_only_the_best_gets_its_lead():
+    assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
+    assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+
+
+def test_the_lead_may_be_divided_by_the_deviation():
+    rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
+    assert grpo_passk(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
+    scaled = grpo_passk(10 * rewards + 4, groups, epsilon=1e-12)
+    assert torch.allclose(scaled, grpo_passk(rewards, groups, epsilon=1e-12))
 
 
 def test_float32_rewards_of_a_large_batch_stay_centred():

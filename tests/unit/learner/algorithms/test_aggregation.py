@@ -45,23 +45,6 @@ def test_prompts_count_the_same_and_so_do_the_tokens_of_one():
     assert per_prompt.tolist() == pytest.approx([1 / 2, 0, 1 / 2, 0])
 
 
-def test_with_one_prompt_the_prompt_mean_is_the_token_mean():
-    counts = torch.tensor([2, 0, 6, 1])
-    assert prompt_mean(counts, torch.zeros(4, dtype=torch.int64)).equal(token_mean(counts))
-
-
-@pytest.mark.parametrize("name", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
-def test_the_weights_of_a_mean_sum_to_one(name):
-    assert float((WEIGH[name](COUNTS) * COUNTS).sum()) == pytest.approx(1.0)
-
-
-def test_with_equal_lengths_the_means_agree():
-    counts = torch.tensor([4, 4, 4, 4])
-    assert torch.allclose(token_mean(counts), seq_mean_token_mean(counts))
-    assert torch.allclose(token_mean(counts), WEIGH["prompt_mean"](counts))
-    assert torch.allclose(token_mean(counts), seq_mean_token_sum_norm(counts))
-
-
 @each_weighing
 def test_an_update_without_a_token_weighs_nothing(weigh):
     assert weigh(torch.tensor([0, 0])).tolist() == [0.0, 0.0]
@@ -74,20 +57,8 @@ def test_a_sequence_without_a_token_changes_no_weight(weigh):
     assert with_empty[:4].equal(weigh(torch.tensor([2, 3, 1, 6])))
 
 
-@each_weighing
-def test_any_split_into_microbatches_adds_up_to_the_same_loss(weigh):
-    torch.manual_seed(0)
-    counts = torch.tensor([3, 1, 4, 2])
-    sequences = torch.arange(4).repeat_interleave(counts)
-    weights, losses = weigh(counts)[sequences], torch.randn(10, dtype=torch.float64)
-    whole = (weights * losses).sum()
-    for cut in (1, 4, 8):
-        parts = sum((w * x).sum() for w, x in zip(weights.split(cut), losses.split(cut), strict=True))
-        assert parts.item() == pytest.approx(whole.item(), abs=1e-12)
-
-
 def rejected_update() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts before and after, whose token each one is, and which are kept: 1 of 2, 2 of 2, none of 4."""
+    """Counts before and after rejection, sequences, and kept tokens: 1 of 2, 2 of 2, none of 4."""
     before, keep = torch.tensor([2, 2, 4]), torch.tensor([True, False, True, True, False, False, False, False])
     sequences = torch.arange(3).repeat_interleave(before)
     return before, importance.num_kept(keep, sequences, num_sequences=3), sequences, keep

@@ -25,7 +25,7 @@ DIVERGENCES = [forward_kl_topk, jsd]
 
 
 def learner():
-    """Logits that want a gradient, and their log-probabilities."""
+    """Logits with a gradient and their log-probabilities."""
     logits = LOGITS.clone().requires_grad_()
     return logits, logits.log_softmax(0)
 

@@ -30,7 +30,7 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def policy() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that are to be differentiated, and their log-probabilities: those of POLICY."""
+    """Logits of POLICY with a gradient, and their log-probabilities."""
     logits = POLICY.log().clone().requires_grad_()
     return logits, logits.log_softmax(0)
 
@@ -150,11 +150,6 @@ def test_off_policy_k3_has_value_and_gradient_of_the_divergence_under_the_genera
     assert torch.allclose(gradient(expectation, logits), truth, atol=1e-9)
 
 
-def test_off_policy_k3_of_the_policys_own_tokens_has_the_value_of_k3():
-    values = k3_off_policy(POLICY.log(), REFERENCE.log(), POLICY.log())
-    assert values.equal(k3(POLICY.log(), REFERENCE.log()))
-
-
 def test_the_exact_divergence_is_the_sum_over_the_vocabulary():
     rows = exact(torch.stack([POLICY, REFERENCE]).log(), torch.stack([REFERENCE, REFERENCE]).log())
     assert rows.tolist() == pytest.approx([TRUTH, 0.0])
@@ -165,13 +160,6 @@ def test_the_exact_divergence_has_the_gradient_of_its_formula():
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(4, 5, dtype=torch.float64).log_softmax(-1)
     assert torch.autograd.gradcheck(lambda x: exact(x.log_softmax(-1), reference), logits)
-
-
-def test_rows_of_the_exact_divergence_do_not_depend_on_each_other():
-    torch.manual_seed(0)
-    ours, theirs = torch.randn(6, 5).log_softmax(-1), torch.randn(6, 5).log_softmax(-1)
-    parts = [exact(*pair) for pair in zip(ours.split(4), theirs.split(4), strict=True)]
-    assert torch.cat(parts).equal(exact(ours, theirs))
 
 
 def test_a_token_that_neither_policy_can_write_adds_nothing():
@@ -206,10 +194,3 @@ def test_a_step_larger_than_the_horizon_keeps_it_positive():
 
 def test_a_kl_that_is_no_number_leaves_it_as_it_is():
     assert step(0.1, math.nan) == 0.1
-
-
-def test_it_finds_the_coefficient_whose_kl_is_the_target():
-    coefficient = 10.0
-    for _ in range(2000):
-        coefficient = step(coefficient, 3.0 / coefficient)
-    assert coefficient == pytest.approx(0.5, rel=1e-3)

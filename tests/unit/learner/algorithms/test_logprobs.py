@@ -7,15 +7,6 @@ from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import logprobs as module
 
-measure = jaxtyped(module.measure_tokens, typechecker=beartype)
-
-
-def token_logprobs_and_entropy(logits, targets, temperatures, *, differentiate_entropy, **settings):
-    requested = module.Requested(entropy=True, differentiate_entropy=differentiate_entropy)
-    measured = measure(logits, targets, temperatures, requested=requested, **settings)
-    return measured["logprobs"], measured["entropies"]
-
-
 measure_tokens = jaxtyped(module.measure_tokens, typechecker=beartype)
 ALL = module.Requested(entropy=True, differentiate_entropy=True, collision=True)
 
@@ -26,68 +17,29 @@ def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
     return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
 
 
-def test_values_by_hand():
-    logits = torch.tensor([[0.0, math.log(3.0)]])
-    logprobs, entropy = token_logprobs_and_entropy(
-        logits, torch.tensor([1]), torch.ones(1), differentiate_entropy=False
-    )
-    assert logprobs.item() == pytest.approx(math.log(0.75))
-    assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
-
-
 def test_logits_are_divided_by_each_tokens_temperature():
     logits, targets, temperatures = make_inputs()
-    logprobs, _ = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=False)
+    measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS)
     expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    assert torch.allclose(logprobs, expected)
-
-
-def test_chunks_change_neither_values_nor_gradients():
-    logits, targets, temperatures = make_inputs()
-    results = []
-    for chunk_elements in (1, 10, 1000):
-        logprobs, entropy = token_logprobs_and_entropy(
-            logits, targets, temperatures, differentiate_entropy=True, chunk_elements=chunk_elements
-        )
-        results.append((logprobs, entropy, *torch.autograd.grad((logprobs * 3 + entropy).sum(), logits)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_the_gradient_is_that_of_the_formula():
-    logits, targets, temperatures = make_inputs()
-    wide = logits.detach().double().requires_grad_()
-
-    def both(values):
-        return token_logprobs_and_entropy(values, targets, temperatures.double(), differentiate_entropy=True)
-
-    assert torch.autograd.gradcheck(both, wide)
+    assert torch.allclose(measured["logprobs"], expected)
 
 
 def test_half_precision_logits_give_float32():
     logits, targets, temperatures = make_inputs()
     half = logits.detach().bfloat16()
-    logprobs, entropy = token_logprobs_and_entropy(half, targets, temperatures, differentiate_entropy=False)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    exact, _ = token_logprobs_and_entropy(half.float(), targets, temperatures, differentiate_entropy=False)
-    assert logprobs.equal(exact)
+    rough, exact = (measure_tokens(x, targets, temperatures, requested=ALL) for x in (half, half.float()))
+    assert rough["logprobs"].dtype == rough["entropies"].dtype == torch.float32
+    assert rough["logprobs"].equal(exact["logprobs"])
 
 
 def test_an_impossible_token_adds_nothing_to_the_entropy():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    _, entropy = token_logprobs_and_entropy(logits, torch.tensor([0]), torch.ones(1), differentiate_entropy=False)
-    assert entropy.item() == pytest.approx(math.log(2))
-
-
-def test_the_entropy_has_a_gradient_only_when_asked():
-    logits, targets, temperatures = make_inputs()
-    for requested in (True, False):
-        _, entropy = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=requested)
-        assert entropy.requires_grad == requested
+    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=ALL)
+    assert measured["entropies"].item() == pytest.approx(math.log(2))
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
-    """Inputs of a measurement in which all is requested, float64."""
+    """Inputs for all measurements, float64."""
     logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
     optional = {
         "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),
@@ -115,6 +67,7 @@ def test_every_measure_by_hand():
         reference_logits=torch.tensor([[0.0, 0.0]]),
     )
     assert measured["logprobs"].item() == pytest.approx(math.log(0.75))
+    assert measured["entropies"].item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
     assert measured["collisions"].item() == pytest.approx(0.75**2 + 0.25**2)
     assert measured["candidate_logprobs"].exp().flatten().tolist() == pytest.approx([0.75, 0.25, 0.75])
     assert measured["exact_kl"].item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
@@ -184,7 +137,7 @@ def soft_cap(logits):
 
 
 def make_deferred(*, finish=None, dtype=torch.float64):
-    """States, weight and bias of 7 tokens, and everything that `make_everything` makes beside the logits."""
+    """States, weight, and bias of 7 tokens in place of the logits of `make_everything`."""
     logits, targets, temperatures, optional = make_everything()
     states, weight = torch.randn(7, 3, dtype=torch.float64), torch.randn(logits.shape[1], 3, dtype=torch.float64)
     leaves = [leaf.requires_grad_() for leaf in (states, weight, torch.randn(5, dtype=torch.float64))]
@@ -235,12 +188,15 @@ def test_a_projection_that_is_not_trained_gets_no_gradient():
     assert bias.grad is None
 
 
-def test_an_entropy_without_gradient_has_none_in_chunks_either():
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_the_entropy_has_a_gradient_only_when_asked(is_deferred):
     leaves, defer, targets, temperatures, _ = make_deferred()
-    requested = module.Requested(entropy=True)
-    measured = measure_tokens(defer(*leaves), targets, temperatures, requested=requested, chunk_elements=10)
-    assert measured["logprobs"].requires_grad
-    assert not measured["entropies"].requires_grad
+    logits = defer(*leaves) if is_deferred else torch.nn.functional.linear(*leaves)
+    for differentiate in (False, True):
+        requested = module.Requested(entropy=True, differentiate_entropy=differentiate)
+        measured = measure_tokens(logits, targets, temperatures, requested=requested, chunk_elements=10)
+        assert measured["logprobs"].requires_grad
+        assert measured["entropies"].requires_grad == differentiate
 
 
 def test_bfloat16_products_are_those_of_autocast_and_gradients_are_summed_in_float32():

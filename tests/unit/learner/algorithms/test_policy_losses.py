@@ -5,48 +5,44 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import importance, policy_losses
-from tests.unit.learner.inputs import checked, find_idle, loss_inputs, wide
+from tests.unit.learner.inputs import POLICY_LOSSES as LOSSES
+from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
-LOSSES = {
-    "ppo_clip": partial(checked(policy_losses.ppo_clip), **BOUNDS),
-    "dual_clip": partial(checked(policy_losses.ppo_clip), **BOUNDS, dual_clip=3.0),
-    "reinforce": checked(policy_losses.reinforce),
-    "unclipped": checked(policy_losses.unclipped),
-    "clip_cov": partial(checked(policy_losses.clip_cov), **BOUNDS),
-    "kl_cov": partial(checked(policy_losses.kl_cov), coefficient=0.5),
-    "cispo": partial(checked(policy_losses.cispo), **BOUNDS),
-    "sapo": partial(checked(policy_losses.sapo), tau_positive=1.0, tau_negative=1.05),
-    "dro": partial(checked(policy_losses.dro), beta=0.1),
-    "aspo": partial(checked(policy_losses.aspo), **BOUNDS, cap=3.0),
-    "dppo_tv": partial(checked(policy_losses.dppo), divergence="tv", low=0.1, high=0.2),
-    "dppo_kl": partial(checked(policy_losses.dppo), divergence="kl", low=0.02, high=0.05),
-}
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+SEQUENCES = torch.tensor([0, 0, 1, 1, 1, 2])
+"""Three sequences of 2, 3, and 1 tokens."""
 
 
 def logs(*ratios: float) -> torch.Tensor:
     return wide(*ratios).log()
 
 
-def inputs_of(log_ratio, advantages, **columns):
-    """All tokens are selected."""
-    return loss_inputs(
-        log_ratio, advantages, **({"is_selected": torch.ones_like(log_ratio, dtype=torch.bool)} | columns)
-    )
+def of(*per_sequence: float) -> torch.Tensor:
+    return wide(*per_sequence)[SEQUENCES]
 
 
-def losses_of(loss, log_ratio, advantages, **columns):
-    return loss(inputs_of(log_ratio, advantages, **columns))
+def random_log_ratio() -> torch.Tensor:
+    return 0.3 * torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def gradient_of(loss, log_ratio, advantages, **columns):
+def inputs_of(log_ratio, advantages, sequences=None, num_sequences=None, **columns):
+    """All tokens are selected. Without `sequences`, each token is a sequence."""
+    columns = {"is_selected": torch.ones_like(log_ratio, dtype=torch.bool)} | columns
+    return loss_inputs(log_ratio, advantages, sequences, num_sequences, **columns)
+
+
+def losses_of(loss, *inputs, **columns):
+    return loss(inputs_of(*inputs, **columns))
+
+
+def gradient_of(loss, log_ratio, *inputs, weights=1.0, **columns):
     leaf = log_ratio.detach().requires_grad_()
-    return torch.autograd.grad(losses_of(loss, leaf, advantages, **columns).sum(), leaf)[0]
+    return torch.autograd.grad((weights * losses_of(loss, leaf, *inputs, **columns)).sum(), leaf)[0]
 
 
-def idle(loss, log_ratio, advantages, **columns):
-    return find_idle(loss, inputs_of(log_ratio, advantages, **columns))
+def idle(loss, *inputs, **columns):
+    return find_idle(loss, inputs_of(*inputs, **columns))
 
 
 def test_ppo_clip_by_hand():
@@ -152,15 +148,6 @@ def test_the_binary_kl_is_that_of_two_coins():
         assert idle(loss, logs(1.4), wide(1), learner_logprobs=logs(0.7)).tolist() == [expected]
 
 
-@every_loss
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss):
-    torch.manual_seed(0)
-    advantages = torch.randn(50, dtype=torch.float64)
-    gradient = gradient_of(loss, torch.zeros_like(advantages), advantages)
-    assert torch.allclose(gradient, -advantages, atol=1e-12)
-    assert not idle(loss, torch.zeros_like(advantages), advantages).any()
-
-
 def test_at_ratio_one_ppo_is_reinforce_bit_for_bit():
     torch.manual_seed(0)
     logprobs, advantages = (-torch.rand(8)).requires_grad_(), torch.randn(8)
@@ -180,33 +167,183 @@ def test_the_gradients_are_those_of_the_formulas(name):
     assert torch.autograd.gradcheck(lambda x: losses_of(LOSSES[name], x, advantages), log_ratio)
 
 
-@every_loss
-def test_another_token_changes_nothing(loss):
-    advantages, log_ratio = wide(1, -1, 2, -2), logs(1.1, 0.9, 0.7, 1.2)
-    poisoned_ratio, poisoned_advantages = log_ratio.clone(), advantages.clone()
-    poisoned_ratio[3], poisoned_advantages[3] = 20.0, 1e30
-    poisoned = losses_of(loss, poisoned_ratio, poisoned_advantages)
-    assert losses_of(loss, log_ratio, advantages)[:3].equal(poisoned[:3])
-    before, after = gradient_of(loss, log_ratio, advantages), gradient_of(loss, poisoned_ratio, poisoned_advantages)
-    assert before[:3].equal(after[:3])
-
-
-@every_loss
-def test_a_ratio_at_the_bounds_of_the_clamp_is_finite(loss):
-    log_ratio, advantages = torch.tensor([20.0, 20.0, -20.0, -20.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    assert losses_of(loss, log_ratio, advantages).isfinite().all()
-    assert gradient_of(loss, log_ratio, advantages).isfinite().all()
-
-
-@every_loss
-def test_no_tokens_have_no_losses(loss):
-    assert losses_of(loss, wide(), wide()).shape == (0,)
-    assert idle(loss, wide(), wide()).shape == (0,)
-
-
 def test_a_token_without_advantage_is_not_idle_and_no_gradient_mode_is_overridden():
     log_ratio, advantages = logs(2, 2), wide(1, 0)
     with torch.no_grad():
         found = idle(LOSSES["ppo_clip"], log_ratio, advantages)
     assert found.tolist() == [True, False]
     assert not log_ratio.requires_grad
+
+
+# --- ratios of whole sequences ----------------------------------------------------------------------------------------
+def test_gspo_by_hand():
+    log_ratio = wide(0.3, -0.1, 0.6, 0.3, 0.0, -0.5)
+    losses = losses_of(LOSSES["gspo"], log_ratio, of(2, 1, -1), SEQUENCES)
+    ratios = [math.exp(0.1), 1.3, 0.8]
+    assert losses.tolist() == pytest.approx([-2 * ratios[0]] * 2 + [-1.3] * 3 + [ratios[2]])
+
+
+def test_gspo_clips_a_whole_sequence_or_none_of_it():
+    log_ratio, advantages = wide(0.3, -0.1, 0.6, 0.3, 0.0, -0.5), of(2, 1, -1)
+    for name in ("gspo", "gspo_token", "luspo"):
+        assert idle(LOSSES[name], log_ratio, advantages, SEQUENCES).tolist() == [False] * 2 + [True] * 4
+
+
+def test_gspo_does_not_change_when_a_sequence_is_said_twice():
+    log_ratio = wide(0.3, -0.1, 0.05)
+    single = losses_of(LOSSES["gspo"], log_ratio, wide(1, 1, 1), whole(0, 0, 0), 1)
+    double = losses_of(LOSSES["gspo"], log_ratio.repeat(2), wide(1, 1, 1, 1, 1, 1), whole(0, 0, 0, 0, 0, 0), 1)
+    assert torch.allclose(double, single[:1].expand(6))
+
+
+def test_luspo_has_the_gradient_of_gspo_times_the_length():
+    advantages = of(1, -2, 3)
+    lengths = of(2, 3, 1)
+    plain = gradient_of(LOSSES["gspo"], 0.1 * random_log_ratio(), advantages, SEQUENCES)
+    scaled = gradient_of(LOSSES["luspo"], 0.1 * random_log_ratio(), advantages, SEQUENCES)
+    assert torch.allclose(scaled, lengths * plain)
+
+
+def test_gspo_token_is_gspo_where_advantages_are_equal():
+    log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
+    values = [losses_of(LOSSES[name], log_ratio, advantages, SEQUENCES) for name in ("gspo", "gspo_token")]
+    gradients = [gradient_of(LOSSES[name], log_ratio, advantages, SEQUENCES) for name in ("gspo", "gspo_token")]
+    assert torch.allclose(*values)
+    assert torch.allclose(*gradients)
+
+
+def test_gspo_token_gives_each_token_its_own_advantage():
+    log_ratio, advantages = wide(0.2, 0.0, 0.1), wide(1, -2, 3)
+    gradient = gradient_of(LOSSES["gspo_token"], log_ratio, advantages, torch.zeros(3, dtype=torch.int64), 1)
+    assert torch.allclose(gradient, -math.exp(0.1) * advantages)
+
+
+def test_gmpo_clips_each_token_on_one_side_before_the_mean():
+    log_ratio, advantages = wide(1.0, -1.0, 1.0, -1.0, 0.1, 2.0), of(1, -2, 3)
+    losses = losses_of(LOSSES["gmpo"], log_ratio, advantages, SEQUENCES)
+    means = [(0.4 - 1.0) / 2, (1.0 - 0.4 + 0.1) / 3, 0.4]
+    expected = [-math.exp(means[0])] * 2 + [2 * math.exp(means[1])] * 3 + [-3 * math.exp(means[2])]
+    assert losses.tolist() == pytest.approx(expected)
+    assert idle(LOSSES["gmpo"], log_ratio, advantages, SEQUENCES).tolist() == [True, False, False, True, False, True]
+
+
+def test_topr_tapers_sequences_of_negative_advantage_by_their_whole_ratio():
+    log_ratio = wide(-2.0, 0.5, 0.3, -0.2, -0.6, 1.0)
+    positive = gradient_of(LOSSES["topr"], log_ratio, of(1, 2, 3), SEQUENCES)
+    negative = gradient_of(LOSSES["topr"], log_ratio, of(-1, -2, -3), SEQUENCES)
+    assert positive.tolist() == pytest.approx((-of(1, 2, 3)).tolist())
+    assert negative.tolist() == pytest.approx(of(math.exp(-1.5), 2 * math.exp(-0.5), 3).tolist())
+
+
+def test_topr_of_tokens_tapers_each_by_its_own_ratio():
+    log_ratio, ratios = wide(0.25, 0.7, 1, 1.25, 1.5, 25).log(), wide(0.25, 0.7, 1, 1, 1, 1)
+    positive, negative = (
+        gradient_of(LOSSES["topr_token"], log_ratio, a, SEQUENCES) for a in (of(2, 2, 2), of(-2, -2, -2))
+    )
+    assert positive.tolist() == [-2] * 6
+    assert torch.allclose(negative, 2 * ratios)
+
+
+def phi(ratio: float, power: float, decay: float) -> float:
+    return ratio**power * math.exp(decay * (1 - ratio))
+
+
+def test_vespo_by_hand():
+    log_ratio = wide(0.5, 0.2, -0.3, -0.2, 0.1, 0.0)
+    gradient = gradient_of(LOSSES["vespo"], log_ratio, of(1, -2, 3), SEQUENCES)
+    expected = of(-phi(math.exp(0.7), 2, 3), 2 * phi(math.exp(-0.4), 3, 2), -3)
+    assert gradient.tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize(("advantage", "peak"), [(1.0, 2 / 3), (-1.0, 3 / 2)])
+def test_the_weight_of_vespo_peaks_at_power_over_decay(advantage, peak):
+    log_ratio = (peak + wide(-0.01, 0, 0.01)).log()
+    weights = gradient_of(LOSSES["vespo"], log_ratio, torch.full_like(log_ratio, advantage), torch.arange(3)).abs()
+    assert weights.argmax() == 1
+
+
+@every_loss
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss):
+    advantages, lengths = of(1, -2, 3), of(2, 3, 1)
+    # LUSPO cancels a mean over the sequence's tokens.
+    weights = 1 / lengths if loss is LOSSES["luspo"] else 1.0
+    gradient = gradient_of(loss, torch.zeros_like(advantages), advantages, SEQUENCES, weights=weights)
+    assert torch.allclose(gradient, -advantages, atol=1e-12)
+    assert not idle(loss, torch.zeros_like(advantages), advantages, SEQUENCES).any()
+
+
+@pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo"])
+def test_the_gradients_of_sequence_losses_are_those_of_the_formulas(name):
+    log_ratio = random_log_ratio().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: losses_of(LOSSES[name], x, of(1, -2, 3), SEQUENCES), log_ratio)
+
+
+@every_loss
+def test_another_sequences_tokens_change_nothing(loss):
+    log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
+    poisoned_ratio, poisoned_advantages = log_ratio.clone(), advantages.clone()
+    poisoned_ratio[2:5], poisoned_advantages[2:5] = wide(20, -20, 20), 1e30
+    others = torch.tensor([0, 1, 5])
+    before = losses_of(loss, log_ratio, advantages, SEQUENCES)
+    after = losses_of(loss, poisoned_ratio, poisoned_advantages, SEQUENCES)
+    assert before[others].equal(after[others])
+    gradients = (
+        gradient_of(loss, log_ratio, advantages, SEQUENCES),
+        gradient_of(loss, poisoned_ratio, poisoned_advantages, SEQUENCES),
+    )
+    assert gradients[0][others].equal(gradients[1][others])
+
+
+@every_loss
+def test_a_split_between_sequences_changes_nothing(loss):
+    log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
+    whole = gradient_of(loss, log_ratio, advantages, SEQUENCES)
+    first = gradient_of(loss, log_ratio[:2], advantages[:2], SEQUENCES[:2], 1)
+    rest = gradient_of(loss, log_ratio[2:], advantages[2:], SEQUENCES[2:] - 1, 2)
+    assert torch.allclose(whole, torch.cat([first, rest]), atol=1e-14)
+
+
+@every_loss
+def test_a_sequence_without_tokens_and_an_empty_batch_are_harmless(loss):
+    log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
+    with_hole = losses_of(loss, log_ratio, advantages, SEQUENCES + (SEQUENCES > 0), 5)
+    assert with_hole.equal(losses_of(loss, log_ratio, advantages, SEQUENCES))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert losses_of(loss, wide(), wide(), nothing, 0).shape == (0,)
+    assert idle(loss, wide(), wide(), nothing, 0).shape == (0,)
+
+
+@every_loss
+@pytest.mark.parametrize("value", [20.0, -20.0])
+def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
+    log_ratio, sequences = torch.full((1000,), value), torch.arange(2).repeat_interleave(500)
+    advantages = torch.tensor([1.0, -1.0])[sequences]
+    assert losses_of(loss, log_ratio, advantages, sequences, 2).isfinite().all()
+    assert gradient_of(loss, log_ratio, advantages, sequences, 2).isfinite().all()
+
+
+# --- sppo: one number per sequence, from its win rate ----------------------------------------------------------------
+def sppo(log_ratio, win_rates, *, eta):
+    """Losses of one-token sequences."""
+    return checked(policy_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
+
+
+def test_sppo_by_hand():
+    assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
+
+
+def test_sppo_compares_the_ratio_of_the_whole_sequence_at_each_of_its_tokens():
+    losses = policy_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
+    assert losses.tolist() == [0.25, 0.25, 0]
+
+
+def test_sppo_at_ratio_one_has_the_gradient_of_reinforce_with_the_win_rate():
+    log_ratio, win_rates = torch.zeros(4, dtype=torch.float64, requires_grad=True), wide(0, 0.5, 0.75, 1)
+    (gradient,) = torch.autograd.grad(sppo(log_ratio, win_rates, eta=3.0).sum(), log_ratio)
+    assert gradient.tolist() == (-2 * 3.0 * (win_rates - 0.5)).tolist()
+
+
+def test_the_hard_form_of_sppo_pulls_chosen_and_rejected_to_either_side():
+    beta, log_ratio = 0.1, wide(0.7, -0.3)
+    hard = (log_ratio - torch.tensor([0.5, -0.5]) / beta).square()
+    assert torch.allclose(sppo(log_ratio, wide(1, 0), eta=1 / beta), hard)

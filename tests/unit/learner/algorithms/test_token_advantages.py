@@ -56,7 +56,7 @@ def sums_to_go(values: torch.Tensor, decay: float) -> torch.Tensor:
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
-    """The loop over one trajectory with tool tokens in it, which are stepped over."""
+    """Loop over one trajectory that skips tool tokens."""
     advantages, following, running = torch.zeros_like(rewards), 0.0, 0.0
     for index in reversed(range(len(rewards))):
         if is_ours[index]:
@@ -67,7 +67,7 @@ def masked_gae(rewards, values, is_ours, *, gamma, lam):
 
 
 def masked_vtrace(rewards, values, ratio, *, gamma, lam, rho_bar, c_bar):
-    """v_s by its definition, a sum of products, not by the recursion."""
+    """v_s by its definition as a sum of products, without recursion."""
     following, targets = torch.cat([values[1:], wide(0)]), values.clone()
     for start in range(len(values)):
         for index in range(start, len(values)):
@@ -94,14 +94,6 @@ def test_returns_are_what_a_loop_over_each_sequence_gives(gamma):
     assert torch.allclose(returns, wide(*expected), atol=1e-12)
 
 
-def test_a_final_reward_is_discounted_by_the_distance_to_the_end():
-    rewards = wide(0, 0, 0, 0, 7)
-    returns = returns_to_go(rewards, torch.zeros(5, dtype=torch.int64), gamma=0.9, num_sequences=1)
-    assert returns.tolist() == pytest.approx([7 * 0.9**steps for steps in (4, 3, 2, 1, 0)])
-    undiscounted = returns_to_go(rewards, torch.zeros(5, dtype=torch.int64), gamma=1.0, num_sequences=1)
-    assert undiscounted.tolist() == [7] * 5
-
-
 @pytest.mark.parametrize("length", [3, 4, 200])
 def test_another_sequence_changes_not_one_bit_however_long(length):
     torch.manual_seed(0)
@@ -124,35 +116,6 @@ def test_gae_of_three_tokens_by_hand():
     # The errors are 0 + 0.5 - 0.5, then 1 - 0.5 - 1, then 2 + 1.
     assert advantages.tolist() == [0.0 + 0.25 * 0.25, -0.5 + 0.25 * 3, 3.0]
     assert returns.tolist() == [0.5625, 1.25, 2.0]
-
-
-def test_lam_one_is_the_discounted_future_less_the_value():
-    rewards, values = drawn(0), drawn(1)
-    advantages, returns = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=1.0)
-    future = torch.cat([sums_to_go(part, 0.9) for (part,) in per_trajectory(rewards)])
-    assert torch.allclose(advantages, future - values)
-    assert torch.allclose(returns, future)
-
-
-def test_lam_zero_is_the_temporal_difference():
-    rewards, values = drawn(0), drawn(1)
-    advantages, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=0.0)
-    parts = [r + 0.9 * torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) - v for r, v in per_trajectory(rewards, values)]
-    assert torch.allclose(advantages, torch.cat(parts))
-
-
-def test_without_values_a_terminal_reward_is_discounted_back():
-    for lam in (0.95, 1.0):
-        advantages, _ = gae(wide(0, 0, 7), wide(0, 0, 0), ALONE, num_sequences=1, gamma=0.5, lam=lam)
-        assert torch.allclose(advantages, 7 * (0.5 * lam) ** wide(2, 1, 0))
-
-
-def test_a_perfect_critic_leaves_no_advantage():
-    rewards = drawn(0)
-    values = returns_to_go(rewards, SEQUENCES, num_sequences=4, gamma=0.9)
-    advantages, returns = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)
-    assert advantages.abs().max() < 1e-12
-    assert torch.allclose(returns, values)
 
 
 def test_masked_tool_tokens_are_as_good_as_deleted():
@@ -247,18 +210,8 @@ def test_on_policy_the_targets_of_vtrace_are_the_returns_of_gae(lam):
     assert torch.allclose(targets, gae(rewards, values, SEQUENCES, **settings)[1])
 
 
-def test_on_policy_with_lam_one_vtrace_is_the_n_step_return_whatever_the_critic():
-    rewards, values = drawn(0), drawn(1)
-    advantages, targets = vtrace(
-        rewards, values, 0 * values, SEQUENCES, num_sequences=4, gamma=0.9, lam=1.0, rho_bar=1.0, c_bar=1.0
-    )
-    future = returns_to_go(rewards, SEQUENCES, num_sequences=4, gamma=0.9)
-    assert torch.allclose(targets, future)
-    assert torch.allclose(advantages, future - values)
-
-
 class World:
-    """Three tokens, three of them in a row, a policy that writes them and one that learns, a reward for each."""
+    """All sequences of 3 tokens over a vocabulary of 3, with random generator, learner, and rewards."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -278,7 +231,7 @@ class World:
         return values
 
     def expected_targets(self, values: dict, *, rho_bar: float, c_bar: float) -> dict:
-        """v of each prefix, averaged over all 27 texts as the writer writes them."""
+        """Target of each prefix: its expectation over all 27 texts under the generator."""
         texts = list(itertools.product(range(3), repeat=3))
         steps = [(text[:index], text[index]) for text in texts for index in range(3)]
         learner, writer = (
@@ -301,3 +254,65 @@ def test_rho_bar_decides_which_policys_values_vtrace_keeps_and_c_bar_does_not(rh
     values = world.values(rho_bar)
     targets = world.expected_targets(values, rho_bar=rho_bar, c_bar=c_bar)
     assert targets == pytest.approx(values, abs=1e-12)
+
+
+# --- the critic's own loss --------------------------------------------------------------------------------------------
+clipped_value_loss = checked(token_advantages.clipped_value_loss)
+explained_variance = checked(token_advantages.explained_variance)
+
+
+def test_clipped_value_loss_by_hand():
+    values, returns, before = wide(1, 2, 2, 0, 5), wide(1.5, 3, 1, 3, 2), wide(1, 1, 1, 1, 1)
+    loss, clipped = clipped_value_loss(values, returns, before, clip=0.5)
+    # within the bound; beyond it toward R; beyond it with R on the other side (twice); below it away from R
+    assert loss.tolist() == [0.125, 1.125, 0.5, 4.5, 4.5]
+    assert clipped.tolist() == [False, True, False, False, False]
+
+
+def test_without_a_clip_it_is_half_the_squared_error():
+    loss, clipped = clipped_value_loss(wide(1, 9), wide(3, 9), wide(100, 100), clip=None)
+    assert loss.tolist() == [2, 0]
+    assert not clipped.any()
+
+
+def test_exactly_the_clipped_tokens_have_no_gradient():
+    torch.manual_seed(0)
+    values, returns, before = torch.randn(3, 200, dtype=torch.float64)
+    values.requires_grad_()
+    loss, clipped = clipped_value_loss(values, returns, before, clip=0.3)
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert clipped.equal(gradient == 0)
+    assert 0 < clipped.sum() < 200
+    assert torch.allclose(gradient[~clipped], (values - returns)[~clipped])
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_the_gradient_is_that_of_the_formula(clip):
+    torch.manual_seed(0)
+    values, returns, before = torch.randn(3, 20, dtype=torch.float64)
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, returns, before, clip=clip)[0], values)
+
+
+def test_only_the_critic_learns():
+    values, returns, before = (torch.ones(3, requires_grad=True) for _ in range(3))
+    loss, _ = clipped_value_loss(values * 2, returns * 3, before * 1, clip=5.0)
+    loss.sum().backward()
+    assert values.grad is not None
+    assert returns.grad is None
+    assert before.grad is None
+
+
+def test_explained_variance_by_hand():
+    returns = wide(1, 2, 3)
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(returns + 5, returns) == pytest.approx(1)
+    assert explained_variance(wide(7, 7, 7), returns) == pytest.approx(0)
+    assert explained_variance(-returns, returns) == pytest.approx(-3)
+    assert explained_variance(returns / 2, returns) == pytest.approx(0.75)
+
+
+def test_returns_that_do_not_vary_have_no_variance_to_explain():
+    assert explained_variance(wide(1, 2, 3), torch.full((3,), 0.1, dtype=torch.float64)) == 0
+    assert explained_variance(wide(1), wide(4)) == 0
+    assert explained_variance(wide(), wide()) == 0

@@ -6,7 +6,7 @@ from slipstream.learner.engines.optimizer import learning_rate, make_optimizer
 
 
 def rates(*, updates_per_step: int = 1, **settings) -> list[float]:
-    """Rates of the updates of eight updates' worth of steps, and of two more."""
+    """Rates of a run of eight updates, and of two more."""
     config = OptimizerConfig(learning_rate=1.0, **settings)
     steps = {"num_steps": 8 // updates_per_step, "updates_per_step": updates_per_step}
     return [learning_rate(update, config=config, **steps) for update in range(10)]

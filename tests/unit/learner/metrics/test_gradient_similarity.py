@@ -9,7 +9,7 @@ from tests.unit.learner.builders import make_alone
 
 
 class Scene:
-    """Parameters whose gradients are given, and an optimizer that is looked at."""
+    """Parameters with given gradients, and an observed optimizer."""
 
     def __init__(self, *sizes: int, **settings) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -30,7 +30,7 @@ class Scene:
 
 
 class TwoRanks:
-    """This rank, and one whose numbers are known."""
+    """This rank and another with known values."""
 
     def __init__(self, other: torch.Tensor) -> None:
         self.other = other
@@ -39,8 +39,8 @@ class TwoRanks:
         return values + self.other
 
 
-class Heard:
-    """A rank alone that keeps what it would send to the others."""
+class RecordingRank:
+    """A single rank that records what it would send."""
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values
@@ -89,15 +89,15 @@ def test_pieces_that_the_optimizer_is_given_one_by_one_are_one_gradient():
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replicated):
     gradients = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
-    whole, mine, other, heard = Scene(6), Scene(6), Scene(6), Heard()
+    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), RecordingRank()
     if not is_replicated:
         mine, other = Scene(4), Scene(2)
     for gradient in gradients:
         whole.update(gradient)
         mine.update(gradient if is_replicated else gradient[:4])
         other.update(gradient if is_replicated else gradient[4:])
-    other.cosine(heard)
-    assert mine.cosine(TwoRanks(heard.values)) == pytest.approx(whole.cosine())
+    other.cosine(recording)
+    assert mine.cosine(TwoRanks(recording.values)) == pytest.approx(whole.cosine())
 
 
 def test_of_a_long_gradient_the_same_few_entries_are_kept():
@@ -115,8 +115,8 @@ def test_of_a_long_gradient_the_same_few_entries_are_kept():
 
 
 def test_a_sample_weighs_as_much_as_what_it_stands_for():
-    scene, heard = Scene(80_000, max_entries=4_000), Heard()
+    scene, recording = Scene(80_000, max_entries=4_000), RecordingRank()
     for gradient in torch.randn(2, 80_000, generator=torch.Generator().manual_seed(4)):
         scene.update(gradient)
-    scene.cosine(heard)
-    assert heard.values[0, 1:].tolist() == pytest.approx([80_000, 80_000], rel=0.1)
+    scene.cosine(recording)
+    assert recording.values[0, 1:].tolist() == pytest.approx([80_000, 80_000], rel=0.1)

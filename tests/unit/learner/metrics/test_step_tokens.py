@@ -22,7 +22,7 @@ DEADLINE_S = 20.0
 
 
 class TwoRanks(Ranks):
-    """One of two ranks in one process: what the other put down is added."""
+    """One of two ranks in one process, which share `others`: a sum includes the values of earlier calls."""
 
     def __init__(self, rank: int, others: list[torch.Tensor]) -> None:
         super().__init__(rank=rank, size=2, device=CPU)
@@ -34,7 +34,7 @@ class TwoRanks(Ranks):
 
 
 def make_built():
-    """A prompt with two responses, one of which has a token that the model did not write, and another of one."""
+    """Two prompts: one with two responses, the second with a tool token, and one with a single response."""
     first = make_response(0, 0, response=(5, 6, 7))
     mask = first.model_mask.copy()
     mask[5] = False
@@ -46,7 +46,7 @@ def make_built():
 
 
 def passes(built, *, rank: int = 0, num_ranks: int = 1):
-    """Microbatches of at most ten tokens, and of each trained token as log-probability -its id, as entropy its id."""
+    """Microbatches of at most ten tokens, with log-probability -id and entropy id for each trained token."""
     layout = Layout("shared_rows", 10, row_tokens=10)
     for microbatch in collate(built.updates[0], layout=layout, rank=rank, num_ranks=num_ranks):
         ids = microbatch.targets.float()
@@ -58,7 +58,7 @@ EXPECTED = {
     "0-0-1": {"learner_log_ratio": [None] * 4 + [-6.0, None, 1.0], "learner_entropy": [None] * 4 + [8.0, None, 1.0]},
     "1-0-0": {"learner_log_ratio": [None] * 4 + [-1.0, 1.0], "learner_entropy": [None] * 4 + [3.0, 1.0]},
 }
-"""Generators' log-probabilities are -2."""
+"""Statistics of each trajectory if all generator log-probabilities are -2."""
 
 
 def read_back(folder: Path, tokens: StepTokens | None) -> dict:
@@ -110,7 +110,7 @@ def test_trajectories_without_a_trained_token_and_those_of_another_run_are_left_
     for microbatch, outputs in passes(built):
         recorder.add(microbatch, outputs)
     alone = Ranks(rank=0, size=1, device=CPU)
-    # The last one is another run's, the second has none.
+    # The second trajectory has no trained tokens, and the last belongs to another run.
     own = [(members[0], built.trained[0]), (members[1], np.empty(0, np.int64))]
     tokens = recorder.collect(own, ranks=alone)
     assert tokens is not None
@@ -119,7 +119,7 @@ def test_trajectories_without_a_trained_token_and_those_of_another_run_are_left_
 
 
 class Slow(StepTokens):
-    """Tokens that a thread works on until it may go on."""
+    """Statistics that block their writer until `may_end` is set."""
 
     begun, may_end = threading.Event(), threading.Event()
 

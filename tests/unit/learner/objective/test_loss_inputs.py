@@ -13,8 +13,9 @@ from slipstream.configs.advantages import (
 )
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
+from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.training.loss_inputs import describe_advantages
+from slipstream.learner.training.loss_inputs import correct, describe_advantages
 from slipstream.learner.training.objective import Objective
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
 
@@ -59,7 +60,7 @@ TWO_TURNS = {
 def test_a_users_advantage_sees_turns_parts_and_sources():
     own = CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
     of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
-    # Without a reward it does not count, and leaves no gap.
+    # Without a reward it is excluded, and groups are renumbered.
     failed = msgspec.structs.replace(of_code, id="0-0-1", index=1, reward=Reward(0.0, status="error"))
     answers = [of_code, failed, make_response(0, 2, reward=0.25, data_source="maths")]
     found = prepared([answers], advantage=own).tokens
@@ -137,7 +138,7 @@ def test_only_entirely_right_answers_are_imitated():
 
 
 def with_the_last_rejected(**correction):
-    """Three trajectories of four tokens, rewards 0, 1 and 5; the learner has left every token of the last."""
+    """Three trajectories of four tokens, rewards 0, 1, and 5. Every token of the last one is rejected."""
     batch = batch_of([[make_response(0, index, reward=reward) for index, reward in enumerate((0.0, 1.0, 5.0))]])
     drift = torch.where(batch.tokens.sequences == 2, 1.0, 0.0)
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs + drift)
@@ -162,10 +163,6 @@ def test_a_description_of_no_token_is_zeros():
     assert set(describe_advantages(empty).values()) == {0.0}
 
 
-def test_what_is_decided_on_the_whole_batch_needs_the_start_of_the_step():
-    assert AlgorithmConfig(correction=CorrectionConfig(normalise=True)).needs_start_logprobs
-
-
 def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
     def scored(group, index, parts):
         return msgspec.structs.replace(make_response(group, index), reward=Reward(total=0.3, parts=parts))
@@ -188,7 +185,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
     config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
     found = Objective(config, max_tokens=8).prepare(batch).tokens.advantages
-    # The last two tokens of either have company, the first two of the young one have none.
+    # Both have tokens at the last two positions. Only the young one has tokens at the first two.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
     assert (found[4:] < 0).all()
@@ -215,7 +212,7 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
 
 
 def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
-    """Update 0 has stayed near its generator, update 1 has left it."""
+    """Tokens of update 0 are close to the generator, those of update 1 are far from it."""
     batch = batch_of(make_groups(), num_updates=2)
     is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
@@ -235,3 +232,74 @@ def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
     selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
     assert int(selected.sum()) == int((~is_later).sum()) // 2
     assert not selected[is_later].any()
+
+
+# --- weights and rejections -------------------------------------------------------------------------------------------
+DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()
+
+
+def corrected(drift=DRIFT, learner_log_ratio=None, **settings):
+    inputs, learner = (
+        RatioInputs(x, torch.tensor([0, 0, 1, 1]), 2)
+        for x in (drift, drift if learner_log_ratio is None else learner_log_ratio)
+    )
+    return correct(inputs, learner=learner, config=CorrectionConfig(**settings))
+
+
+def test_without_a_level_every_token_counts_once():
+    found = corrected(level="none", high=None)
+    assert found.weights.tolist() == [1, 1, 1, 1]
+    assert found.is_kept.all()
+    assert not found.is_bounded.any()
+
+
+def test_truncated_weights_are_reported_as_bounded():
+    found = corrected(level="token", high=2.0, low=0.5)
+    assert found.weights.tolist() == [1, 2, 0.5, 1]
+    assert found.is_bounded.tolist() == [False, True, True, False]
+
+
+def test_masked_weights_are_zero_and_stay_in_the_count():
+    found = corrected(level="token", high=2.0, low=0.5, bound="mask")
+    assert found.weights.tolist() == [1, 0, 0, 1]
+    assert found.is_bounded.tolist() == [False, True, True, False]
+    assert found.is_kept.all()
+
+
+def test_a_sequence_is_bounded_as_one():
+    found = corrected(level="sequence", high=2.0)
+    assert found.weights.tolist() == pytest.approx([2, 2, 0.25, 0.25])
+    assert found.is_bounded.tolist() == [True, True, False, False]
+
+
+def test_normalised_weights_have_the_mean_one_over_what_they_belong_to():
+    by_token = corrected(level="token", high=2.0, normalise=True)
+    assert by_token.weights.tolist() == pytest.approx([1 / 1.0625, 2 / 1.0625, 0.25 / 1.0625, 1 / 1.0625])
+    by_sequence = corrected(level="sequence", high=2.0, normalise=True)
+    assert by_sequence.weights.tolist() == pytest.approx([2 / 1.125, 2 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
+
+
+def test_weights_are_the_proximal_policys_and_rejections_the_learners():
+    entry = RejectionConfig(over="token", high=2.0)
+    found = corrected(learner_log_ratio=torch.zeros(4), level="token", high=2.0, reject=[entry], veto=(0.5, 2.0))
+    assert found.weights.tolist() == [1, 2, 0.25, 1]
+    assert found.is_kept.all()
+    found = corrected(torch.zeros(4), learner_log_ratio=DRIFT, level="token", reject=[entry])
+    assert found.weights.tolist() == [1, 1, 1, 1]
+    assert found.is_kept.tolist() == [True, False, True, True]
+
+
+def test_a_token_stays_when_every_entry_keeps_it():
+    low = RejectionConfig(statistic="k1", over="token", low=0.5)
+    high = RejectionConfig(statistic="k1", over="token", high=2.0)
+    assert corrected(reject=[low]).is_kept.tolist() == [True, True, False, True]
+    assert corrected(reject=[high]).is_kept.tolist() == [True, False, True, True]
+    assert corrected(reject=[low, high]).is_kept.tolist() == [True, False, False, True]
+    assert corrected(reject=[high], veto=(0.5, 10.0)).is_kept.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("statistic", "high"), [("k2", 0.9), ("k3", 1.0)])
+def test_each_statistic_may_be_that_of_its_largest_token(statistic, high):
+    # k2: ln(4)^2 / 2 = 0.96 of both; k3: 4 - 1 - ln 4 = 1.61, and 1/4 - 1 + ln 4 = 0.64.
+    entry = RejectionConfig(statistic=statistic, over="max", high=high)
+    assert corrected(reject=[entry]).is_kept.tolist() == [False, False, statistic == "k3", statistic == "k3"]

@@ -1,23 +1,28 @@
+import inspect
 import itertools
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from slipstream.configs.advantages import AdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RejectionConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
     DppoConfig,
     GmpoConfig,
     GspoConfig,
+    MaskConfig,
     OpsmConfig,
+    PolicyLossConfig,
     PpoClipConfig,
     ReinforceConfig,
     ToprConfig,
 )
 from slipstream.learner.batching.batch import Tokens
-from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.objective import Objective, ObjectiveState, find
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone
@@ -80,14 +85,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
     assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_with_one_update_decoupled_ppo_is_the_weighted_reinforce(correction):
-    tokens, learner = make_tokens(), -torch.rand(9)
-    ppo = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=correction, proximal="reuse")
-    score = AlgorithmConfig(policy_loss=ReinforceConfig(), correction=correction)
-    assert torch.allclose(gradient(ppo, tokens, learner), gradient(score, tokens, learner), atol=1e-7)
-
-
 def test_reusing_the_own_values_is_the_recomputed_proximal_of_the_first_update():
     tokens, learner = make_tokens(), -torch.rand(9)
     config = AlgorithmConfig(correction=TRUNCATED)
@@ -101,20 +98,6 @@ def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("sizes", [(9,), (1, 8), (3, 3, 3), (0, 9)])
-def test_any_split_into_microbatches_has_the_same_gradient(sizes):
-    tokens, learner = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(kl=KlConfig(0.1))
-    whole = gradient(config, tokens, learner, reference=tokens.generator_logprobs)
-    ends = np.cumsum(sizes)
-    indices = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    parts = [
-        gradient(config, tokens.take(torch.arange(9)[p]), learner[p], reference=tokens.generator_logprobs[p])
-        for p in indices
-    ]
-    assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5])
@@ -176,7 +159,7 @@ def test_the_kl_and_entropy_terms_are_added():
 
 
 def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
-    """Sequences 1 and 2 have drifted; only the second of them has a negative advantage."""
+    """Sequences 1 and 2 have drifted. Only sequence 2 has a negative advantage."""
     generator = torch.full((6,), 0.9).log()
     learner = torch.tensor([0.9, 0.9, 0.2, 0.2, 0.2, 0.2]).log()
     tokens = make_tokens(
@@ -202,7 +185,7 @@ def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
 
 
 def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
-    """The first token has moved beyond its bound, the second has no advantage, the third pays both."""
+    """The first token is clipped, the second has no advantage, the third has policy loss and penalty."""
     generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
     tokens = make_tokens(
         3, generator_logprobs=generator, advantages=torch.tensor([1.0, 0.0, -1.0]), token_weights=torch.ones(3)
@@ -225,16 +208,16 @@ def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
 
 
-def test_ppo_that_recomputes_its_proximal_policy_needs_a_pass_at_the_start():
-    assert AlgorithmConfig(proximal="recompute").needs_start_logprobs
-    assert not AlgorithmConfig(proximal="reuse").needs_start_logprobs
-    assert not AlgorithmConfig(policy_loss=ReinforceConfig()).needs_start_logprobs
-
-
-def test_several_updates_weigh_by_the_policy_at_the_start_of_the_step():
+def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
     reinforce = {"policy_loss": ReinforceConfig(), "proximal": "recompute"}
-    assert not AlgorithmConfig(**reinforce).needs_start_logprobs
-    assert AlgorithmConfig(**reinforce, updates_per_step=4).needs_start_logprobs
+    for settings, is_needed in (
+        ({"proximal": "recompute"}, True),
+        ({"proximal": "reuse"}, False),
+        (reinforce, False),
+        (reinforce | {"updates_per_step": 4}, True),
+        ({"correction": CorrectionConfig(normalise=True)}, True),
+    ):
+        assert AlgorithmConfig(**settings).needs_start_logprobs == is_needed, settings
 
 
 def test_diagnostics_by_hand_and_documented():
@@ -324,3 +307,23 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert found[0][1] == 0
     assert torch.allclose(found[0][others], found[1][others])
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
+
+
+# --- formulas and state -----------------------------------------------------------------------------------------------
+RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
+
+
+@pytest.mark.parametrize("record", [record for record in RECORDS if record.formula()])
+def test_the_fields_of_a_record_are_the_settings_of_its_functions(record):
+    names = [record.formula(), getattr(record, "selector", "")]
+    parameters = [dict(inspect.signature(find(name)).parameters) for name in names if name]
+    settings = {name for found in parameters for name, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert settings == set(record.__struct_fields__)
+
+
+def test_the_state_of_an_objective_is_saved_and_restored():
+    state, restored = ObjectiveState(kl_coefficient=0.2, advantage={"baseline": 0.5}), ObjectiveState()
+    restored.restore(state.save())
+    assert restored == state
+    restored.restore(ObjectiveState().save())
+    assert restored == ObjectiveState()

@@ -160,7 +160,7 @@ def test_demonstrations_that_leak_into_each_other_stop_the_run(tmp_path):
     sft.step(make_demonstrations(), step=1)
     layer = trainer.engine.model.causal_lm.model.layers[-1]
     layer.register_forward_hook(lambda *parts: parts[2] + 1e-3 * parts[2].mean(dim=1, keepdim=True))
-    with pytest.raises(DivergenceError, match="independently of the samples beside it"):
+    with pytest.raises(DivergenceError, match="independently of its row neighbors"):
         sft.step(make_demonstrations(), step=21)
 
 

@@ -1,4 +1,4 @@
-"""Training of an adapter: what moves, what stays, what is saved, and that peft and plain transformers agree."""
+"""Training of an adapter: which weights change, what is saved, and agreement with peft and transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Attention of packed rows by runs of tokens, against the mask that says the same, and against transformers' own."""
+"""Packed attention over runs of tokens equals masked attention and transformers' own."""
 
 from itertools import pairwise
 
@@ -9,10 +9,11 @@ from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training import attention, load
-from slipstream.learner.training.attention import PACKED, Sight, packed_attention
+from slipstream.learner.training import attention
+from slipstream.learner.training import model as model_module
+from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
 from slipstream.learner.training.model import load_policy
-from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 from tests.families import make_family
 from tests.unit.learner.builders import CPU, make_groups, make_policy, make_response, make_samples
 from tests.unit.learner.training.test_layout import choose, logprobs, logprobs_alone
@@ -51,14 +52,14 @@ def assert_same(states, found, expected):
 
 
 def varlen_by_definition(query, key, value, queries, keys, max_q, max_k, *, scale, window_size, enable_gqa):
-    """torch.nn.attention.varlen.varlen_attn as it is documented, of which there is no build for CPUs."""
+    """Reference for torch.nn.attention.varlen.varlen_attn, which has no CPU implementation."""
     before, after = window_size
     assert after == 0
     assert enable_gqa
     assert (max_q, max_k) == (int(queries.diff().max()), int(keys.diff().max()))
     out = []
     for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
-        # The last query is that of the last key.
+        # Queries and keys are aligned at their ends.
         ahead = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
         mask = (ahead >= 0) & ((ahead <= before) if before >= 0 else torch.ones_like(ahead, dtype=torch.bool))
         parts = [part.transpose(0, 1)[None] for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
@@ -87,7 +88,9 @@ def test_runs_are_the_masks_attention_and_gradient(kernel, window):
     mask = SPANS.mask(ROWS, CPU)
     if window:
         mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
-    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, sight=Sight(SPANS, ALONE))
+    found, _ = packed_attention(
+        torch.nn.Module(), *states, None, sliding_window=window, packed_rows=PackedRows(SPANS, SINGLE_RANK)
+    )
     assert_same(states, found, by_mask(*states, mask))
 
 
@@ -103,10 +106,10 @@ def test_no_mask_is_larger_than_a_run():
     prompt = tuple(range(2, 32))
     samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
-    sight = Sight(microbatch.spans, ALONE)
-    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, sight=sight)
-    # Responses of equal length have one; prompts and whole sequences none.
-    assert [mask.shape for mask in sight.masks.values()] == [(4, 34)]
+    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
+    # Responses of equal length share a mask. Prompts and whole sequences need none.
+    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 
 # --- in models -------------------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(l
 
 @pytest.fixture
 def always_packed(monkeypatch):
-    monkeypatch.setattr(load, "LONG", 1)
+    monkeypatch.setattr(model_module, "LONG", 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])

@@ -1,4 +1,4 @@
-"""Compiled layers: the same weights, a few graphs whatever the microbatches, and what is refused."""
+"""Compiled layers: equal weights, few graphs for any microbatches, and rejected settings."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from slipstream.configs.load import load
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention as compiled
 from slipstream.learner.training.attention import PACKED
-from slipstream.learner.training.load import LONG
+from slipstream.learner.training.model import LONG
 from tests.families import make_family
 from tests.unit.learner.builders import make_groups, make_model, make_run, make_trainer, weights, zero
 
@@ -26,7 +26,7 @@ def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
     trainer = make_trainer(make_run(model.path, model=model, learner=learner))
     before = weights(trainer)
     for i in range(3):
-        # Microbatches of other shapes in each step.
+        # Microbatches have different shapes in each step.
         trainer.step(make_groups(num_groups=2 + i, seed=i), learner_version=0, step=i + 1)
     return trainer, before, weights(trainer)
 
@@ -45,7 +45,7 @@ def assert_trains_alike(folder: Path, engine, **settings) -> None:
     assert is_packed == ("max_length" not in settings)
     assert found.keys() == plain.keys()
     assert largest(plain, found) < 1e-4 * largest(before, plain)
-    # With gradients and without; before attention and after it, where it is not compiled.
+    # With and without gradients, before and after attention, which is not compiled.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (4 if is_packed else 2)
 
 

@@ -86,7 +86,7 @@ def test_the_first_loss_is_half_the_mean_square_of_the_returns(tmp_path):
 
 
 def reward_of(response):
-    """Fixed by two of the tokens, so that it can be predicted as soon as they are written."""
+    """Rewards that depend on two of the tokens, so that they are predictable from then on."""
     return 1.0 * (response[0] == 30) + 0.5 * (response[1] == 30)
 
 
@@ -107,7 +107,7 @@ def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
         for step in range(40)
     ]
     assert abs(explained[0]) < 0.05
-    # Of four tokens the first comes before anything is known and the second before a fifth of it: at most 0.7.
+    # The first of four tokens reveals nothing yet, the second a fifth, so at most 0.7 can be explained.
     assert np.mean(explained[-5:]) > 0.5
 
 

@@ -1,4 +1,4 @@
-"""Families of models: packed exactly as they compute one sample alone, or refused by name."""
+"""Every model family is packed exactly or rejected by name."""
 
 import json
 
@@ -16,9 +16,8 @@ from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.training import layout as layout_module
 from slipstream.learner.training import model as model_module
-from slipstream.learner.training.layout import LayoutChooser
+from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
-from slipstream.learner.training.row_check import check_rows
 from tests.families import FAMILIES, make_family
 from tests.unit.learner.builders import (
     CPU,
@@ -48,7 +47,7 @@ def logprobs(policy, layout, samples):
 
 @torch.no_grad()
 def logprobs_alone(policy, samples):
-    """Log-probabilities from transformers itself, one sample at a time, without any of our batching."""
+    """Log-probabilities from transformers, one sample at a time."""
     found = []
     for sample in samples:
         token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
@@ -74,13 +73,13 @@ def families(*, is_exact):
 
 @pytest.mark.parametrize("name", families(is_exact=True))
 def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
-    # As transformers initializes it: a leak is 1e-5 of what it becomes.
+    # transformers' initialization, in which a leak is 1e-5 of its later size.
     path = make_family(tmp_path, name, spread=0.02)
     policy, layout = choose(path, model=ModelConfig(path=str(path), max_length=200))
     assert layout.kind == FAMILIES[name][0]
     samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
     packed, alone = logprobs(policy, layout, samples), logprobs_alone(policy, samples)
-    # Rounding of log-probabilities near -4 as well as of what they are made of.
+    # Rounding of log-probabilities near -4 and of their inputs.
     assert float((packed - alone).abs().max()) < 1e-4 * float(alone.std())
 
 
@@ -105,7 +104,7 @@ def ignore_windows(monkeypatch):
 def test_a_window_that_the_mask_ignores_is_seen(tmp_path, monkeypatch):
     ignore_windows(monkeypatch)
     _, layout = choose(make_family(tmp_path, "mistral"))
-    # Without a mask transformers makes its own, which has the window.
+    # Without a mask, transformers builds its own with the window.
     assert layout.kind == "one_row"
 
 
@@ -115,7 +114,7 @@ def test_the_probe_is_longer_than_any_window(tmp_path, monkeypatch):
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"sliding_window": 90}))
     assert choose(path, model=ModelConfig(path=str(path), max_length=128))[1].kind == "one_row"
-    # A run whose sequences fit into the window need not know of it.
+    # The window has no effect if all sequences fit into it.
     assert choose(path, model=ModelConfig(path=str(path), max_length=64))[1].kind == "shared_rows"
 
 
@@ -133,7 +132,7 @@ def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
 @pytest.mark.parametrize("spread", [0.02, 0.3])
 def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, name, spread):
     path = make_family(tmp_path, name, spread=spread)
-    # So long that attention is packed without masks where that is possible.
+    # Long enough for packed attention in models that support it.
     policy, layout = choose(path, model=ModelConfig(path=str(path), dtype="bfloat16", max_length=2048))
     assert layout.kind == FAMILIES[name][0]
     assert policy.compute_dtype == torch.bfloat16
@@ -141,13 +140,13 @@ def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, nam
 
 def test_a_kernel_that_is_wrong_in_bfloat16_alone_is_seen(tmp_path, monkeypatch):
     ignore_windows(monkeypatch)
-    exact = layout_module._Proof._compare
+    exact = layout_module._ModelCheck._compare
 
-    # Windows are kept in float32.
-    def compare(proof, layout, dtype, draw, **options):
-        return (0.0, "") if dtype == torch.float32 else exact(proof, layout, dtype, draw, **options)
+    # Exact in float32.
+    def compare(model_check, layout, dtype, draw, **options):
+        return (0.0, "") if dtype == torch.float32 else exact(model_check, layout, dtype, draw, **options)
 
-    monkeypatch.setattr(layout_module._Proof, "_compare", compare)
+    monkeypatch.setattr(layout_module._ModelCheck, "_compare", compare)
     path = make_family(tmp_path, "mistral")
     assert choose(path, model=ModelConfig(path=str(path), dtype="bfloat16"))[1].kind == "one_row"
 
@@ -156,7 +155,7 @@ def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
     run, text = make_run(make_model(tmp_path)), [5, 3, 4]
     policy = load_policy(run.model, device=CPU)
     alone, short, long = (
-        LayoutChooser(run, policy, ranks=make_alone(), device=CPU, text=each)._proofs[0]._samples(0)
+        LayoutChooser(run, policy, ranks=make_alone(), device=CPU, text=each)._model_checks[0]._samples(0)
         for each in ([], text, text * 1000)
     )
     prompt = short[0].token_ids
@@ -166,7 +165,7 @@ def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
 
 
 class OtherRank:
-    """The rank group of a rank beside which another fails some of the comparisons: causality first, then layouts."""
+    """Rank group in which another rank fails some comparisons: causality first, then layouts."""
 
     is_first = True
 
@@ -184,7 +183,7 @@ def test_all_ranks_choose_the_same(tmp_path):
 
 
 def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelError, match=r"model\.path .*\(Qwen2ForCausalLM\), for which no layout") as caught:
+    with pytest.raises(ModelError, match=r"model\.path .*\(Qwen2ForCausalLM\), which no layout") as caught:
         choose(make_model(tmp_path), ranks=OtherRank(failing=range(1, 100)))
     assert "one_at_a_time differs by" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -218,7 +217,7 @@ def test_a_teacher_and_a_critic_read_the_same_microbatches(tmp_path):
 
 @torch.no_grad()
 def canary_error(trainer):
-    """Largest distance of the canary from each of its sequences alone, nats."""
+    """Largest error of the canary relative to each sequence alone, nats."""
     token_ids, found = trainer.canary()
     alone = trainer.engine.model.causal_lm(input_ids=torch.tensor(token_ids), use_cache=False).logits.log_softmax(-1)
     expected = alone[:, :-1].gather(-1, torch.tensor(token_ids)[:, 1:, None])[..., 0]
@@ -233,11 +232,11 @@ def test_the_canary_shows_a_layout_that_is_wrong(tmp_path):
 
 # --- during training -------------------------------------------------------------------------------------------------
 def leak(layer, *, places):
-    """Let each token of a row see a little of the one that many places before it."""
+    """Leak a little of each token into the token `places` positions later."""
     layer.register_forward_hook(lambda *parts: parts[2] + 1e-3 * parts[2].roll(places, dims=1))
 
 
-@pytest.mark.parametrize(("places", "what"), [(1, "the samples beside it"), (-1, "its last token")])
+@pytest.mark.parametrize(("places", "what"), [(1, "its row neighbors"), (-1, "its last token")])
 @pytest.mark.parametrize("is_critic", [False, True])
 def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, what, is_critic):
     trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(advantage=GaeConfig())))
@@ -258,7 +257,7 @@ def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp
     settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "device": CPU, "step": 1}
     check_rows(policy, samples, **settings)
     leak(policy.backbone.base_model.layers[-1], places=1)
-    with pytest.raises(DivergenceError, match="independently of the samples beside it"):
+    with pytest.raises(DivergenceError, match="independently of its row neighbors"):
         check_rows(policy, samples, **settings)
 
 
@@ -280,6 +279,6 @@ def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"attn_logit_softcapping": 0.1}))
     token_ids = torch.arange(2, 40)[None]
-    # Eager attention, the reference: SDPA would leave the cap out.
+    # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
     assert torch.allclose(load_policy(ModelConfig(path=str(path)), device=CPU).causal_lm(token_ids).logits, expected)

@@ -8,7 +8,8 @@ from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training import load as load_module
+from slipstream.learner.training import model as model_module
+from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import load_policy, save_pretrained
 from tests.families import make_family
 from tests.tolerance import gradient_terms, is_rounding
@@ -19,45 +20,47 @@ def load(path):
     return load_policy(ModelConfig(path=str(path)), device=CPU)
 
 
-def test_a_missing_checkpoint_is_one_sentence(tmp_path):
-    with pytest.raises(ModelError, match=r"model\.path must be a readable transformers checkpoint") as caught:
-        load(tmp_path / "nowhere")
-    assert str(tmp_path / "nowhere") in str(caught.value)
+def configure(path, **settings):
+    """Change the model's config file."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+LOADERS = {r"model\.path": load_policy, r"algorithm\.critic\.path .*": load_value_model}
+BREAK = {
+    "missing": lambda path: path.rename(path.with_name("elsewhere")),
+    "unreadable": lambda path: (path / "model.safetensors").write_bytes(b"garbage"),
+    "without weights": lambda path: (path / "model.safetensors").unlink(),
+    "contradictory": lambda path: configure(path, num_hidden_layers=3),
+}
+
+
+@pytest.mark.parametrize("setting", LOADERS)
+@pytest.mark.parametrize("broken", BREAK)
+def test_a_broken_checkpoint_is_one_sentence(tmp_path, setting, broken):
+    path = make_model(tmp_path)
+    BREAK[broken](path)
+    with pytest.raises(ModelError, match=rf"^{setting} ?must be a readable transformers checkpoint") as caught:
+        LOADERS[setting](ModelConfig(path=str(path)), device=CPU)
+    assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_unreadable_checkpoint_is_one_sentence(tmp_path):
+@pytest.mark.parametrize("loader", LOADERS.values())
+def test_weights_are_float32_and_dropout_is_off(tmp_path, loader):
     path = make_model(tmp_path)
-    (path / "model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(ModelError, match=r"model\.path must be a readable transformers checkpoint") as caught:
-        load(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_without_weights_is_one_sentence(tmp_path):
-    path = make_model(tmp_path)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(ModelError):
-        load(path)
-
-
-def test_weights_are_float32_and_dropout_is_off(tmp_path):
-    path = make_model(tmp_path)
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
-    policy = load(path)
-    assert {p.dtype for p in policy.parameters()} == {torch.float32}
-    assert policy.causal_lm.config.attention_dropout == 0.0
-    assert policy.training
+    configure(path, attention_dropout=0.5)
+    model = loader(ModelConfig(path=str(path)), device=CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.backbone.config.attention_dropout == 0.0
+    assert model.training
 
 
 @pytest.mark.parametrize("name", ["phimoe", "falcon", "mixtral"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, is_recomputed):
     path = make_family(tmp_path, name)
-    settings = json.loads((path / "config.json").read_text())
-    noise = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "router_jitter_noise": 0.1, "input_jitter_noise": 0.1}
-    (path / "config.json").write_text(json.dumps(settings | noise))
+    configure(path, hidden_dropout=0.5, attention_dropout=0.5, router_jitter_noise=0.1, input_jitter_noise=0.1)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     policy = load_policy(ModelConfig(path=str(path)), device=CPU, gradient_checkpointing=is_recomputed)
     inputs = {"input_ids": torch.arange(2, 40)[None], "use_cache": False}
@@ -67,7 +70,9 @@ def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, 
 def test_a_change_of_the_models_function_is_refused_by_name(tmp_path, monkeypatch):
     path = make_family(tmp_path, "phimoe", spread=0.02)
     # The threshold of this router is no noise.
-    monkeypatch.setattr(load_module, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0))
+    monkeypatch.setattr(
+        model_module, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0)
+    )
     with pytest.raises(
         ModelError, match=r"model\.path must .* as transformers does .*\(PhimoeForCausalLM\), which diff"
     ):

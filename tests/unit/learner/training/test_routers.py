@@ -1,4 +1,4 @@
-"""Mixtures of experts in the learner: the balancing loss, the load of experts, and the replay of recorded experts."""
+"""Mixtures of experts in the learner: load-balancing loss, expert load, and router replay."""
 
 import asyncio
 import dataclasses
@@ -49,7 +49,7 @@ def collated(groups: list[list[Trajectory]], layout: Layout) -> list[Microbatch]
 
 
 def route(policy: Policy, groups: list[list[Trajectory]], *, shift: int = 0) -> list[list[Trajectory]]:
-    """The same with the experts that the policy chooses, as an engine would record them; rows moved by `shift`."""
+    """Add the policy's expert choices, as an engine would record them, shifted by `shift` tokens."""
     routed = []
     for group in groups:
         routed.append([])
@@ -222,7 +222,7 @@ def test_experts_of_another_token_are_noticed():
 
 
 def test_the_weights_of_replayed_experts_are_the_routers_own():
-    """With another model's choice, by transformers' own modules: the chosen experts, weighed by this model."""
+    """transformers' gate uses the given experts of another model with this model's weights."""
     policy, other = make_policy(), make_policy(seed=1)
     member = route(other, make_groups())[0][0]
     gate, ours = policy.causal_lm.model.layers[0].mlp.gate, torch.randn(len(member.token_ids), 64)
@@ -246,7 +246,7 @@ def test_replay_holds_where_activations_are_recomputed():
 
 
 def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference(tmp_path: Path):
-    """With experts of another model, old log-probs and new are alike, and the reference is as without them."""
+    """With recorded experts, proximal and learner log-probs agree, and the reference routes on its own."""
     algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coefficient=0.1))
     groups, found = route(make_policy(seed=1), make_groups()), []
     for replay in (False, True):
