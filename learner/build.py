@@ -1,4 +1,4 @@
-"""Builders of the learner's parts from the settings of a run."""
+"""Builds the learner's parts from the settings of a run."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
     """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    # First, because a user's function that is not there must be reported before anything is waited for.
+    # First, so that a missing user function is reported before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     size = run.learner.sequence_parallel
     group = SequenceGroup(size, ranks.rank % size, ranks.share_sequences(size))
@@ -73,13 +73,13 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
         loading=sharded_loading(run.learner.engine, ranks=ranks, device=device),
         group=group,
     )
-    # Before anything is computed, as a sharded model computes only within an engine.
+    # Build the engine before computing anything: a sharded model works only inside an engine.
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
     if is_sharded(policy):
         policy.check_head()
-    # Of rank 0, as others may be on machines without the file. Demonstrations are no prompts.
+    # Read by rank 0, because other machines may lack the file. SFT has demonstrations instead of prompts.
     text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
     chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
     frozen_models = _load_frozen_models(run, engine, ranks=ranks, device=device, chooser=chooser)
@@ -88,7 +88,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
         critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
     layout = chooser.choose()
     if run.learner.compile:
-        # Last: layouts were tried in float32, too, on prompts of other shapes.
+        # Compile last: choosing a layout also runs the model in float32 and on other shapes.
         compile_layers(policy.backbone, has_routers=policy.routers is not None)
     return Trainer(
         run,
@@ -137,7 +137,7 @@ def _load_frozen_models(
         reference = AdapterOff(engine)
     elif run.algorithm.kl.coefficient:
         reference = _load_frozen(run, run.model, ranks=ranks, device=device, group=policy.group, setting="model.path")
-        # The chooser may have changed the policy's.
+        # The chooser may have changed the policy's attention implementation.
         reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
     if distillation := run.algorithm.distillation:
         config = ModelConfig(
@@ -183,7 +183,7 @@ def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device,
     """Build this rank's part of the learner. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
     ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
-    # Rank 0 has compared its own with the broker's.
+    # Rank 0 has already compared its model with the broker's.
     model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
     check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]
     torch.manual_seed(run.seed)
@@ -206,7 +206,7 @@ def build_learner(
     num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's loop and all it calls. See Learner for `wait`, `num_heldout`, and Publisher for `snapshots`."""
+    """Build rank 0's training loop. See Learner for `wait` and `num_heldout`, and Publisher for `snapshots`."""
     publisher = Publisher(
         client=client,
         inbox=inbox,
@@ -218,7 +218,7 @@ def build_learner(
         trusts_network=run.cluster.trusted_network,
         clock=clock,
     )
-    # Weights are sent in the dtype in which the engines hold them.
+    # Weights are sent in the engines' dtype.
     trainer = rank_group.trainer
     metadata = trainer.engine.model.checkpoint_names.metadata(getattr(torch, run.model.dtype))
     stager = Stager(run.weights, metadata=metadata, device=trainer.engine.device)

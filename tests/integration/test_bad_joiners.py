@@ -205,7 +205,7 @@ def test_the_token_is_in_no_file_of_the_run_and_in_no_command_line(folder: Path,
 LEARNERS = {
     "settings of another run": Joiner(
         ("-m", "slipstream.learner", *SMALL),
-        r"settings must be the broker's, got differences in name",
+        r"settings must match the broker's, got differences in name",
         event="left: ",
     ),
     "another model": Joiner(

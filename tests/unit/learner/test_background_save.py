@@ -176,7 +176,7 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
     first.start({}, name="step-1", finish=lambda: None)
     ends_at = time.monotonic() + 10
-    while "files of a checkpoint of rank-1" not in first.reason:
+    while "checkpoint files of rank-1" not in first.reason:
         assert time.monotonic() < ends_at
         time.sleep(0.01)
     assert not (tmp_path / "step-1").exists()
@@ -221,7 +221,7 @@ class Held(StorageWait):
 
 def await_rank_1(first: BackgroundSaver) -> None:
     ends_at = time.monotonic() + 10
-    while "files of a checkpoint of rank-1" not in first.reason:
+    while "checkpoint files of rank-1" not in first.reason:
         assert time.monotonic() < ends_at
         time.sleep(0.01)
 

@@ -64,8 +64,8 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Ranks):
     assert ranks.has_ended.wait(DEADLINE_S)
     sentence = next(iter(ranks.ended.values()))
     assert sentence == (
-        "all learner ranks must show that they live within learner.rank_timeout_s (0.3 s), got nothing of rank 2 on "
-        "node2: its machine has vanished, or its process stands still; the ranks are started again."
+        "all learner ranks must send a heartbeat within learner.rank_timeout_s (0.3 s), got none from rank 2 on node2: "
+        "a machine is down or a process hangs; the ranks are restarted."
     )
 
 
@@ -83,7 +83,7 @@ def test_a_rendezvous_that_has_vanished_is_that_of_rank_0(ranks: Ranks):
     ranks.join(1, store=lost)
     assert ranks.has_ended.wait(DEADLINE_S)
     lost.is_back.set()
-    assert ranks.ended[1].startswith("the machine of learner rank 0, a machine that was never heard of, must answer")
+    assert ranks.ended[1].startswith("the machine of learner rank 0, an unknown machine, must answer")
 
 
 def test_a_process_that_stood_still_itself_blames_nobody(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):

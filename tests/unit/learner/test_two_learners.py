@@ -89,7 +89,7 @@ def test_a_checkpoint_with_a_missing_file_gets_no_name(tmp_path, monkeypatch):
     (file,) = (tmp_path / "checkpoints").rglob("optimizer-rank-0.safetensors")
     file.unlink()
     gate.is_open.set()
-    with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must be there"):
+    with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must exist"):
         checkpoints.saver.flush()
     assert checkpoints.names() == []
 

@@ -231,7 +231,7 @@ def test_a_greedy_answer_without_a_reward_is_no_baseline():
 
 
 def test_a_group_has_one_baseline_at_most():
-    with pytest.raises(BatchError, match="one greedy answer at most, got 0-0-1 and 0-0-2"):
+    with pytest.raises(BatchError, match="at most one greedy answer, got 0-0-1 and 0-0-2"):
         built([[fresh(0), fresh(1, sampling=GREEDY), fresh(2, sampling=GREEDY)]], has_baseline=True)
 
 

@@ -201,7 +201,7 @@ def test_missing_and_wrong_images_are_refused_by_name(folder: Path) -> None:
     held, name = PromptImages(str(folder)), image_id(PICTURES[0])
     with pytest.raises(BatchError, match=f"1 without bytes, such as {name}"):
         held.keep([name], {})
-    with pytest.raises(BatchError, match="other bytes"):
+    with pytest.raises(BatchError, match="different bytes"):
         held.keep([name], {name: PICTURES[1]})
     short = [Media("image", "test/0", name, 2, 2)]
     answer = make_answer(folder, 0, 0, [PICTURES[0]], media=short)

@@ -110,7 +110,7 @@ def test_every_few_seconds_the_log_has_what_is_missing_then_the_cause(patient: S
 
 def test_the_cause_that_is_shown_counts_the_time_up_to_now(patient: Scene):
     patient.wait(AFTER_S)
-    assert f"nothing has come for {AFTER_S + 60} s" in patient.wait(60)
+    assert f"nothing has arrived for {AFTER_S + 60} s" in patient.wait(60)
     assert len(patient.events()) == 1
 
 
@@ -173,9 +173,9 @@ def test_a_pause_keeps_the_ranks_alive_says_so_and_ends_with_the_request(monkeyp
 
     monkeypatch.setattr("slipstream.learner.stall.time.sleep", pass_time)
     seen = [(reason, scene.detector.gauges()["waits_for"]) for reason in scene.detector.while_paused()]
-    assert set(seen) == {("paused: `slipstream pause --off` lets the run go on", "user")}
+    assert set(seen) == {("paused: `slipstream pause --off` resumes the run", "user")}
     assert scene.num_keep_alives == 3600 / 5
     assert scene.detector.gauges()["waits_for"] == ""
-    assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "goes on, as requested"]
+    assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "resumed, as requested"]
     scene.begin(step=1)
     assert scene.wait(AFTER_S - 2).startswith(STEP_1), "a pause is no time without progress"
