@@ -1,4 +1,4 @@
-"""Fake generators and a fake snapshot server: each behaves as the test says."""
+"""Fake generators and a fake snapshot server, scripted by the test."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
 
 
 class FakeGenerators:
-    """Client, inbox and sender at once: each member answers as its behaviour says."""
+    """Client, inbox, and sender in one. Each member behaves as set in `members`."""
 
     address = ("127.0.0.1", 1)
 
@@ -48,7 +48,7 @@ class FakeGenerators:
         self.fails_to_open = False
 
     def set_members(self, **members: str) -> None:
-        """name=well|silent|wrong|slow: who is alive from now on, and how each behaves; slow: see `finish_fetching`."""
+        """Set the live members and their behavior: well|silent|wrong|slow. For slow members see `finish_fetching`."""
         self.members = members
         states = [
             MemberState(
@@ -82,14 +82,14 @@ class FakeGenerators:
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
-        """Versions and members of the requests to fetch, or of the broadcasts."""
+        """Versions and members of fetch requests (`fetched`) or of broadcasts."""
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
     def finish_fetching(
         self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
     ) -> None:
-        """A slow member has fetched the version."""
+        """Report that a slow member has fetched the version."""
         self.inbox.append(
             UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
         )
@@ -122,7 +122,7 @@ def member(name: str) -> Member:
 
 
 class FakeSnapshots:
-    """Records which versions were added, whether with deltas, and which were pinned."""
+    """Records the added versions, whether they had deltas, and which versions were pinned."""
 
     def __init__(self) -> None:
         self.added: list[tuple[int, bool, list[int]]] = []

@@ -1,4 +1,4 @@
-"""Evaluations are opened by name; one without any reward is requested again under another name."""
+"""Evaluations are opened by name. One without any reward is requested again under another name."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def evaluator(store: MemoryStore) -> Evaluator:
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
-    """Answer every open prompt with a reward of that status; returns how many there were."""
+    """Answer every open prompt with a reward of this status. Returns the number of prompts."""
     leases: list[Lease] = lease(store, 2)
     reward = Reward(total=0.0, status=status)
     store.insert([answer(each, attempt=each.attempt, reward=reward) for each in leases])

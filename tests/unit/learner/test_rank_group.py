@@ -1,4 +1,4 @@
-"""The worker loop executes rank 0's commands and waits while there is none."""
+"""The worker loop executes rank 0's commands and waits for the next one."""
 
 import re
 import traceback
@@ -33,7 +33,7 @@ from tests.unit.learner.builders import make_run as make_learner_run
 
 
 class FakeRanks:
-    """Receives these commands of rank 0 one after the other; records what is broadcast."""
+    """Receives these commands from rank 0 in order and records broadcasts."""
 
     def __init__(self, *commands: Command) -> None:
         self.left = deque(commands)
@@ -64,7 +64,7 @@ def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> 
 
 
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
-    """Metrics of a step on one trajectory with tokens of these versions."""
+    """Metrics of a step on one trajectory with tokens from these versions."""
     spans = [VersionSpan(4 + index, version) for index, version in enumerate(versions)]
     answer = make_response(response=tuple(range(5, 5 + len(versions))), version_spans=spans)
     _, payload = pack(answer, lease_id="1-0", purpose="train", group_size=1)
@@ -114,7 +114,7 @@ def test_the_formula_of_a_loss_is_at_most_nine_frames_below_the_loop(tmp_path, m
         stacks.append([frame.name for frame in traceback.extract_stack()])
         return ppo_clip(inputs, **settings)
 
-    # The functions above RankGroup.train: the loop of the run and the step in it.
+    # Callers of RankGroup.train: the loop of the run and the step in it.
     above = [Learner.run, Learner._train_one_step, Learner._train_and_commit]
     called = [*(function.__name__ for function in above[1:]), "train"]
     assert all(name in function.__code__.co_names for function, name in zip(above, called, strict=True))
@@ -146,7 +146,7 @@ def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_
     with pytest.raises(DivergenceError, match=cause):
         rank_group.save_checkpoint(step=2, version=2, finish=lambda _pointer: None)
     assert checkpoints.names() == [pointer.name]
-    # As a run before these checks would have left it.
+    # As a run without these checks would have saved it.
     poisoned = CheckpointPointer(2, 2, save(checkpoints, step=2))
     assert rank_group.restore(poisoned).step == 1
     rank_group.canary(step=1)

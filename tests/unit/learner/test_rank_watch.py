@@ -1,4 +1,4 @@
-"""A rank that is silent for too long ends the others, with its name and machine; steps and regular ends do not."""
+"""A silent rank ends the others with its name and machine. Long steps and regular exits do not."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ DEADLINE_S = 20.0
 
 
 class Lost(dist.Store):
-    """A rendezvous on a machine that has vanished."""
+    """A rendezvous on a machine that vanished."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Lost(dist.Store):
 
 
 class Ranks:
-    """Watches over one rendezvous, each as if in a process of its own."""
+    """Watches over one rendezvous, as if each were in a separate process."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()

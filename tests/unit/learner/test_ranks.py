@@ -64,7 +64,7 @@ def test_a_machine_without_its_loopback_interface_is_told_of_it(monkeypatch: pyt
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("Unable to find address for: lo")
 
-    # Another test of this process may have formed its group.
+    # Another test in this process may have formed its group.
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(RankGroupError, match=r"a single learner rank .* the loopback interface, .* address for: lo"):

@@ -66,7 +66,7 @@ def test_turns_and_positions_are_each_trajectorys_own():
         [fresh(0, prompt=(4,), response=(2, 1))],
     ]
     tokens = built(groups).batch.tokens
-    # Nothing predicts the first token of a trajectory, so it is counted and not there.
+    # Nothing predicts the first token of a trajectory, so it is counted but not trained.
     assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
     assert tokens.positions.tolist() == [0, 1, 2, 1, 2, 0, 1]
@@ -79,7 +79,7 @@ def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
     two = fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)], context_starts=[6], **tokens)
     found = built([[two, fresh(1, reward=3.0, prompt=(4, 8), response=(2, 1))]])
     columns = found.batch.tokens
-    # The second context begins within what would be one turn; nothing predicts its first token.
+    # The second context begins inside what would be one turn. Nothing predicts its first token.
     assert columns.sequences.tolist() == [0, 0, 0, 0, 1, 1]
     assert columns.contexts.tolist() == [0, 0, 0, 1, 2, 2]
     assert columns.turns.tolist() == [0, 0, 1, 2, 0, 0]

@@ -23,7 +23,7 @@ def logprobs_one_by_one(policy, sample):
 
 
 def logprobs_packed(policy, samples, layout):
-    """Log-probabilities of the samples' tokens, in the order of the samples."""
+    """Log-probabilities of the samples' tokens, in sample order."""
     column = torch.zeros(sum(len(sample.trained) for sample in samples))
     for microbatch in collate(samples, layout=layout):
         column[microbatch.indices] = policy(microbatch)["logprobs"]

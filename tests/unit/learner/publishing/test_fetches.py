@@ -1,4 +1,4 @@
-"""Joiners fetch before they take part in broadcasts; a fetch delays no other member; a failed one is evicted."""
+"""Joiners fetch before they join broadcasts. A fetch delays no other member; a failed fetch evicts the member."""
 
 from slipstream.broker.messages import LenderError
 from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish, stage
@@ -76,7 +76,7 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     publish(publisher, 1)
     clock.now += 6
     publisher.poll(timeout_s=0)
-    # Not to the other member, which may hold a later version by now.
+    # Not to the other member, which may hold a later version.
     assert [names for _, names in generators.updates(fetched=True)] == [["g0", "g1"], ["g1"]]
     clock.now += 660
     publisher.poll(timeout_s=0)
@@ -209,7 +209,7 @@ def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_d
         assert bool(order.digests) == bool(order.source.lenders)
     clock.now += 6
     publisher.poll(timeout_s=0)
-    # To each alone: the others of its message may have moved on.
+    # One message per member: the other recipients may have finished.
     repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
     assert sorted(repeated) == [[name] for name in sorted(names)]
 

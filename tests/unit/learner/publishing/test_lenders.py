@@ -1,4 +1,4 @@
-"""The plan of a fetch: few from the learner, the others from generators that have the version."""
+"""The fetch plan: the learner serves a few generators, which lend to the others."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ FAN_OUT = 4
 
 
 class Scene:
-    """Generators, a given number on each of many machines, the learner's apart."""
+    """Generators on many machines, none of them the learner's, `per_host` on each."""
 
     def __init__(self, *, num_hosts: int, per_host: int = 1, fan_out: int = FAN_OUT) -> None:
         self.clock = FakeClock()
@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def loads(self) -> Counter[str]:
-        """Generators that fetch from each address first."""
+        """Number of generators that fetch from each address first."""
         return Counter(place.lenders[0] for place in self.places.values() if place.lenders)
 
 
@@ -64,7 +64,7 @@ def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
         assert max(scene.loads.values(), default=0) <= FAN_OUT
         lending = {scene.address(name) for name, place in scene.places.items() if place.is_lent}
         assert set(scene.loads) <= lending
-        # No more of them keep the version in memory than are needed.
+        # No more generators than needed keep the version in memory.
         assert len(lending) == -(-count // FAN_OUT)
 
 

@@ -1,4 +1,4 @@
-"""A version is committed only when every living generator holds it; one that fails is evicted and tried again."""
+"""A version is committed only when every live generator holds it. A failing generator is evicted and retried."""
 
 import weakref
 from collections.abc import Iterator
@@ -202,7 +202,7 @@ def test_an_error_in_the_background_is_raised_in_the_learner():
 
 
 def test_a_late_answer_of_an_evicted_member_counts():
-    """A broker restarted during a publish does not know its generators for a moment."""
+    """A broker that restarts during a publish briefly knows no generators."""
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     publish(publisher, 1)
     answer, late = generators.send, []
@@ -247,7 +247,7 @@ def test_tensors_are_staged_one_at_a_time():
 
 # --- backend of an epoch ---------------------------------------------------------------------------------------------
 def publish_twice(devices: dict[str, str], *, own: str = "cuda:GPU-0", backend: str = "auto") -> FakeGenerators:
-    """Members fetch the first version, which tells their devices, and are sent the second one."""
+    """Publish twice. Members fetch the first version, which reports their devices, and get the second by broadcast."""
     publisher, generators, clock = make_publisher(
         snapshots=FakeSnapshots(), backend=backend, **dict.fromkeys(devices, "well")
     )

@@ -1,4 +1,4 @@
-"""Versions staged on a GPU keep their own bytes, and the learner waits for none; probes of the run's own text."""
+"""Versions staged on a GPU keep their bytes and don't block the learner. Probes use the run's prompts."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def make_weights(version: int) -> list[tuple[str, Tensor]]:
 
 
 def make_stager(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, staging: str = "device") -> Stager:
-    """A stager whose packing is queued behind the steps on the default stream, as on a GPU."""
+    """A stager that queues its packing after the default stream's work, as on a GPU."""
     pack = buckets.pack
 
     def queue_pack(weights, slots, *, sizes, reuse):
@@ -112,7 +112,7 @@ def test_a_cpu_stages_in_host_memory():
 
 # --- the probe -------------------------------------------------------------------------------------------------------
 def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float = 0.001) -> list[float]:
-    """Limit of each version's probe, when engines differ so on average."""
+    """Probe limit of each version, given the engines' mean difference for each."""
     publisher, generators, _ = make_publisher(g0="well")
     stager = Stager(WeightsConfig(max_probe_diff=max_probe_diff), metadata=[("a", (2, 3), dtype)])
     store = MemoryStore()
@@ -136,7 +136,7 @@ def test_in_float32_the_setting_alone_counts():
 
 
 def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str, float]:
-    """Metrics of 2,000 tokens whose log-probabilities differ by normal rounding; a share has an offset, too."""
+    """Metrics of 2,000 tokens with normal rounding differences, plus an offset for a share of them."""
     own = -torch.rand(2000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise = rounding * torch.randn(2000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     is_off = torch.arange(2000) < 2000 * share
@@ -147,13 +147,13 @@ def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str
 @pytest.mark.parametrize(
     ("limit", "row"),
     [
-        # A constant error: in float32, and in bfloat16, where its size is that of a usual rounding error.
+        # A constant error, in float32 and, at the size of a usual rounding error, in bfloat16.
         (1e-3, {"rounding": 1e-7, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": -1e-2}),
-        # As speculative decoding reports them.
+        # As reported by speculative decoding.
         (0.06, {"rounding": 0.02, "offset": 0.6, "share": 0.2}),
-        # Errors that cancel out.
+        # Errors that cancel out in the mean.
         (0.06, {"rounding": 0.2, "offset": 0.0}),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     ):
         read_train(run)
     Path(run.sft.train_path).unlink()
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_train(run)
 
 

@@ -82,7 +82,7 @@ def test_a_turn_of_tool_calls_alone_is_not_empty():
 
 def test_a_template_that_rewrites_the_beginning_is_refused():
     messages = conversation(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    with pytest.raises(ConfigError, match="give the columns token_ids and model_mask"):
+    with pytest.raises(ConfigError, match="provide the columns token_ids and model_mask"):
         chat_pieces(messages, tokenizer=chat_tokenizer(FORGETFUL))
 
 

@@ -15,7 +15,7 @@ ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for sta
 
 
 def make_demonstrations(count=6, *, seed=0):
-    """Random tokens, and masks with gaps as in conversations of several turns."""
+    """Random tokens, with gaps in the mask as in multi-turn conversations."""
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -38,7 +38,7 @@ def make_sft_trainer(folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8
 
 
 def plain_loss(module, demonstrations):
-    """Textbook loss: padded on the right, labels masked, torch's cross-entropy."""
+    """Textbook loss: right padding, masked labels, and torch's cross-entropy."""
     length = max(d.num_tokens for d in demonstrations)
     ids = torch.zeros(len(demonstrations), length, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
@@ -65,7 +65,7 @@ def plain_steps(batches, **optimizer):
 
 
 def gradients(folder, demonstrations, *, tokens_per_microbatch):
-    """Name -> gradient of a step, caught before the optimizer clears it."""
+    """Gradients of a step by name, recorded before the optimizer clears them."""
     sft, trainer = make_sft_trainer(folder, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
     module = trainer.engine.model.causal_lm
     caught = {}
@@ -130,11 +130,11 @@ def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
 def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_path):
     impossible = Demonstration(np.array([4, 8, 5]), np.array([False, True, True]))
     sft, trainer = make_sft_trainer(tmp_path)
-    # The model itself makes the logits, so that they can be changed.
+    # Make the model compute logits itself, so the hook can change them.
     trainer.engine.model.head = None
     head = trainer.engine.model.causal_lm.lm_head
     head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), -torch.inf))
-    # The softmax of the other token lacks it, too.
+    # The other token's softmax also excludes it.
     logits = (
         make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0].index_fill(-1, torch.tensor([5]), -torch.inf)
     )

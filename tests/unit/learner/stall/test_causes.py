@@ -1,4 +1,4 @@
-"""Every cause of a stall is found after its deadline and named; a run that makes progress has none."""
+"""Every stall cause is found and named after its deadline. A run that makes progress has none."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tests.memory_store.store import MemoryStore
 
 AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 600.0, 1800.0
 MAX_FAILED = 2 * 2 * 2
-"""Trajectories of two steps of the builders' run."""
+"""Trajectories in two steps of the builders' run."""
 
 
 def role(name: str = "generator-0", kind: str = "generator", **overrides: Any) -> RoleStatus:
-    """A living role that is ready at version 0."""
+    """A live role that is ready at version 0."""
     fields = {"liveness": "alive", "state": "ready", "report_age_s": 0.5, "progress_age_s": None, "reason": ""}
     return RoleStatus(**({"name": name, "role": kind, "version": 0, **fields} | overrides))
 
@@ -27,7 +27,7 @@ def dead(name: str = "generator-0", kind: str = "generator", *, age_s: float = 9
 
 
 def snapshot(*generators: RoleStatus, version: int = 0, broker: RoleStatus | None = None, **overrides: Any) -> Snapshot:
-    """The broker lives unless given; overrides are fields of the snapshot or of its counts."""
+    """A snapshot with a live broker by default. Overrides are fields of the snapshot or of its counts."""
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
     fields = {name: overrides.pop(name) for name in list(overrides) if name in Snapshot.__dataclass_fields__}
@@ -42,7 +42,7 @@ def working(**overrides: Any) -> Snapshot:
 
 
 class Scene:
-    """A wait that has begun, checked whenever the clock is moved."""
+    """A wait in progress, checked each time the clock moves."""
 
     def __init__(self, **overrides: Any) -> None:
         self.clock = FakeClock(0.0)
@@ -112,7 +112,7 @@ def test_a_new_wait_has_its_own_time(scene):
 
 # --- something comes, but does not help ------------------------------------------------------------------------------
 def expiring(n: int) -> Snapshot:
-    """Two groups of two have come and one has expired by every other second."""
+    """By every other second, two groups of two have arrived and one has expired."""
     return working(
         accepted=2 * n + n % 2 * 2, outcome_members={"expired": 2 * n}, reasons={"expired: stale": n, "retired: ": 3}
     )
@@ -180,7 +180,7 @@ def test_a_generator_that_has_started_has_time_for_a_first_batch(scene):
 
 
 def test_a_start_that_took_long_leaves_the_first_weights_their_own_time(scene):
-    """The generator is unsynced for a moment before it fetches: the time of its start must not count against it."""
+    """The generator is briefly unsynced before it fetches. The time of its start must not count."""
     unsynced = role(state="unsynced", version=None, waits_for="weights")
     assert scene.after(500, snapshot(role(state="starting", version=None))) is None
     assert scene.after(1, snapshot(unsynced)) is None

@@ -1,4 +1,4 @@
-"""A wait over a store: a dead end ends it with its events, or is shown until it is resolved."""
+"""A wait over a store: a dead end fails it with the last events, or is shown until resolved."""
 
 import pytest
 from structlog.testing import capture_logs
@@ -19,7 +19,7 @@ STEP_1 = "waiting for the 2 groups of step 1: 0 are ready"
 
 
 class Scene:
-    """A store in which a broker and one generator report, and a learner that waits."""
+    """A store with reports from a broker and one generator, and a waiting learner."""
 
     def __init__(self, *, policy: str) -> None:
         self.clock = FakeClock(0.0)
@@ -44,7 +44,7 @@ class Scene:
         self.num_keep_alives += 1
 
     def wait(self, seconds: int, **gauges) -> str:
-        """Poll every second for so long while everybody reports; returns the last reason."""
+        """Poll every second while all roles report. Returns the last reason."""
         generator = {"role": "generator", "state": "ready", "version": 0, "trajectories": 0, "rewards_failed": 0}
         for _ in range(seconds + 1):
             self.store.report_role("broker", {"role": "broker", "state": "ready"})
@@ -55,7 +55,7 @@ class Scene:
         return reason
 
     def claim_one(self, *, status: str) -> Claim:
-        """A claim of one group with a reward of this status and one of a failed reward function."""
+        """A claim of one group: one reward with this status and one from a failed reward function."""
         (leased,) = lease(self.store, 1)
         rewards = [Reward(total=0.0, status=status), Reward(total=0.0, status="error")]
         self.store.insert([answer(leased, index, reward=reward) for index, reward in enumerate(rewards)])
@@ -178,4 +178,4 @@ def test_a_pause_keeps_the_ranks_alive_says_so_and_ends_with_the_request(monkeyp
     assert scene.detector.gauges()["waits_for"] == ""
     assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "resumed, as requested"]
     scene.begin(step=1)
-    assert scene.wait(AFTER_S - 2).startswith(STEP_1), "a pause is no time without progress"
+    assert scene.wait(AFTER_S - 2).startswith(STEP_1), "A pause does not count as time without progress."
