@@ -1,4 +1,4 @@
-"""Training from stored rollouts alone: on one rank and on two, without vLLM, and with other rewards."""
+"""Training only from stored rollouts: on one rank and on two, without vLLM, and with other rewards."""
 
 import json
 import os
@@ -26,7 +26,7 @@ REPLAY = ("experiment=digits_replay", "replay.path=elsewhere", *SMALL)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A serial run, of which nothing is left but its archive and its metrics; and a vLLM that must not be imported."""
+    """A serial run of which only the archive and metrics remain, and a vLLM that must not be imported."""
     made = runs.make_task(tmp_path_factory.mktemp("replay"), warm=False)
     runs.train(made, "experiment=digits_serial", "name=first", *SMALL)
     (made / "runs" / "first" / "archive").rename(made / "elsewhere")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(folder: Path, name: str, *overrides: str, timeout_s: float = 240) -> list[dict[str, Any]]:
-    """The rows of a replay in whose processes vLLM cannot be imported."""
+    """The rows of a replay whose processes cannot import vLLM."""
     done = subprocess.run(
         runs.command(*REPLAY, f"name={name}", *overrides),
         cwd=folder,

@@ -11,7 +11,7 @@ from slipstream.runtime.run_folder import RunFolder
 
 @pytest.fixture
 def server(config: RunConfig) -> Iterator[EmbeddedRedis]:
-    """The embedded server of a run that the test's module has as `config`."""
+    """The embedded server of a run. The test module defines its `config`."""
     folder = RunFolder(config)
     folder.open()
     started = EmbeddedRedis(folder.store, max_memory_mib=64)

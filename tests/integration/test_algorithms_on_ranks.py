@@ -1,4 +1,4 @@
-"""Ranks over Gloo, with shares of the batch and slices of sequences, make the weights of one process."""
+"""Ranks over Gloo, with shares of the batch and slices of sequences, produce the same weights as one process."""
 
 import json
 import os
@@ -38,17 +38,18 @@ FEW_SLICED = [
     "family-gemma3_text",
     "family-qwen3_moe",
 ]
-"""Losses of whole sequences, a second model of each kind, numbers that go from one to another, windows."""
+"""Losses of whole sequences, a second model of each kind, values that pass between ranks, and windows."""
 SLICED_FAMILIES = [
     f"family-{name}"
     for name, (kind, _) in FAMILIES.items()
     if kind == "shared_rows" and name not in ("gemma2", "gpt_oss", "falcon")
 ]
 AT_ONCE = 20
-"""Algorithms per pair of processes: after some sixty DeepSpeed engines in one process, which keeps their groups, a
-collective of ZeRO 3 hangs."""
+"""Algorithms per pair of processes. After about sixty DeepSpeed engines in one process, which keeps their groups, a
+ZeRO-3 collective hangs.
+"""
 TOLERANCE = 5e-6
-"""Largest difference of a weight after two steps, which move each by up to 1e-3."""
+"""Largest difference of a weight after two steps. Each step moves weights by up to 1e-3."""
 pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 

@@ -1,4 +1,4 @@
-"""The archiver on a real store: both are killed and starved, and every group is in the archive once."""
+"""The archiver on a real store: both are killed and starved, and the archive has every group once."""
 
 import errno
 import shutil
@@ -57,7 +57,7 @@ def start_archiver(server: EmbeddedRedis, folder: Path) -> ArchiverThread:
 
 
 def retire(store: RedisStore, *, step: int, count: int) -> list[str]:
-    """One step, from lease to checkpoint; the groups it used."""
+    """One step, from lease to checkpoint. Returns the groups it used."""
     make_ready(store, count)
     claimed = claim(store, step, count)
     commit(store, claimed)
@@ -73,7 +73,7 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
 
 
 def groups_in(folder: Path) -> list[str]:
-    """Every trajectory's group, in the order archived."""
+    """Group of every trajectory, in archive order."""
     return [stored.trajectory.group_id for stored in Archive(folder).read()]
 
 
@@ -97,7 +97,7 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
     claimed = claim(store, 1, 1)
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
     archiver = start_archiver(server, tmp_path)
-    assert archiver.stop(timeout_s=10), "stopping archives what is over"
+    assert archiver.stop(timeout_s=10), "a stopping archiver archives finished groups"
     assert {(stored.state, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
         ("rejected", "all_equal")
     }
@@ -133,7 +133,7 @@ def test_groups_archived_but_not_forgotten_are_not_archived_again(
     server: EmbeddedRedis, store: RedisStore, tmp_path: Path
 ):
     retire(store, step=1, count=3)
-    # A crash between the manifest and `forget` leaves exactly this behind.
+    # The state after a crash between the manifest and `forget`.
     dying = ShardWriter(tmp_path)
     dying.write(store.finished(limit=2))
     dying.close()
@@ -144,7 +144,7 @@ def test_groups_archived_but_not_forgotten_are_not_archived_again(
 
 
 class FullDisk(ShardWriter):
-    """A writer whose disk is full until somebody makes room."""
+    """A writer with a full disk until space is freed."""
 
     has_room = threading.Event()
 

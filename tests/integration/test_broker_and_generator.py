@@ -1,4 +1,4 @@
-"""Router and generator over the in-memory transport: leases become trajectories, updates are applied and probed."""
+"""Router and generator over the in-memory transport: leases become trajectories, and updates are applied and probed."""
 
 import asyncio
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_a_drained_generator_returns_its_leases(scene: GeneratorScene):
 
 
 class InterruptedEngine(FakeEngine):
-    """Drains the generator during `moment`: start | probe."""
+    """Drains the generator at `moment`: start | probe."""
 
     def __init__(self, moment: str) -> None:
         super().__init__(ScriptedEngineConfig())
@@ -77,7 +77,7 @@ class InterruptedEngine(FakeEngine):
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._moment == "probe":
-            # Until the serving loop sleeps: it must not see the drain before the update completes.
+            # Wait until the serving loop sleeps: it must not see the drain before the update completes.
             for _ in range(5):
                 await asyncio.sleep(0)
             self.drain("stop signal")

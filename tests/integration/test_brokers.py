@@ -1,4 +1,4 @@
-"""Two brokers on one store: one is killed under load, and every trajectory is trained on once and archived once."""
+"""Two brokers on one store. One is killed under load, and every trajectory is trained on once and archived once."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def join_run(role: Any, run: RunConfig, keys: Keys, name: str, board: StatusBoar
 
 
 class ScriptedGenerator:
-    """Asks for one group at a time and puts its members one by one, over the real client."""
+    """Requests one group at a time and puts its members one by one, over the real client."""
 
     def __init__(self, name: str, run: RunConfig, keys: Keys) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class ScriptedGenerator:
         self._is_draining = True
 
     def end(self) -> bool:
-        """Leave; returns whether all was acknowledged."""
+        """Leave, and return whether everything was acknowledged."""
         self._thread.join(timeout=30)
         self._session.links.stop(flush_s=20)
         return not len(self._session.client.outbox)
@@ -106,7 +106,7 @@ class ScriptedGenerator:
                 self._session.client.put(*packed)
                 self.put.append(packed[0].id)
                 self._asked_at = None
-                # Only now, so that the lease is held by the work or by the outbox at any moment.
+                # Only now, so that either the work or the outbox always holds the lease.
                 del self._work[0]
             elif self._session.client.is_joined and (not self._asked_at or time.monotonic() - self._asked_at > 5):
                 self._asked_at = time.monotonic()
@@ -114,7 +114,7 @@ class ScriptedGenerator:
 
 
 class ScriptedLearner:
-    """Claims and commits every group that is ready, checkpoints, and follows the members of all brokers."""
+    """Claims and commits every ready group, checkpoints, and follows the members of all brokers."""
 
     def __init__(self, run: RunConfig, keys: Keys, store: RedisStore) -> None:
         self._store = store
@@ -156,7 +156,7 @@ class ScriptedLearner:
 
 
 class Scene:
-    """The store, two brokers as processes, ten generators and a learner."""
+    """The store, two broker processes, ten generators, and a learner."""
 
     def __init__(self, folder: Path) -> None:
         rows = write_rows(folder / "rows.parquet")
@@ -188,7 +188,7 @@ class Scene:
             self.brokers[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def living(self) -> dict[str, bool]:
-        """Names of the brokers that have reported within 3 s, and whether each is the chief."""
+        """Brokers that reported within 3 s, and whether each is the chief."""
         with suppress(RunConflictError):
             roles, now = self.store.roles(), self.store.now()
             fresh = [(name, each) for name, each in roles.items() if now - each["reported_at"] < 3]
@@ -273,7 +273,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
 def assert_books_reconcile(scene: Scene) -> None:
     put = Counter(each for generator in scene.generators for each in generator.put)
     trained = Counter(scene.learner.trained)
-    assert (len(put - trained), len(trained - put)) == (0, 0), "lost, or from nowhere"
+    assert (len(put - trained), len(trained - put)) == (0, 0), "lost, or of unknown origin"
     assert max(trained.values()) == 1, "trained on twice"
     archived = Counter(stored.trajectory.id for stored in Archive(scene.folder.archive).read())
     assert archived == trained

@@ -1,4 +1,4 @@
-"""Shards that two ranks have written, converted into one model."""
+"""Shards written by two ranks, converted into one model."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""At an address without this run's broker a peer logs what it waits for and ends in time with one sentence."""
+"""If this run's broker is not at an address, a peer logs what it waits for and ends in time with one error message."""
 
 import os
 import re
@@ -31,7 +31,7 @@ NO_LISTENER, NO_ANSWER = "no process listens there", "a process listens there bu
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # A short path: the length of a socket's path is limited.
+    # A short path, because socket paths are limited in length.
     with tempfile.TemporaryDirectory(prefix="slip-") as made:
         yield Path(made)
 
@@ -123,7 +123,7 @@ def test_the_wait_ends_in_time_and_names_what_is_missing(
 
 def test_an_answer_in_another_protocol_ends_the_wait_at_once(folder: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
-        # With this run's keys: nobody else is heard at all.
+        # With this run's keys, no other peer gets through.
         bound.curve_server = True
         bound.curve_publickey, bound.curve_secretkey = KEYS.server_public, KEYS.server_secret
         bound.bind(f"ipc://{folder}/other.sock")

@@ -1,4 +1,4 @@
-"""A real run with guests on models of their own: the one that lies is found and ended, the honest one goes on."""
+"""A real run with guests that use their own models: the lying one is detected and removed, the honest one continues."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def start_guest(run: Run, folder: Path, name: str, *program: str) -> "subprocess.Popen[str]":
-    """A guest knows an address and its token, and has no run folder."""
+    """A guest has an address and a token, but no run folder."""
     token = (run.path / "guests" / name).read_text().strip()
     address = f"broker.address=ipc://{(run.path / 'sockets').resolve()}/broker.sock"
     with (folder / f"{name}.log").open("w") as output:
@@ -111,6 +111,6 @@ def test_a_liar_among_guests_is_quarantined_and_nothing_of_it_is_trained_on_any_
     found = [*Archive(run.path / "archive").read()]
     lies = [stored for stored in found if stored.trajectory.generator_id == "mallory"]
     assert lies
-    # A step that was under way ends.
+    # A step in progress completes.
     assert max((step_of for stored in lies for step_of in stored.steps), default=0) <= step + 1
     assert {stored.state for stored in found if stored.trajectory.generator_id == "alice"} == {"retired"}

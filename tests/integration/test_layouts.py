@@ -1,4 +1,4 @@
-"""A checkpoint of any engine, ZeRO stage and number of ranks is resumed with any other."""
+"""A checkpoint from any engine, ZeRO stage, and number of ranks can be resumed with any other."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ ALL = ["torch-1", *(f"{stage}-{ranks}" for stage in range(4) for ranks in (1, 2)
 
 
 def launch(folder: Path, out: str, *extra: str) -> None:
-    """Run all ranks of a layout such as `2-4`, stage 2 on four ranks, to their end."""
+    """Run all ranks of a layout to completion. Example: `2-4` is stage 2 on four ranks."""
     layout, _, ranks = out.partition("-")
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
@@ -39,7 +39,7 @@ def launch(folder: Path, out: str, *extra: str) -> None:
 
 
 def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:
-    """The whole flattened moments by field and parameter; each element once."""
+    """The flattened moments by field and parameter, with each element once."""
     pieces = sorted(
         (f"{field}/{name}", int(begin), tensor)
         for file in files

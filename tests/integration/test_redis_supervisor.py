@@ -1,4 +1,4 @@
-"""RedisSupervisor: restarts a server that dies, makes its log durable, and ends when a restart would not help."""
+"""RedisSupervisor: restarts a server that dies, makes its log durable, and gives up when a restart would not help."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -67,11 +67,11 @@ def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone
     assert died == "the store died (signal SIGKILL); restarting it"
     assert back.startswith("the store is back after ")
     assert back.endswith("restart 1)")
-    assert supervisor.poll() == [], "said once"
+    assert supervisor.poll() == [], "reported once"
 
 
 def test_a_store_that_another_process_started_is_supervised_as_well(server, folder):
-    # Its parent is not the supervisor's process, so nobody but the supervisor's look tells of its end.
+    # Its parent is not the supervisor's process, so only the supervisor's polling notices its end.
     server.start(timeout_s=20)
     supervisor = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
     supervisor.start()
@@ -133,13 +133,13 @@ def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervis
 
 
 def synced_inodes() -> set[int]:
-    """Inodes of the files that this process holds open."""
+    """Inodes of the files open in this process."""
     files = (Path(file.path) for file in psutil.Process().open_files())
     return {file.stat().st_ino for file in files if file.exists()}
 
 
 def test_a_suspended_store_delays_a_client_without_retries_rarely(server, supervisor):
-    # Its loop must answer pings meanwhile.
+    # Its loop must keep answering pings.
     store = open_run_store(supervisor.url, "run", timeout_s=10, answer_timeout_s=0.3)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     process = psutil.Process(server.pid)

@@ -1,4 +1,4 @@
-"""open_run_store on a run folder: live, over, and of another key layout."""
+"""open_run_store on a run folder: of a live run, of a finished run, and with another key layout."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from slipstream.configs.load import load
 
 
 def make_run_folder(folder: Path) -> EmbeddedRedis:
-    """A run folder with a store that has been opened; returns its server, running."""
+    """A run folder with an opened store. Returns its server, running."""
     run = load(["name=looked-into"])
     (folder / "store").mkdir(parents=True)
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))

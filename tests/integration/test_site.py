@@ -1,4 +1,4 @@
-"""The documentation site, built from the tree as it is."""
+"""The documentation site, built from the current tree."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A whole run with its checkpoints, archive and models in an object store."""
+"""A whole run with checkpoints, archive, and models in an object store."""
 
 import os
 import socket

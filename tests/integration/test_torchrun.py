@@ -1,4 +1,4 @@
-"""A learner of several ranks ends with the code of the rank that failed."""
+"""A learner with several ranks exits with the code of the rank that failed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs with each weight transport; only the engine is scripted, and it verifies the weights."""
+"""Runs with each weight transport. Only the engine is scripted, and it verifies the weights."""
 
 import re
 import subprocess

@@ -213,7 +213,7 @@ def test_a_sequence_that_is_out_of_the_loss_is_no_sequence_here_and_one_in_trl()
 
 @pytest.mark.parametrize("name", ["rloo", "rloo_kl"])
 def test_before_the_learner_moves_rloo_has_the_gradient_of_trl(name):
-    # TRL clips the product of a sequence's ratios, which none of our losses does. At ratio 1 it has REINFORCE's gradient.
+    # TRL clips the product of a sequence's ratios, which our losses don't. At ratio 1 it has REINFORCE's gradient.
     price = KlConfig(0.1 if name == "rloo_kl" else 0.0, estimator="k1", charged_in="reward")
     config = make_config(advantage=RlooConfig(), aggregation="seq_mean_token_sum", kl=price)
     found = ours(config, learner_logprobs=BATCH["start_logprobs"])
