@@ -36,7 +36,7 @@ class Receive(msgspec.Struct):
 
 
 def serve_member(commands: Connection) -> None:
-    """A generator's end in a separate process. Executes commands until the pipe closes; answers checksums or an error."""
+    """A generator's end in a separate process. Executes commands until the pipe closes; sends checksums or an error."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
     commands.send_bytes(b"here")
