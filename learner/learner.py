@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ import structlog
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
-from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, make_entry
+from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, StepEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
@@ -254,12 +254,53 @@ class Learner:
 
     # --- one step ------------------------------------------------------------------------------------------------
     def _train_one_step(self) -> None:
+        """Claim groups, train on them, and commit the step."""
         started_at = self._clock()
         self._profiler.begin_step(self._step + 1)
         with self._account.phase("waiting"):
             claim = self._claim_groups(step=self._step + 1)
-        claimed_at = self._clock()
-        metrics = self._train_and_commit(claim)
+        claimed_at, claimed_at_ns = self._clock(), time.time_ns()
+        with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+            self._reason = f"training step {claim.step}"
+            num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
+            with self._account.phase("batch"):
+                payloads = self._store.fetch(claim.group_ids)
+                mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
+            # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
+            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
+            is_reused = claim.reused or [False] * len(payloads)
+            metrics = self._rank_group.train(
+                step=claim.step,
+                version=self._version,
+                payloads=[*payloads, *mixed],
+                weights=[*(claim.weights or [1.0] * len(payloads)), *([1.0] * len(mixed))],
+                max_lags=[*(reused_lag if reused else fresh_lag for reused in is_reused), *([None] * len(mixed))],
+                num_mixed=len(mixed),
+                fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
+            )
+            with self._account.phase("committing"):
+                entry = self._commit(claim, payloads, mixed_ids=mixed_ids)
+            self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
+        times = {"learner/wait_s": claimed_at - started_at, "learner/train_s": self._clock() - claimed_at}
+        self._complete_step(claim, metrics, times)
+
+    def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
+        """Commit the step. Fails if the claim has lapsed, because another learner may have trained on its groups."""
+        entry = make_entry(
+            claim,
+            payloads,
+            version=self._version,
+            seed=self._run.seed,
+            config_hash=config_hash(self._run),
+            mixed_group_ids=mixed_ids,
+        )
+        with self._committing:
+            self._store.commit(claim, entry)
+            self._step, self._fence = claim.step, claim.fence
+        return entry
+
+    def _complete_step(self, claim: Claim, metrics: Row, times: dict[str, float]) -> None:
+        """Publish, evaluate, log, and checkpoint as due after a step."""
         trained_at = self._clock()
         if self._is_due(self._run.weights.publish_every_steps):
             # All answers must come from the current version.
@@ -275,6 +316,7 @@ class Learner:
                     self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
         self._profiler.end_step(self._step, published=published.version if published else -1)
+        times |= {"learner/publish_s": self._clock() - trained_at, "learner/checkpoint_s": self._checkpoint_s}
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
@@ -282,12 +324,7 @@ class Learner:
             tokens=self._rank_group.trainer.step_tokens,
             published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
-            times={
-                "learner/wait_s": claimed_at - started_at,
-                "learner/train_s": trained_at - claimed_at,
-                "learner/publish_s": self._clock() - trained_at,
-                "learner/checkpoint_s": self._checkpoint_s,
-            },
+            times=times,
         )
         if self._step == 1:
             check_first_step(row, run=self._run, limit=self._publisher.probe_limit)
@@ -336,42 +373,6 @@ class Learner:
 
     def _who_is_missing(self) -> str:
         return f"{self._store.counts().leased} prompts are leased; {self._publisher.describe_members()}"
-
-    def _train_and_commit(self, claim: Claim) -> dict[str, Any]:
-        claimed_at_ns = time.time_ns()
-        with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
-            self._reason = f"training step {claim.step}"
-            num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
-            with self._account.phase("batch"):
-                payloads = self._store.fetch(claim.group_ids)
-                mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
-            # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
-            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
-            is_reused = claim.reused or [False] * len(payloads)
-            metrics = self._rank_group.train(
-                step=claim.step,
-                version=self._version,
-                payloads=[*payloads, *mixed],
-                weights=[*(claim.weights or [1.0] * len(payloads)), *([1.0] * len(mixed))],
-                max_lags=[*(reused_lag if reused else fresh_lag for reused in is_reused), *([None] * len(mixed))],
-                num_mixed=len(mixed),
-                fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
-            )
-            # The commit fails if the claim has lapsed, because another learner may have trained on its groups.
-            with self._account.phase("committing"):
-                entry = make_entry(
-                    claim,
-                    payloads,
-                    version=self._version,
-                    seed=self._run.seed,
-                    config_hash=config_hash(self._run),
-                    mixed_group_ids=mixed_ids,
-                )
-                with self._committing:
-                    self._store.commit(claim, entry)
-                    self._step, self._fence = claim.step, claim.fence
-            self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
-        return metrics
 
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"

@@ -1,4 +1,4 @@
-"""A run continues elsewhere with other folders, addresses, and stores but the same ledger, after a kill of all roles."""
+"""A run continues elsewhere: other folders, addresses, and stores but the same ledger, after a kill of all roles."""
 
 import re
 import shutil
