@@ -106,7 +106,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
             start_new_session=True,
         )
     try:
-        wait_for(lambda: metrics_exist(folder, "interrupted"), timeout_s=180)
+        runs.until(lambda: metrics_exist(folder, "interrupted"), timeout_s=180, what="the first step")
         started.send_signal(signal.SIGINT)
         sent_at = time.monotonic()
         assert started.wait(timeout=30) == 130
@@ -118,11 +118,3 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
 
 def metrics_exist(folder: Path, name: str) -> bool:
     return (folder / "runs" / name / "metrics.jsonl").exists()
-
-
-def wait_for(condition, *, timeout_s: float) -> None:
-    """Wait until a run has reached a point. Its own deadlines are shorter than this one."""
-    ends_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_at, "the run did not get there in time"
-        time.sleep(0.2)

@@ -1,8 +1,6 @@
 """`slipstream data` on the store of a live run, a finished run, and a damaged run."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +24,8 @@ from tests.unit.buffer.cli.run import run as run_command
 
 
 @pytest.fixture
-def config() -> Iterator[RunConfig]:
-    # A short path, because the store's socket is in the run folder.
-    folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    yield make_run(name="mine", runs_dir=str(folder))
-    shutil.rmtree(folder, ignore_errors=True)
+def config(short_folder: Path) -> RunConfig:
+    return make_run(name="mine", runs_dir=str(short_folder))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests import runs
 from tests.runs import SMALL, Run, end, left_behind, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -46,12 +44,6 @@ async def answer(self, prompt, index):
 AgentRunner.answer = answer
 main(sys.argv[1:])
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
 
 
 def start_guest(run: Run, folder: Path, name: str, *program: str) -> "subprocess.Popen[str]":

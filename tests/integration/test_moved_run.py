@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from tests.runs import Run, has_stepped, until
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS = 24
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
 
 
 def ledger_in(server: EmbeddedRedis) -> list[StepEntry]:

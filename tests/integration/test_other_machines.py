@@ -68,12 +68,6 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
             ip("netns", "del", machine.name)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 def listening(machine: Machine) -> list[tuple[str, int]]:
     """Addresses and ports on which processes of a machine listen."""
     listed = subprocess.run(

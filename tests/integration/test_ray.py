@@ -83,12 +83,6 @@ def cluster_of(*cpus: int, access: Mapping[str, str] = ACCESS) -> Iterator[Clust
         cluster.end()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 class Run:
     """A run with generators placed by Ray."""
 

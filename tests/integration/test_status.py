@@ -3,11 +3,9 @@
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,12 +30,10 @@ DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def config() -> Iterator[RunConfig]:
-    # A short path, because socket paths are limited in length.
-    folder = Path(tempfile.mkdtemp(prefix="slip-"))
+def config(short_folder: Path) -> RunConfig:
     # Longer than any start of a Python process on a busy machine.
-    yield make_run(name="mine", runs_dir=str(folder), broker={"peer_timeout_s": 300.0}, learner={"max_steps": 200})
-    shutil.rmtree(folder, ignore_errors=True)
+    timeouts = {"peer_timeout_s": 300.0}
+    return make_run(name="mine", runs_dir=str(short_folder), broker=timeouts, learner={"max_steps": 200})
 
 
 @pytest.fixture

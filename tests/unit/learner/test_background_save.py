@@ -14,6 +14,7 @@ from slipstream.buffer.durable_files import CHECKSUMS, find_damage, write_durabl
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.learner.background_save import BackgroundSaver, delete_folder
+from tests.runs import until
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 
@@ -163,8 +164,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
         raise PermissionError("no")
 
     saver.start({"state": fail}, name="step-1", finish=lambda: None)
-    while not saver._in_flight.done():
-        time.sleep(0.01)
+    until(saver._in_flight.done, what="the end of the save")
     with pytest.raises(PermissionError):
         saver.raise_error()
     with pytest.raises(PermissionError):
@@ -175,10 +175,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
     first.start({}, name="step-1", finish=lambda: None)
-    ends_at = time.monotonic() + 10
-    while "checkpoint files of rank-1" not in first.reason:
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
+    await_rank_1(first)
     assert not (tmp_path / "step-1").exists()
     second.start({}, name="step-1", finish=lambda: None)
     first.flush()
@@ -220,10 +217,7 @@ class Held(StorageWait):
 
 
 def await_rank_1(first: BackgroundSaver) -> None:
-    ends_at = time.monotonic() + 10
-    while "checkpoint files of rank-1" not in first.reason:
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
+    until(lambda: "checkpoint files of rank-1" in first.reason, what="the wait for rank 1")
 
 
 def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
@@ -234,9 +228,7 @@ def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_the
     await_rank_1(first)
     assert not (tmp_path / "0" / "step-1").exists()
     start(second, 1)
-    ends_at = time.monotonic() + 10
-    while not (tmp_path / "0" / "step-1").exists():
-        assert time.monotonic() < ends_at
+    until((tmp_path / "0" / "step-1").exists, what="the checkpoint")
     await_rank_1(first)
     assert finished == storage.child("checkpoints").names() == []
     held.let_go.set()

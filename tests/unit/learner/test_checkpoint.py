@@ -1,5 +1,4 @@
 import random
-import time
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
+from tests.runs import until
 from tests.unit.learner.builders import (
     CPU,
     make_checkpoints,
@@ -235,7 +235,7 @@ def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_check
     saved = copies(trainer)
     with no_file_above(10_000):
         name = checkpoints.save(step=1, version=1).name
-        await_until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason)
+        until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason, what="the reason")
         assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
         steps(trainer, range(1, 2))  # training continues, and these steps are not in the checkpoint
     checkpoints.saver.flush()
@@ -246,13 +246,6 @@ def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_check
 
 def copies(trainer):
     return weights(trainer) | {name: tensor.clone() for name, tensor in trainer.engine.copy_state().items()}
-
-
-def await_until(is_met, *, timeout_s=20.0):
-    ends_at = time.monotonic() + timeout_s
-    while not is_met():
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
 
 
 # --- other layouts ---------------------------------------------------------------------------------------------------
