@@ -177,7 +177,7 @@ class BackgroundSaver:
     def run(self, work: Callable[[], object]) -> None:
         """Run other work like a save: `flush` waits for it and raises its error."""
         if self._in_background:
-            self._in_flight = run_beside(work, name="checkpoint")
+            self._in_flight = run_in_thread(work, name="checkpoint")
         else:
             work()
 
@@ -216,7 +216,7 @@ class BackgroundSaver:
         self._disk.retry(lambda: merge(parts, into=own), what="a checkpoint", path=self._folder)
         if not self._ranks.is_first:
             self._name(own, name)
-        self._meet("written")
+        self._await_folders("written")
         # Rank 0 is last, so a checkpoint that it has is durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
@@ -234,11 +234,11 @@ class BackgroundSaver:
     def _upload(self, remote: ObjectFolder, name: str) -> None:
         folder = self._folder / name
         remote.upload(folder, read_checksums(folder), sender=self._ranks.rank)
-        self._meet("uploaded")
+        self._await_folders("uploaded")
         if self._ranks.is_first:
             remote.seal(senders=self._folders.leaders)
 
-    def _meet(self, state: str) -> None:
+    def _await_folders(self, state: str) -> None:
         """Post that this folder's part reached `state`. Rank 0 waits until every folder has."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
@@ -263,7 +263,7 @@ class BackgroundSaver:
         self._waits_for_ranks = ""
 
 
-def run_beside(work: Callable[[], object], *, name: str) -> Future[None]:
+def run_in_thread(work: Callable[[], object], *, name: str) -> Future[None]:
     """Run `work` in a daemon thread, so a stopping learner does not wait for it. The future ends with the work."""
 
     def run() -> None:

@@ -270,9 +270,7 @@ class Evaluator:
     def _has_failed(self, name: str) -> bool:
         """Whether answers exist but none has a reward."""
         results = self._results(name).values()
-        return any(each.num_answered for each in results) and all(
-            each.num_failed == each.num_answered for each in results
-        )
+        return 0 < sum(each.num_answered for each in results) == sum(each.num_failed for each in results)
 
     def _results(self, name: str) -> dict[Purpose, EvaluationResult]:
         results = {each.name: self._store.evaluation(f"{name}-{each.name}") for each in self._sets}

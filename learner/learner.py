@@ -11,10 +11,9 @@ that no checkpoint covers return to the buffer.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import structlog
@@ -43,35 +42,28 @@ from slipstream.runtime.disk import DiskWait
 log = structlog.get_logger(__name__)
 
 
-class ClaimKeeper:
-    """Context that renews a claim while its step runs, so a slow step is not mistaken for a dead learner.
+@contextmanager
+def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
+    """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
 
     If the whole process is suspended, the claim can still lapse. Its fencing token then makes the commit fail.
     """
 
-    def __init__(self, store: Store, claim: Claim, *, lease_s: float) -> None:
-        self._store = store
-        self._claim = claim
-        self._lease_s = lease_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="claim-keeper", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join(timeout=1.0)
-
-    def _renew(self) -> None:
-        while not self._done.wait(self._lease_s / 3):
+    def renew() -> None:
+        while not is_done.wait(lease_s / 3):
             try:
-                self._store.renew_claim(self._claim, lease_s=self._lease_s)
+                store.renew_claim(claim, lease_s=lease_s)
             except ReplayBufferError as error:
-                log.warning("claim_not_renewed", step=self._claim.step, error=str(error))
+                log.warning("claim_not_renewed", step=claim.step, error=str(error))
+
+    is_done = threading.Event()
+    thread = threading.Thread(target=renew, name="claim-keeper", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join(timeout=1.0)
 
 
 _POLL_EVERY_S = 0.2
@@ -260,7 +252,7 @@ class Learner:
         with self._account.phase("waiting"):
             claim = self._claim_groups(step=self._step + 1)
         claimed_at, claimed_at_ns = self._clock(), time.time_ns()
-        with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+        with keep_claim(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
             self._reason = f"training step {claim.step}"
             num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
             with self._account.phase("batch"):

@@ -150,9 +150,11 @@ class StepProfiler:
     def _await_parts(self) -> list[str]:
         """Wait for the files of brokers and generators. Returns roles without one; they do not see the run folder."""
         ends_at = time.monotonic() + _PARTS_TIMEOUT_S
-        roles = self._store.roles().items()
-        awaited = [name for name, gauges in roles if gauges.get("role") in ("broker", "generator")]
-        awaited = [name for name in awaited if dict(roles)[name].get("state") != "gone"]
+        awaited = [
+            name
+            for name, gauges in self._store.roles().items()
+            if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
+        ]
         while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
             if time.monotonic() >= ends_at:
                 return missing

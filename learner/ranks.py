@@ -46,16 +46,12 @@ log = structlog.get_logger(__name__)
 
 def leave(store: Any, rank: int) -> None:
     """Announce to the other ranks that this rank ends normally. Raises RuntimeError."""
-    store.set(_left(rank), "1")
+    store.set(f"left/{rank}", "1")
 
 
-def _left(rank: int) -> str:
-    return f"left/{rank}"
-
-
-def _end_process(sentence: str) -> None:
+def _end_process(message: str) -> None:
     # An exception would not reach the main thread, which is blocked in a collective until its timeout.
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TRY_AGAIN)
 
 
@@ -123,7 +119,7 @@ class RankWatch:
         beat = self._store.get(key).decode() if self._store.check([key]) else ""
         if beat != self._beats[other]:
             self._beats[other], self._silent_s[other] = beat, 0.0
-        if self._store.check([_left(other)]):
+        if self._store.check([f"left/{other}"]):
             self._silent_s[other] = -math.inf
 
     def _judge(self) -> None:
@@ -136,10 +132,10 @@ class RankWatch:
             for other in self._others:
                 self._silent_s[other] += passed_s
             if silent := [other for other in self._others if self._silent_s[other] > self._timeout_s]:
-                self._end(self._sentence(silent))
+                self._end(self._message(silent))
                 return
 
-    def _sentence(self, silent: Sequence[int]) -> str:
+    def _message(self, silent: Sequence[int]) -> str:
         limit = f"within learner.rank_timeout_s ({self._timeout_s:g} s)"
         # If no heartbeat could be read, the rendezvous on rank 0's machine is lost. The other ranks' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
@@ -194,10 +190,10 @@ def launch_ranks(
     os.environ.setdefault(ERROR_HANDLING, "0")
     with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
         if num_machines > 1:
-            meeting = meeting_of_machines(os.environ, num_machines=num_machines)
+            rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
         else:
-            meeting = _meeting_at_files(Path(folder))
-        options = [*meeting, f"--nproc-per-node={num_here}"]
+            rendezvous = _file_rendezvous(Path(folder))
+        options = [*rendezvous, f"--nproc-per-node={num_here}"]
         try:
             torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
         except ChildFailedError as failed:
@@ -208,7 +204,7 @@ def launch_ranks(
     raise SystemExit(0)
 
 
-def _meeting_at_files(folder: Path) -> list[str]:
+def _file_rendezvous(folder: Path) -> list[str]:
     """Return torchrun options for ranks on one machine, which meet through files in a private folder.
 
     `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
@@ -222,7 +218,7 @@ def _meeting_at_files(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def meeting_of_machines(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
+def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
     """Return torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
     number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
     numbers = range(num_machines)
@@ -317,8 +313,6 @@ class Ranks:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collect one payload per rank, in rank order, on every rank."""
-        if self.size == 1:
-            return [payload]
         return [
             self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
         ]
@@ -345,8 +339,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        if self.size > 1:
-            self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def post(self, subject: str, word: str) -> None:
         """Publish a value for the other ranks, without waiting for them. Thread-safe."""

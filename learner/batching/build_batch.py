@@ -7,7 +7,7 @@ excluded only from the loss. A greedy answer is never in the loss or in a mean: 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -93,8 +93,10 @@ def build_batch(
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    for member, samples in zip(members, _samples(members, images, has_experts=routers is not None), strict=True):
-        updates[update_of[member.group]] += samples
+    first_index = 0
+    for member in members:
+        updates[update_of[member.group]] += _samples(member, first_index, images, has_experts=routers is not None)
+        first_index += len(member.trained)
     return BuiltBatch(batch, updates, [member.trained for member in members], _metrics(members, batch.trajectories))
 
 
@@ -162,16 +164,8 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
     )
 
 
-def _samples(members: Sequence[_Member], images: PromptImages | None, *, has_experts: bool) -> list[list[Sample]]:
-    """Samples of each member, one per context. Their tokens follow the order of the columns of `Tokens`."""
-    first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
-    starts = zip(members, first_indices, strict=True)
-    return [list(_samples_of(member, first, images, has_experts=has_experts)) for member, first in starts]
-
-
-def _samples_of(
-    member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool
-) -> Iterator[Sample]:
+def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
+    """One sample per context. The member's first trained token is `first_index` in the columns of `Tokens`."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()

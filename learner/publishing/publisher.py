@@ -36,7 +36,7 @@ from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.background_save import run_beside
+from slipstream.learner.background_save import run_in_thread
 from slipstream.learner.publishing.fetches import FetchTracker, SnapshotServer
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
@@ -261,7 +261,7 @@ class Publisher:
         if self._is_serial:
             action()
             return
-        in_flight = run_beside(action, name="send-weights")
+        in_flight = run_in_thread(action, name="send-weights")
         while not wait([in_flight], timeout=_POLL_EVERY_S).done:
             self.poll(timeout_s=0)
             if not set(members) <= self._members.living.keys():

@@ -18,9 +18,10 @@ from slipstream.broker.messages import (
     UpdateApplied,
 )
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3))]
 CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
@@ -169,6 +170,13 @@ def make_publisher(
 
 def make_stager(weights: list[tuple[str, torch.Tensor]] = WEIGHTS) -> Stager:
     return Stager(WeightsConfig(), metadata=[(name, tensor.shape, torch.float32) for name, tensor in weights])
+
+
+def make_background(publisher: Publisher, stager: Stager | None = None) -> tuple[BackgroundPublisher, MemoryStore]:
+    """A publisher in the background, and the store of its run."""
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    return BackgroundPublisher(publisher, stager or make_stager(), store, in_background=True), store
 
 
 def stage(version: int) -> Staged:

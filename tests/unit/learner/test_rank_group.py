@@ -4,6 +4,7 @@ import re
 import traceback
 from collections import deque
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,6 @@ from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Trajectory, VersionSpan
 from slipstream.learner.algorithms import policy_losses
 from slipstream.learner.algorithms.policy_losses import ppo_clip
-from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, Operation, RankGroup
@@ -22,10 +22,10 @@ from slipstream.runtime.trace import TimeAccount
 from tests.builders import make_run
 from tests.unit.learner.builders import (
     make_alone,
+    make_checkpoints,
     make_groups,
     make_model,
     make_response,
-    make_trainer,
     plant_nan,
     save,
 )
@@ -61,6 +61,12 @@ class FakeTrainer:
 def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> RankGroup:
     saver = SimpleNamespace(raise_error=lambda: None)
     return RankGroup(run=make_run(), trainer=trainer, ranks=ranks, checkpoints=SimpleNamespace(saver=saver))
+
+
+def make_real_rank_group(folder: Path) -> RankGroup:
+    run = make_learner_run(make_model(folder))
+    trainer, checkpoints = make_checkpoints(run, folder)
+    return RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
 
 
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
@@ -119,19 +125,15 @@ def test_the_formula_of_a_loss_is_at_most_eight_frames_below_the_loop(tmp_path, 
     called = [*(function.__name__ for function in above[1:]), "train"]
     assert all(name in function.__code__.co_names for function, name in zip(above, called, strict=True))
     monkeypatch.setattr(policy_losses, "ppo_clip", recorded)
-    run = make_learner_run(make_model(tmp_path))
-    rank_group = RankGroup(run=run, trainer=make_trainer(run), ranks=make_alone(), checkpoints=None)
-    rank_group.train(step=1, version=0, payloads=make_payloads())
+    make_real_rank_group(tmp_path).train(step=1, version=0, payloads=make_payloads())
     depths = [len(above) + len(stack) - stack.index("train") for stack in stacks]
     assert depths
     assert max(depths) <= 8, stacks[0]
 
 
 def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_nor_saved(tmp_path):
-    run = make_learner_run(make_model(tmp_path))
-    trainer = make_trainer(run)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
-    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+    rank_group = make_real_rank_group(tmp_path)
+    trainer, checkpoints = rank_group.trainer, rank_group.checkpoints
     plant_nan(trainer, update=2)
     rank_group.train(step=1, version=0, payloads=make_payloads())
     pointer = rank_group.save_checkpoint(step=1, version=1, finish=lambda _pointer: None)
@@ -155,10 +157,8 @@ def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_
 
 @pytest.mark.parametrize("broken", ["probe", "moments", "objective"])
 def test_what_finite_weights_do_not_show_is_not_saved_either(tmp_path, monkeypatch, broken):
-    run = make_learner_run(make_model(tmp_path))
-    trainer = make_trainer(run)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
-    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+    rank_group = make_real_rank_group(tmp_path)
+    trainer, checkpoints = rank_group.trainer, rank_group.checkpoints
     rank_group.train(step=1, version=0, payloads=make_payloads())
     if broken == "probe":
         monkeypatch.setattr(trainer_module, "canary_logprobs", lambda *_, **__: [[-1.0, float("nan")]])

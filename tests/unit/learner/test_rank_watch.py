@@ -37,8 +37,8 @@ class Ranks:
         self.has_ended = threading.Event()
 
     def join(self, rank: int, *, size: int = 2, store: dist.Store | None = None) -> RankWatch:
-        def end(sentence: str) -> None:
-            self.ended[rank] = sentence
+        def end(message: str) -> None:
+            self.ended[rank] = message
             self.has_ended.set()
 
         watch = RankWatch(store or self.store, rank=rank, size=size, timeout_s=TIMEOUT_S, end=end, host=f"node{rank}")
@@ -62,8 +62,8 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Ranks):
     ranks.store.wait(["alive/2"], timedelta(seconds=DEADLINE_S))
     silent.stop()
     assert ranks.has_ended.wait(DEADLINE_S)
-    sentence = next(iter(ranks.ended.values()))
-    assert sentence == (
+    message = next(iter(ranks.ended.values()))
+    assert message == (
         "all learner ranks must send a heartbeat within learner.rank_timeout_s (0.3 s), got none from rank 2 on node2: "
         "a machine is down or a process hangs; the ranks are restarted."
     )

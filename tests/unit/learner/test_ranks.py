@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
-from slipstream.learner.ranks import check_environment, join_ranks, meeting_of_machines
+from slipstream.learner.ranks import check_environment, join_ranks, machine_rendezvous
 from tests.unit.learner.builders import CPU, make_alone
 
 
@@ -51,13 +51,13 @@ def test_collectives_between_machines_need_a_network_that_is_trusted():
 
 def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
     given = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20999"}
-    meeting = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5", "--master-port=20999"]
-    assert meeting_of_machines(given, num_machines=2) == meeting
+    options = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5", "--master-port=20999"]
+    assert machine_rendezvous(given, num_machines=2) == options
     for missing in ({"NODE_RANK": "2"}, {"NODE_RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "any"}):
         with pytest.raises(
             ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0 to 1"
         ):
-            meeting_of_machines(given | missing, num_machines=2)
+            machine_rendezvous(given | missing, num_machines=2)
 
 
 def test_a_machine_without_its_loopback_interface_is_told_of_it(monkeypatch: pytest.MonkeyPatch):

@@ -13,14 +13,12 @@ from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.load import load
 from slipstream.learner.errors import SampledLogprobsError
-from slipstream.learner.publishing.publisher import BackgroundPublisher
 from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, check_first_step, prompt_tokens
 from slipstream.learner.training.step_metrics import count_tokens, describe_by_lag
 from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
-from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.fake_generators import make_publisher
+from tests.unit.learner.fake_generators import make_background, make_publisher
 from tests.unit.learner.metrics.test_token_stats import make_stats
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
@@ -115,9 +113,7 @@ def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float 
     """Probe limit of each version, given the engines' mean difference for each."""
     publisher, generators, _ = make_publisher(g0="well")
     stager = Stager(WeightsConfig(max_probe_diff=max_probe_diff), metadata=[("a", (2, 3), dtype)])
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, stager, store, in_background=True)
+    background, _ = make_background(publisher, stager)
     for version, diff in enumerate(diffs):
         generators.probe_diff = diff
         weights = [("a", torch.ones(2, 3))]
