@@ -156,7 +156,7 @@ def test_a_role_started_by_hand_says_it_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_role_that_finds_bad_input_is_named_with_its_sentence(folder: Path) -> None:
+def test_a_role_that_finds_bad_input_is_named_with_its_error(folder: Path) -> None:
     done = launch(folder, "name=weightless", "model.path=models/no-weights")
     assert_ends_with_one_sentence(done, folder, "learner: model.path", "models/no-weights", "learner.log")
 

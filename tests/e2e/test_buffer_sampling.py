@@ -86,7 +86,7 @@ def score(sample):
 """
 
 
-def test_a_curriculum_skips_what_is_always_or_never_right_and_counts_it(folder: Path):
+def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(folder: Path):
     (folder / "graded.py").write_text(GRADED)
     pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
     rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")

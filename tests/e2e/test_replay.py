@@ -58,7 +58,7 @@ def weights(folder: Path, name: str) -> dict[str, Any]:
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
 
 
-def test_an_archive_alone_gives_the_losses_of_its_run_bit_for_bit_and_each_step_its_own_accuracy(folder: Path):
+def test_a_replay_of_an_archive_reproduces_the_losses_bit_for_bit_and_evaluates_each_step(folder: Path):
     rows = replay(folder, "again", "evaluation.every_steps=2")
     assert losses(rows) == losses(runs.metrics(folder, "first"))
     assert [(row["step"], row["eval/version"]) for row in rows if "eval/accuracy_sampled" in row] == [(2, 2)]
@@ -79,7 +79,7 @@ def test_two_ranks_make_the_weights_of_one(folder: Path, engine: str):
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
-def test_the_same_reward_function_changes_nothing_and_another_does(folder: Path):
+def test_the_same_reward_function_changes_nothing_and_a_different_one_does(folder: Path):
     first = runs.metrics(folder, "first")
     same = "replay.rescore=slipstream.generators.rewards.functions:position_match"
     assert losses(replay(folder, "same", same)) == losses(first)

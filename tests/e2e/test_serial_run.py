@@ -74,7 +74,7 @@ def test_an_adapter_is_published_and_saved(folder: Path):
     assert load_file(folder / FINAL / "adapter/adapter_model.safetensors")
 
 
-def test_a_version_is_applied_at_once_so_that_no_token_depends_on_threads(folder: Path):
+def test_a_version_is_applied_immediately_so_no_token_depends_on_threads(folder: Path):
     # All tokens of the first max_lag + 1 steps are of version 0, those of the next steps of version 5.
     rows = train(folder, "later", "learner.max_steps=8")
     assert [row["lag/mean"] for row in rows] == [0, 1, 2, 3, 4, 0, 1, 2]

@@ -38,7 +38,7 @@ def logprobs(policy: Policy, vision: VisionModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.long)])
-def test_a_model_is_adopted_with_its_visual_encoder(engines: Engines, tmp_path: Path, family: str) -> None:
+def test_a_model_is_loaded_with_its_visual_encoder(engines: Engines, tmp_path: Path, family: str) -> None:
     folder = make_vision_model(tmp_path / "model", family)
     policy, vision = load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu")), VisionModel(str(folder))
     policy.eval()

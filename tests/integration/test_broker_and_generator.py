@@ -19,7 +19,7 @@ def scene(tmp_path: Path) -> GeneratorScene:
     return GeneratorScene(tmp_path)
 
 
-def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_ready(scene: GeneratorScene):
+def test_leases_start_after_weights_are_verified_and_groups_become_ready(scene: GeneratorScene):
     async def script() -> None:
         await scene.turn()
         assert scene.store.counts().admitted == 0
@@ -85,7 +85,7 @@ class InterruptedEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("moment", ["start", "probe"])
-def test_a_drain_is_final_whatever_completes_after_it(scene: GeneratorScene, moment: str):
+def test_a_drain_is_final_regardless_of_later_completions(scene: GeneratorScene, moment: str):
     scene.engine = InterruptedEngine(moment)
     scene.generator = make_generator(scene)
     scene.engine.drain = scene.generator.drain

@@ -95,7 +95,7 @@ def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_act_leaves_what_was_acknowledged_accounted_for(seed: int) -> None:
+def test_every_act_leaves_acknowledged_trajectories_accounted_for(seed: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", "--engine=light", f"--seed={seed}", "--kills=20"],
         cwd=ROOT,

@@ -290,7 +290,7 @@ def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser
         urlopen(Request(f"{watched.root}/api/runs", headers={"cookie": heard[0]}), timeout=DEADLINE_S)
 
 
-def test_the_page_goes_on_while_every_role_dies_and_the_store_after_them(watched: Watched, run: LiveRun):
+def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched: Watched, run: LiveRun):
     watched.open("/runs/mine/pipeline")
     for name in ("generator-0", "generator-1", "learner", "broker"):
         run.kill(name)

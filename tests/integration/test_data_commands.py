@@ -82,7 +82,7 @@ def test_a_run_whose_store_was_stopped_is_listed_too(
     assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
 
 
-def test_a_reader_that_ends_leaves_its_server_to_a_run_that_goes_on(
+def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
     store: RedisStore, server: EmbeddedRedis, config: RunConfig
 ):
     server.stop()

@@ -201,7 +201,7 @@ def test_a_wrong_token_no_token_and_no_broker_are_named(
     assert (nobody.verdict, nobody.found) == ("fail", "nothing accepts a connection at tcp://127.0.0.1:23119")
 
 
-def test_the_command_prints_a_table_or_json_and_its_code_tells_whether_a_check_has_failed(
+def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(
     served: ServedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["diagnose", "cluster", f"broker.address={served.channel.address}"])
@@ -216,7 +216,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_tells_whether_a_check_h
     assert checks[1]["fix"].startswith("correct broker.address, start the broker, or open its port")
 
 
-def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     findings = found(*HERE)

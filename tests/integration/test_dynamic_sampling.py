@@ -176,7 +176,7 @@ def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_
 
 
 @STORES
-def test_a_run_without_a_row_in_the_band_goes_on_and_says_so_once(tmp_path: Path, make_store):
+def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path: Path, make_store):
     data = {"curriculum": {"explore": 0.0, "min_answers": 2}}
     scene = GeneratorScene(
         tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", data=data, learner={"max_steps": 20}

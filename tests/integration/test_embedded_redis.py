@@ -244,7 +244,7 @@ def test_a_directory_too_deep_for_a_socket_gets_a_short_one(tmp_path):
     assert not Path(socket).parent.exists()
 
 
-def test_the_short_folder_of_somebody_else_is_refused(tmp_path):
+def test_another_users_short_folder_is_rejected(tmp_path):
     server = EmbeddedRedis(tmp_path / ("d" * 60) / ("e" * 60))
     socket = Path(server.url.removeprefix("unix://"))
     socket.parent.symlink_to(tmp_path)
@@ -382,7 +382,7 @@ def test_a_server_is_watched_by_a_python_that_cannot_open_a_pidfd(
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Path, is_suspended: bool) -> None:
+def test_an_unused_server_with_a_deleted_folder_ends(tmp_path: Path, is_suspended: bool) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()
     with open_run_store(server.url, "run", timeout_s=10) as store:

@@ -113,7 +113,7 @@ def test_the_wait_ends_in_time_and_names_what_is_missing(
     assert f"waited {TIMEOUT_S:g} s for the welcome of the broker at {address}; missing: {missing}" in str(caught.value)
 
 
-def test_an_answer_in_another_protocol_ends_the_wait_at_once(short_folder: Path) -> None:
+def test_an_answer_in_another_protocol_ends_the_wait_immediately(short_folder: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
         # With this run's keys, no other peer gets through.
         bound.curve_server = True

@@ -70,7 +70,7 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
 
 
 @pytest.mark.long
-def test_policy_and_critic_go_on_with_other_ranks_and_stages(tmp_path: Path) -> None:
+def test_policy_and_critic_resume_with_other_ranks_and_stages(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     for source in ("torch-1", "3-2", "2-2"):
         launch(tmp_path, source, "--critic")
@@ -82,7 +82,7 @@ def test_policy_and_critic_go_on_with_other_ranks_and_stages(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", ["", "--critic", "--lora"], ids=["policy", "critic", "lora"])
-def test_every_layout_goes_on_from_every_other(tmp_path: Path, extra: str) -> None:
+def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> None:
     make_tiny_model(tmp_path / "model")
     layouts = ALL if extra == "" else ["torch-1", "0-2", "1-2", "2-4", "3-1", "3-2"]
     options = [extra] if extra else []

@@ -120,7 +120,7 @@ def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
 @pytest.mark.parametrize(
     "extra", ["", *(pytest.param(each, marks=pytest.mark.long) for each in ("--critic", "--lora"))]
 )
-def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
+def test_gathering_bfloat16_weights_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
     make_tiny_model(tmp_path / "model")
     found, num_bytes = [], []
     for gathered in ("whole", "rounded"):

@@ -45,7 +45,7 @@ def kill(server: EmbeddedRedis) -> None:
     psutil.Process(server.pid).kill()
 
 
-def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone(server, supervisor):
+def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(server, supervisor):
     store = opened(supervisor.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
@@ -64,7 +64,7 @@ def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone
     assert supervisor.poll() == [], "reported once"
 
 
-def test_a_store_that_another_process_started_is_supervised_as_well(server, folder):
+def test_a_store_started_by_another_process_is_also_supervised(server, folder):
     # Its parent is not the supervisor's process, so only the supervisor's polling notices its end.
     server.start(timeout_s=20)
     supervisor = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
@@ -98,7 +98,7 @@ def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(serve
     assert any("died at its start" in sentence for sentence in said)
 
 
-def test_what_a_kill_left_half_written_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
+def test_half_written_data_of_a_kill_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
     opened(supervisor.url).set_phase("training")
     with (folder / "appendonly.aof").open("ab") as log:
         log.write(b"*3\r\n$3\r\nSET\r\n$3\r\nhal")

@@ -36,7 +36,7 @@ def test_the_store_of_a_run_that_is_over_is_started_and_stopped_again(tmp_path):
         open_run_store(server.url, "looked-into", timeout_s=0)
 
 
-def test_the_store_of_a_live_run_goes_on(tmp_path):
+def test_the_store_of_a_live_run_keeps_running(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
         with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:

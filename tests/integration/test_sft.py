@@ -122,7 +122,7 @@ def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict)
     assert not is_held(folder / "runs" / "launched")
 
 
-def test_a_run_goes_on_elsewhere_with_its_object_store_alone(folder: Path, alone: dict) -> None:
+def test_a_run_resumes_elsewhere_from_its_object_store(folder: Path, alone: dict) -> None:
     storage = f"storage_uri=file://{folder}/remote"
     train(folder, "moved", storage, "learner.max_steps=3")
     weights = learner(folder, "name=moved", storage, "runs_dir=elsewhere", "resume=true")

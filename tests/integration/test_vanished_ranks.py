@@ -64,7 +64,7 @@ def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     assert "Traceback" not in errors
 
 
-def test_a_step_longer_than_the_limit_ends_nobody(tmp_path: Path, started: list) -> None:
+def test_a_step_longer_than_the_limit_ends_no_rank(tmp_path: Path, started: list) -> None:
     start(tmp_path, started, timeout_s=1.5, step_s=4.0)
     for process in started:
         _, errors = process.communicate(timeout=DEADLINE_S)

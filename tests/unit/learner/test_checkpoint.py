@@ -70,7 +70,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     assert all(tensor.equal(final[name]) for name, tensor in weights(straight).items())
 
 
-def test_random_numbers_go_on_after_a_checkpoint_as_after_a_resume_and_differ_between_ranks_and_steps(tmp_path):
+def test_random_numbers_after_a_checkpoint_equal_those_after_a_resume_and_differ_by_rank_and_step(tmp_path):
     def draw():
         return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         tied.restore("step-00000001")
 
 
-def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
+def test_a_run_resumes_elsewhere_from_the_object_store(tmp_path):
     keep = CheckpointConfig(keep=1)
     run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
     trainer, checkpoints = make_checkpoints(run, tmp_path / "here")
@@ -152,7 +152,7 @@ def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
         third.restore(names[-1])
 
 
-def test_the_best_checkpoint_comes_along(tmp_path):
+def test_a_moved_run_fetches_its_best_checkpoint(tmp_path):
     keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
     run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
     here = msgspec.structs.replace(run, runs_dir=str(tmp_path / "here"))
@@ -364,7 +364,7 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("before", "after"), [(ENGINES[0], zero(3)), (zero(3), zero(1)), (zero(2), ENGINES[0]), (zero(0), zero(2))]
 )
-def test_a_run_goes_on_with_another_engine_and_the_same_moments(tmp_path, before, after):
+def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before, after):
     optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding differences stay small
     path = make_model(tmp_path, is_tied=True)
 

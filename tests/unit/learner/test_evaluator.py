@@ -92,7 +92,7 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
     assert evaluator.open_final("before", version=0) == "before-3"
 
 
-def test_sets_have_rows_and_samples_of_their_own(store):
+def test_each_set_has_its_rows_and_samples(store):
     sets = [HeldoutSet("aime", "a", samples=3), HeldoutSet("gsm8k", "b", temperature=0.5)]
     config = EvaluationConfig(monitor_prompts=1, final_prompts=2)
     evaluator = Evaluator(store, config, sets=sets, num_rows={"aime": 2, "gsm8k": 30})

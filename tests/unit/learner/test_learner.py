@@ -188,7 +188,7 @@ def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
     assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
 
 
-def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
+def test_a_resumed_run_without_its_stop_rule_continues(run: RunConfig):
     store = make_store()
     train(run, store)
     learner = msgspec.structs.replace(run.learner, stop=None)
@@ -244,7 +244,7 @@ def test_the_final_and_the_best_model_are_uploaded_once_there_are_both(run: RunC
     assert ranks.uploaded == ["final_model", "best_model"]
 
 
-def test_the_status_names_what_the_object_store_fails_to_take(run: RunConfig):
+def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig):
     ranks = FakeRanks(RunFolder(run))
     learner = make_learner(run, make_store(), ranks, FakePublisher)
     ranks.storage_reason = "waiting 9 s of 1800 s for s3://bucket/run/checkpoints/step-1/state.json: AWS Error"
@@ -261,7 +261,7 @@ def test_the_best_checkpoint_outlives_a_resume(run: RunConfig):
     assert (RunFolder(run).best_model / "step").read_text() == "4"
 
 
-def test_evaluation_alone_trains_nothing(run: RunConfig):
+def test_evaluation_only_trains_nothing(run: RunConfig):
     run = with_settings(run, only=True)
     store = make_store()
     assert train(run, store) == []

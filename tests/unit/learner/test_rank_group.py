@@ -156,7 +156,7 @@ def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_
 
 
 @pytest.mark.parametrize("broken", ["probe", "moments", "objective"])
-def test_what_finite_weights_do_not_show_is_not_saved_either(tmp_path, monkeypatch, broken):
+def test_non_finite_state_behind_finite_weights_is_not_saved(tmp_path, monkeypatch, broken):
     rank_group = make_real_rank_group(tmp_path)
     trainer, checkpoints = rank_group.trainer, rank_group.checkpoints
     rank_group.train(step=1, version=0, payloads=make_payloads())

@@ -69,7 +69,7 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Ranks):
     )
 
 
-def test_ranks_that_live_and_ranks_that_have_left_end_nobody(ranks: Ranks):
+def test_live_ranks_and_ranks_that_left_end_no_rank(ranks: Ranks):
     ranks.join(0)
     other = ranks.join(1)
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
@@ -78,7 +78,7 @@ def test_ranks_that_live_and_ranks_that_have_left_end_nobody(ranks: Ranks):
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
 
 
-def test_a_rendezvous_that_has_vanished_is_that_of_rank_0(ranks: Ranks):
+def test_a_lost_rendezvous_is_blamed_on_rank_0(ranks: Ranks):
     lost = Lost()
     ranks.join(1, store=lost)
     assert ranks.has_ended.wait(DEADLINE_S)
@@ -86,7 +86,7 @@ def test_a_rendezvous_that_has_vanished_is_that_of_rank_0(ranks: Ranks):
     assert ranks.ended[1].startswith("the machine of learner rank 0, an unknown machine, must answer")
 
 
-def test_a_process_that_stood_still_itself_blames_nobody(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_was_suspended_blames_no_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     stood_still_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s[0])
     monkeypatch.setattr(rank_watch, "time", clock)

@@ -60,7 +60,7 @@ def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
             machine_rendezvous(given | missing, num_machines=2)
 
 
-def test_a_machine_without_its_loopback_interface_is_told_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_loopback_interface_is_reported(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("Unable to find address for: lo")
 

@@ -42,7 +42,7 @@ def assert_whole(checkpoints, name):
     assert checkpoints.restore(name).step == int(name[5:13])
 
 
-def test_a_stale_learner_and_its_successor_save_the_same_step_under_names_of_their_own(lives):
+def test_a_stale_learner_and_its_successor_save_the_same_step_under_different_names(lives):
     gates = [Gate(trainer.engine.copy_state) for trainer, _ in lives]
     with ThreadPoolExecutor() as pool:
         saves = []

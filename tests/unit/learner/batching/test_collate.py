@@ -65,7 +65,7 @@ def test_one_sample_per_row_needs_neither_mask_nor_positions():
     assert microbatch.position_ids is None
 
 
-def test_tokens_come_with_their_own_numbers():
+def test_tokens_keep_their_indices():
     trajectory = make_response(0, 0, prompt=(4, 8), response=(5, 6))
     (microbatch,) = collate([make_sample(trajectory, first_index=48)], layout=ROWS)
     assert microbatch.targets.tolist() == [5, 6]

@@ -127,7 +127,7 @@ def test_below_float32_the_first_version_calibrates_the_probe():
     assert publish_with_diffs(0.001, 0.001, dtype=torch.bfloat16, max_probe_diff=0.05) == [0.3, 0.05]
 
 
-def test_in_float32_the_setting_alone_counts():
+def test_in_float32_only_the_setting_counts():
     assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
 
 

@@ -94,7 +94,7 @@ STILL = {
 
 
 @pytest.mark.parametrize(("still", "kind", "after_s", "named"), STILL.values(), ids=STILL)
-def test_a_run_that_stands_still_is_a_dead_end_after_its_deadline(scene, still, kind, after_s, named):
+def test_a_run_without_progress_is_a_dead_end_after_its_deadline(scene, still, kind, after_s, named):
     assert scene.after(0, still) is None
     assert scene.after(after_s - 1, still) is None
     cause = scene.after(1, still)
@@ -134,7 +134,7 @@ def refused(n: int) -> Snapshot:
         (refused, "refused", "nonfinite_logprob", "oversize"),
     ],
 )
-def test_what_comes_and_does_not_stay_is_a_dead_end_that_names_the_reason(scene, come, kind, named, not_named):
+def test_arrivals_that_are_lost_are_a_dead_end_that_names_the_reason(scene, come, kind, named, not_named):
     causes = [scene.after(1, come(n)) for n in range(int(AFTER_S) + 3)]
     cause = next(filter(None, causes))
     assert cause.kind == kind
@@ -207,7 +207,7 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
 
 
 # --- followed across waits -------------------------------------------------------------------------------------------
-def test_training_on_while_nobody_applies_newer_weights_is_a_dead_end_in_the_end(scene):
+def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):
     found = []
     for step in range(1, 100):
         scene.clock.now += 10
@@ -235,7 +235,7 @@ def test_a_long_step_is_no_lag_of_the_generators(scene):
     ],
     ids=["all_fail", "failed_before_the_run", "some_succeed", "restarted_generator", "generator_left"],
 )
-def test_rewards_that_fail_in_a_row_are_a_dead_end_at_once(scene, sums, failed):
+def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, failed):
     causes = [scene.after(1, working(rewarded=rewarded, unrewarded=unrewarded)) for rewarded, unrewarded in sums]
     assert not any(causes[:-1])
     if failed is None:
@@ -252,7 +252,7 @@ def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
     assert scene.after(1, snapshot(role(), unrewarded=3, reasons={"rejected: zero_signal": 200})).kind == "rewards"
 
 
-def test_a_replay_does_without_rewards_of_its_own():
+def test_a_replay_needs_no_new_rewards():
     archive = {"path": "archive"}
     scene = Scene(mode="replay", replay=archive, weights={"transport": "memory"})
     scene.after(0, working())

@@ -100,7 +100,7 @@ def test_under_wait_the_cause_is_shown_until_it_is_resolved(patient: Scene):
     ]
 
 
-def test_every_few_seconds_the_log_has_what_is_missing_then_the_cause(patient: Scene):
+def test_the_log_regularly_shows_missing_groups_and_then_the_cause(patient: Scene):
     with capture_logs() as lines:
         patient.wait(AFTER_S + 60)
     assert [line["event"] for line in lines].count("waiting") == AFTER_S / 5 - 1
@@ -138,7 +138,7 @@ def test_while_rewards_are_the_cause_groups_without_any_are_rejected(patient: Sc
     assert patient.wait(1, trajectories=MAX_FAILED + 1, rewards_failed=MAX_FAILED) == STEP_1
 
 
-def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_comes(patient: Scene):
+def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_arrives(patient: Scene):
     with pytest.raises(DeadEndError, match="last 4 trajectories"):
         Scene(policy="fail").detector.report_no_reward(num_failed=4)
     patient.wait(1)
@@ -148,7 +148,7 @@ def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_comes(patie
     assert patient.wait(1, trajectories=5, rewards_failed=4) == STEP_1
 
 
-def test_a_full_disk_is_no_dead_end_and_the_time_after_it_starts_anew(monkeypatch):
+def test_a_full_disk_is_not_a_dead_end_and_restarts_the_clock(monkeypatch):
     scene = Scene(policy="fail")
     monkeypatch.setattr(scene.store, "full_disk", lambda: "/data (0 MiB of 9 MiB free)")
     for _ in range(3 * AFTER_S):
