@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections import deque
+from collections import Counter, deque
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,21 +95,16 @@ def test_rank_0_keeps_the_others_alive_while_it_waits():
     assert ranks.sent == [[encode(Operation("keep_alive"))]]
 
 
-def test_percentiles_of_lag_are_over_tokens():
-    found = lag_metrics(*[9] * 11, *[7] * 8, 2, learner_version=9)
-    assert found["lag/histogram"] == {0: 11, 2: 8, 7: 1}
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (0, 2, 7)
-    assert found["lag/mean"] == pytest.approx((8 * 2 + 7) / 20)
-
-
-def test_percentiles_of_lag_reach_the_oldest_token_where_a_twentieth_is_older():
-    found = lag_metrics(*[5] * 9, *[4] * 9, 1, 0, learner_version=5)
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (1, 4, 5)
-
-
-def test_one_token_is_every_percentile():
-    found = lag_metrics(3, learner_version=5)
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (2, 2, 2)
+@pytest.mark.parametrize(
+    ("versions", "learner_version", "p50", "p95", "most"),
+    [([9] * 11 + [7] * 8 + [2], 9, 0, 2, 7), ([5] * 9 + [4] * 9 + [1, 0], 5, 1, 4, 5), ([3], 5, 2, 2, 2)],
+    ids=["over_tokens", "a_twentieth_is_older", "one_token"],
+)
+def test_lag_metrics_are_over_tokens(versions, learner_version, p50, p95, most):
+    found, lags = lag_metrics(*versions, learner_version=learner_version), [learner_version - each for each in versions]
+    assert found["lag/histogram"] == Counter(lags)
+    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (p50, p95, most)
+    assert found["lag/mean"] == pytest.approx(sum(lags) / len(lags))
 
 
 def test_the_formula_of_a_loss_is_at_most_eight_frames_below_the_loop(tmp_path, monkeypatch):

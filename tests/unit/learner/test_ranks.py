@@ -13,6 +13,7 @@ def test_one_rank_keeps_what_it_has():
     assert (ranks.rank, ranks.size, ranks.is_first) == (0, 1, True)
     assert ranks.broadcast_bytes([b"ab", b"", b"c"]) == [b"ab", b"", b"c"]
     assert ranks.broadcast_ints([3, -1]) == [3, -1]
+    assert ranks.gather_bytes(b"ab") == [b"ab"]
     assert ranks.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert ranks.max(torch.tensor([1.0])).tolist() == [1.0]
     ranks.barrier()
@@ -34,10 +35,6 @@ def test_ranks_that_another_launcher_starts_need_all_variables_and_the_number_of
         check_environment(GIVEN, num_ranks=4, is_trusted=True)
     with pytest.raises(ConfigError, match="got no LOCAL_RANK, MASTER_PORT: start ranks with torchrun"):
         check_environment(GIVEN | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2, is_trusted=True)
-
-
-def test_one_rank_gathers_its_own():
-    assert make_alone().gather_bytes(b"ab") == [b"ab"]
 
 
 def test_collectives_between_machines_need_a_network_that_is_trusted():

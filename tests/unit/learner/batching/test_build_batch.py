@@ -187,19 +187,20 @@ def test_tokens_of_another_run_are_older_than_any_of_this_one():
     assert (batch.tokens.lags[4:] > 1000).all()
 
 
-def test_a_token_outside_the_vocabulary_is_refused_by_name():
-    with pytest.raises(BatchError, match=f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"):
-        built([[fresh(0, response=(VOCABULARY, 1))]])
-
-
-def test_a_greedy_trajectory_is_refused_where_no_baseline_was_asked_for():
-    with pytest.raises(BatchError, match=r"temperature > 0.*generators\.baseline=greedy"):
-        built([[fresh(0, sampling=GREEDY)]])
-
-
-def test_a_temperature_below_zero_is_always_refused():
-    with pytest.raises(BatchError, match="temperature > 0"):
-        built([[fresh(0, sampling=msgspec.structs.replace(GREEDY, temperature=-1.0))]], has_baseline=True)
+@pytest.mark.parametrize(
+    ("members", "has_baseline", "message"),
+    [
+        ([{"response": (VOCABULARY, 1)}], False, f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"),
+        ([{"sampling": GREEDY}], False, r"temperature > 0.*generators\.baseline=greedy"),
+        ([{"sampling": msgspec.structs.replace(GREEDY, temperature=-1.0)}], True, "temperature > 0"),
+        ([{}, {"sampling": GREEDY}, {"sampling": GREEDY}], True, "at most one greedy answer, got 0-0-1 and 0-0-2"),
+    ],
+    ids=["token_outside_the_vocabulary", "greedy_without_baseline", "negative_temperature", "two_greedy_answers"],
+)
+def test_invalid_trajectories_are_rejected_by_name(members, has_baseline, message):
+    group = [fresh(index, **overrides) for index, overrides in enumerate(members)]
+    with pytest.raises(BatchError, match=message):
+        built([group], has_baseline=has_baseline)
 
 
 def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
@@ -228,11 +229,6 @@ def test_a_greedy_answer_without_a_reward_gives_no_baseline():
     result = built([[fresh(0), failed]], has_baseline=True)
     assert result.batch.trajectories.greedy_rewards.isnan().all()
     assert result.metrics["learner/failed_fraction"] == 0.0
-
-
-def test_a_group_has_one_baseline_at_most():
-    with pytest.raises(BatchError, match="at most one greedy answer, got 0-0-1 and 0-0-2"):
-        built([[fresh(0), fresh(1, sampling=GREEDY), fresh(2, sampling=GREEDY)]], has_baseline=True)
 
 
 def test_a_reused_group_may_have_a_different_bound():
