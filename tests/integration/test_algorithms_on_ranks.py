@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from tests.families import FAMILIES
 from tests.integration.algorithm_ranks import SUPERVISED, make_models, train
+from tests.integration.rank_processes import run_ranks
 from tests.unit.learner.builders import CPU, make_alone
 from tests.unit.learner.test_every_algorithm import SETTINGS
 
@@ -55,28 +53,9 @@ pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
     sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
-    command = [sys.executable, "-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
+    command = ["-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
     (folder / "rendezvous").unlink(missing_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [*command, f"--rank={rank}", *names],
-            cwd=root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]
-    ends_at = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, ends_at - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join(output.decode()[-2000:] for output in outputs)
-    assert [process.returncode for process in processes] == [0] * ranks, logs
+    run_ranks([[*command, f"--rank={rank}", *names] for rank in range(ranks)], timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

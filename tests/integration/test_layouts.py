@@ -1,16 +1,13 @@
 """A checkpoint from any engine, ZeRO stage, and number of ranks can be resumed with any other."""
 
 import itertools
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.rank_processes import run_ranks
 from tests.integration.test_learner_ranks import DEADLINE_S
 from tests.tiny_model import make_tiny_model
 from tests.tolerance import largest_difference
@@ -22,20 +19,9 @@ def launch(folder: Path, out: str, *extra: str) -> None:
     """Run all ranks of a layout to completion. Example: `2-4` is stage 2 on four ranks."""
     layout, _, ranks = out.partition("-")
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
+    command = ["-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
     command += [f"--folder={folder}", f"--out={out}", *extra]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": Path(__file__).parents[2]}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen([*command, f"--rank={rank}"], env=environment, **options) for rank in range(int(ranks))
-    ]
-    end = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * int(ranks), "\n".join(outputs)
+    run_ranks([[*command, f"--rank={rank}"] for rank in range(int(ranks))], timeout_s=DEADLINE_S)
 
 
 def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:

@@ -1,11 +1,8 @@
 """Learner ranks in separate processes, over Gloo."""
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors.torch import load_file
 
 from slipstream.buffer.archive.step_tokens import read_steps, write_step
 from tests.families import make_family
+from tests.integration.rank_processes import run_ranks, start_rank
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.tolerance import largest_difference
@@ -21,18 +19,9 @@ from tests.unit.learner.builders import make_groups, make_run, make_trainer, wei
 DEADLINE_S = 150.0
 
 
-def start(folder: Path, *, rank: int, ranks: int, zero: int, out: str, extra: tuple[str, ...] = ()) -> subprocess.Popen:
+def command(folder: Path, rank: int, *, ranks: int, zero: int, out: str, extra: Sequence[str] = ()) -> list[str]:
     arguments = {"rank": rank, "ranks": ranks, "zero": zero, "folder": folder, "out": out}
-    command = [sys.executable, "-m", "tests.integration.learner_rank"]
-    command += [f"--{name}={value}" for name, value in arguments.items()]
-    return subprocess.Popen(
-        [*command, *extra],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    return ["-m", "tests.integration.learner_rank", *(f"--{name}={value}" for name, value in arguments.items()), *extra]
 
 
 def train(
@@ -46,15 +35,9 @@ def train(
 ) -> tuple[dict, list]:
     """Return the saved weights and the metrics of every rank. `machines`: machine of each rank, with separate files."""
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    own = [(*extra, f"--machine={name}") for name in machines] or [extra] * ranks
-    processes = [start(folder, rank=rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
-    end = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+    own = [[*extra, f"--machine={name}"] for name in machines] or [extra] * ranks
+    commands = [command(folder, rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
+    run_ranks(commands, timeout_s=DEADLINE_S)
     metrics = [ast.literal_eval((folder / f"{out}.rank-{rank}.metrics").read_text()) for rank in range(ranks)]
     return load_file(folder / out / "model.safetensors"), metrics
 
@@ -201,8 +184,8 @@ def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path, zero, critic):
 @pytest.mark.slow
 def test_a_dead_rank_raises_in_the_others(tmp_path):
     make_tiny_model(tmp_path / "model")
-    first = start(tmp_path, rank=0, ranks=2, zero=0, out="dying")
-    second = start(tmp_path, rank=1, ranks=2, zero=0, out="dying", extra=("--die",))
+    first = start_rank(command(tmp_path, 0, ranks=2, zero=0, out="dying"))
+    second = start_rank(command(tmp_path, 1, ranks=2, zero=0, out="dying", extra=["--die"]))
     try:
         output, _ = first.communicate(timeout=DEADLINE_S)
     finally:
