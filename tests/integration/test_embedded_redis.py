@@ -349,7 +349,7 @@ def test_a_server_that_cannot_be_watched_is_not_left_behind(tmp_path: Path, monk
     assert processes_of(tmp_path) == []
 
 
-# --- nobody uses it any more -----------------------------------------------------------------------------------------
+# --- unused servers --------------------------------------------------------------------------------------------------
 def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()

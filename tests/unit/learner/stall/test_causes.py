@@ -63,7 +63,7 @@ def scene() -> Scene:
     return Scene()
 
 
-# --- nothing changes -------------------------------------------------------------------------------------------------
+# --- no change -------------------------------------------------------------------------------------------------------
 UNSYNCED = [role(f"generator-{n}", state="unsynced", reason=f"probe differs by 0.{n}") for n in (1, 2)]
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
@@ -110,7 +110,7 @@ def test_a_new_wait_has_its_own_time(scene):
     assert scene.after(1, working()) is not None
 
 
-# --- something comes, but does not help ------------------------------------------------------------------------------
+# --- arrivals that are not progress ----------------------------------------------------------------------------------
 def expiring(n: int) -> Snapshot:
     """By every other second, two groups of two have arrived and one has expired."""
     return working(
@@ -206,7 +206,7 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
     assert "learner.wait_timeout_s" in first.remedy
 
 
-# --- followed across waits -------------------------------------------------------------------------------------------
+# --- tracked across waits --------------------------------------------------------------------------------------------
 def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):
     found = []
     for step in range(1, 100):
