@@ -39,6 +39,8 @@ from slipstream.learner.stall import StallDetector
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 
+_POLL_EVERY_S = 0.2
+
 log = structlog.get_logger(__name__)
 
 
@@ -64,9 +66,6 @@ def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
     finally:
         is_done.set()
         thread.join(timeout=1.0)
-
-
-_POLL_EVERY_S = 0.2
 
 
 class Learner:
