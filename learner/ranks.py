@@ -37,13 +37,234 @@ from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
 
+COLLECTIVE_TIMEOUT_S = 2400.0
+"""Time limit of a collective. It includes the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
+waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it. RankWatch detects a lost rank
+much earlier."""
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
+_RENDEZVOUS = "SLIPSTREAM_RANKS"
+"""Variable with the rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
 _BEATS = 10
 """Heartbeats per silence limit."""
 _MAX_INTERVAL_S = 5.0
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 
+# --- starting ranks --------------------------------------------------------------------------------------------------
+def launch_ranks(
+    module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
+) -> NoReturn:
+    """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
+
+    With several machines, each calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+
+    On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
+    gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+
+    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75 if a signal killed that
+    rank, which makes the launcher restart.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    num_here = num_ranks // num_machines
+    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    # Set before torchrun, which defaults to 1: a rank would then end if a generator dies in a broadcast.
+    os.environ.setdefault(ERROR_HANDLING, "0")
+    with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
+        if num_machines > 1:
+            rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
+        else:
+            rendezvous = _file_rendezvous(Path(folder))
+        options = [*rendezvous, f"--nproc-per-node={num_here}"]
+        try:
+            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+        except ChildFailedError as failed:
+            _, failure = failed.get_first_failure()
+            raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
+        except SignalException as stopped:
+            raise SystemExit(128 + int(stopped.sigval)) from None
+    raise SystemExit(0)
+
+
+def _file_rendezvous(folder: Path) -> list[str]:
+    """Return torchrun options for ranks on one machine, which meet through files in a private folder.
+
+    `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [
+        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun",
+        "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+
+
+def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
+    """Return torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
+    number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
+    numbers = range(num_machines)
+    if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
+        got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
+        raise ConfigError(
+            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
+            f"NODE_RANK, and an address and a free port of machine 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
+            "them, start the ranks with torchrun, or use cluster.kind=ray or `slipstream launch`."
+        )
+    return [f"--nnodes={num_machines}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
+
+
+_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that torch needs to form the process group."""
+
+
+def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
+    """Raise ConfigError unless the launcher set all variables of a rank, for `num_ranks` ranks.
+
+    `is_trusted`: whether collectives may cross a network.
+    """
+    if missing := [name for name in _GIVEN if not environment.get(name)]:
+        raise ConfigError(
+            f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
+            "ranks with torchrun, or set all of these; without RANK, the learner starts its ranks itself."
+        )
+    if int(environment["WORLD_SIZE"]) != num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
+            f"{environment['WORLD_SIZE']}: it is machines x ranks per machine (torchrun: --nnodes x --nproc-per-node)."
+        )
+    if not is_trusted and _spans_machines(environment):
+        raise ConfigError(
+            "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
+            "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is private."
+        )
+
+
+def _spans_machines(environment: Mapping[str, str]) -> bool:
+    """Whether ranks may be on several machines: some are elsewhere, and they do not meet at the loopback address."""
+    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
+        return False
+    return not is_loopback(environment["MASTER_ADDR"])
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+class Ranks:
+    """One process's view of its rank group. Every method except `post` and `posted` is collective."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        """0 <= rank < size."""
+        self.size = size
+        self._device = device
+        self._sharing = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Index of this rank's share of an update's samples, and the number of shares."""
+        return self.rank // self._sharing, self.size // self._sharing
+
+    def share_sequences(self, size: int) -> dist.ProcessGroup | None:
+        """Make every `size` consecutive ranks work on the same samples, each on a slice of every sequence.
+
+        Returns the process group of this rank's set, or None if `size` is 1.
+        """
+        self._sharing = size
+        groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
+        return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
+
+    def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
+        """Send the payloads of rank `source` to every rank. The others pass None and block until it calls."""
+        if self.size == 1:
+            return list(payloads or ())
+        sizes = [len(payload) for payload in payloads] if payloads is not None else None
+        lengths = self.broadcast_ints(sizes, source=source)
+        if not sum(lengths):
+            return [b""] * len(lengths)
+        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
+        if payloads is None:
+            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
+        else:
+            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
+        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
+        joined = flat.cpu().numpy().tobytes()
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collect one payload per rank, in rank order, on every rank."""
+        return [
+            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
+        ]
+
+    def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
+        """Send the numbers of rank `source` to every rank. The others pass None and block until it calls."""
+        if self.size == 1:
+            return list(values or ())
+        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
+        self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
+        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
+        if len(numbers):
+            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
+        return numbers.tolist()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over shares, on the device of `values`. Ranks with the same samples count once."""
+        return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
+
+    def sum_all(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    def post(self, subject: str, word: str) -> None:
+        """Publish a value for the other ranks, without waiting for them. Thread-safe."""
+        if self.size > 1:
+            self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
+
+    def posted(self, subject: str, *, rank: int) -> str:
+        """Newest value that `rank` posted under `subject`; empty if none."""
+        key = f"{subject}/{rank}"
+        return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
+
+    def _call_store(self, call: Callable[[Any], T]) -> T:
+        try:
+            return call(dist.distributed_c10d._get_default_store())
+        except RuntimeError as error:
+            raise RankGroupError(f"the rendezvous of the learner's ranks must be reachable, got: {error}") from error
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+        if self.size == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
+        return reduced.to(values.device)
+
+    def _collective(self, what: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"all {self.size} learner ranks must be alive to {what}, got an error on rank {self.rank}: {error}"
+            ) from error
+
+
+# --- liveness --------------------------------------------------------------------------------------------------------
 def leave(store: Any, rank: int) -> None:
     """Announce to the other ranks that this rank ends normally. Raises RuntimeError."""
     store.set(f"left/{rank}", "1")
@@ -153,226 +374,7 @@ class RankWatch:
         return self._beats[rank].partition(" ")[2] or "an unknown machine"
 
 
-T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT_S = 2400.0
-"""Time limit of a collective. It includes the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
-waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it. RankWatch detects a lost rank
-much earlier."""
-
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
-_RENDEZVOUS = "SLIPSTREAM_RANKS"
-"""Variable with the rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
-
-
-def launch_ranks(
-    module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
-) -> NoReturn:
-    """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
-
-    With several machines, each calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
-
-    On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
-    gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
-
-    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75 if a signal killed that
-    rank, which makes the launcher restart.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    num_here = num_ranks // num_machines
-    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    # Set before torchrun, which defaults to 1: a rank would then end if a generator dies in a broadcast.
-    os.environ.setdefault(ERROR_HANDLING, "0")
-    with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
-        if num_machines > 1:
-            rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
-        else:
-            rendezvous = _file_rendezvous(Path(folder))
-        options = [*rendezvous, f"--nproc-per-node={num_here}"]
-        try:
-            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
-        except ChildFailedError as failed:
-            _, failure = failed.get_first_failure()
-            raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
-        except SignalException as stopped:
-            raise SystemExit(128 + int(stopped.sigval)) from None
-    raise SystemExit(0)
-
-
-def _file_rendezvous(folder: Path) -> list[str]:
-    """Return torchrun options for ranks on one machine, which meet through files in a private folder.
-
-    `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
-    """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return [
-        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun",
-        "--local-addr=127.0.0.1",
-    ]  # fmt: skip
-
-
-def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
-    """Return torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
-    number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
-    numbers = range(num_machines)
-    if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
-        got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
-        raise ConfigError(
-            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
-            f"NODE_RANK, and an address and a free port of machine 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
-            "them, start the ranks with torchrun, or use cluster.kind=ray or `slipstream launch`."
-        )
-    return [f"--nnodes={num_machines}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
-
-
-_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a rank that torch needs to form the process group."""
-
-
-def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless the launcher set all variables of a rank, for `num_ranks` ranks.
-
-    `is_trusted`: whether collectives may cross a network.
-    """
-    if missing := [name for name in _GIVEN if not environment.get(name)]:
-        raise ConfigError(
-            f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
-            "ranks with torchrun, or set all of these; without RANK, the learner starts its ranks itself."
-        )
-    if int(environment["WORLD_SIZE"]) != num_ranks:
-        raise ConfigError(
-            f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
-            f"{environment['WORLD_SIZE']}: it is machines x ranks per machine (torchrun: --nnodes x --nproc-per-node)."
-        )
-    if not is_trusted and _spans_machines(environment):
-        raise ConfigError(
-            "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
-            "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is private."
-        )
-
-
-def _spans_machines(environment: Mapping[str, str]) -> bool:
-    """Whether ranks may be on several machines: some are elsewhere, and they do not meet at the loopback address."""
-    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
-        return False
-    return not is_loopback(environment["MASTER_ADDR"])
-
-
-class Ranks:
-    """One process's view of its rank group. Every method except `post` and `posted` is collective."""
-
-    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
-        self.rank = rank
-        """0 <= rank < size."""
-        self.size = size
-        self._device = device
-        self._sharing = 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Index of this rank's share of an update's samples, and the number of shares."""
-        return self.rank // self._sharing, self.size // self._sharing
-
-    def share_sequences(self, size: int) -> dist.ProcessGroup | None:
-        """Make every `size` consecutive ranks work on the same samples, each on a slice of every sequence.
-
-        Returns the process group of this rank's set, or None if `size` is 1.
-        """
-        self._sharing = size
-        groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
-        return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
-
-    def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
-        """Send the payloads of rank `source` to every rank. The others pass None and block until it calls."""
-        if self.size == 1:
-            return list(payloads or ())
-        sizes = [len(payload) for payload in payloads] if payloads is not None else None
-        lengths = self.broadcast_ints(sizes, source=source)
-        if not sum(lengths):
-            return [b""] * len(lengths)
-        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
-        if payloads is None:
-            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
-        else:
-            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
-        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
-        joined = flat.cpu().numpy().tobytes()
-        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
-        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collect one payload per rank, in rank order, on every rank."""
-        return [
-            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
-        ]
-
-    def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
-        """Send the numbers of rank `source` to every rank. The others pass None and block until it calls."""
-        if self.size == 1:
-            return list(values or ())
-        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
-        self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
-        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
-        if len(numbers):
-            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
-        return numbers.tolist()
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over shares, on the device of `values`. Ranks with the same samples count once."""
-        return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
-
-    def sum_all(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def barrier(self) -> None:
-        self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
-
-    def post(self, subject: str, word: str) -> None:
-        """Publish a value for the other ranks, without waiting for them. Thread-safe."""
-        if self.size > 1:
-            self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
-
-    def posted(self, subject: str, *, rank: int) -> str:
-        """Newest value that `rank` posted under `subject`; empty if none."""
-        key = f"{subject}/{rank}"
-        return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
-
-    def _call_store(self, call: Callable[[Any], T]) -> T:
-        try:
-            return call(dist.distributed_c10d._get_default_store())
-        except RuntimeError as error:
-            raise RankGroupError(f"the rendezvous of the learner's ranks must be reachable, got: {error}") from error
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
-        if self.size == 1:
-            return values
-        reduced = values.to(self._device, copy=True)
-        self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
-        return reduced.to(values.device)
-
-    def _collective(self, what: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            raise RankGroupError(
-                f"all {self.size} learner ranks must be alive to {what}, got an error on rank {self.rank}: {error}"
-            ) from error
-
-
+# --- joining and leaving ---------------------------------------------------------------------------------------------
 def join_ranks(
     *,
     rank: int,

@@ -38,6 +38,11 @@ from slipstream.runtime.clock import Clock
 
 _REST_S = 60.0
 """Time for which a lender is not used after it failed a fetch."""
+_CATCH_UP_S = 5.0
+"""Time for which a member that has just fetched waits for the next broadcast instead of fetching again. Without the
+wait, a member could fetch version after version and never catch up with the broadcasts."""
+_RESEND_AFTER_S = 5.0
+"""A request can be lost with a broker. Generators ignore repeats."""
 
 log = structlog.get_logger(__name__)
 
@@ -176,13 +181,6 @@ class Lenders:
 
 def _reaches(machine: str, node: _Node) -> bool:
     return node.machine == machine or not is_own_machine(node.address)
-
-
-_CATCH_UP_S = 5.0
-"""Time for which a member that has just fetched waits for the next broadcast instead of fetching again. Without the
-wait, a member could fetch version after version and never catch up with the broadcasts."""
-_RESEND_AFTER_S = 5.0
-"""A request can be lost with a broker. Generators ignore repeats."""
 
 
 class SnapshotServer:
