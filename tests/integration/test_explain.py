@@ -1,4 +1,4 @@
-"""`slipstream explain` on a finished run whose embedded store is stopped."""
+"""Books of a run that is over, whose embedded store is not running."""
 
 from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.redis.embedded import EmbeddedRedis

@@ -1,10 +1,10 @@
-"""Advantages and policy losses as a user might write them."""
+"""Functions that a user might write: advantages and policy losses."""
 
 import torch
 
 
 def centred(inputs):
-    """Rewards minus the batch mean."""
+    """Rewards minus the batch's mean."""
     return inputs.rewards - inputs.rewards.mean()
 
 
@@ -14,14 +14,14 @@ def squashed(inputs, *, sharpness):
 
 
 def of_turns_parts_and_sources(inputs):
-    """Number of turns, plus 10 for code, plus 100 times a reward component."""
+    """Turns of each trajectory, 10 for one of code, 100 times a part of its reward."""
     turns = torch.stack([inputs.turns[inputs.sequences == index].max() + 1 for index in range(inputs.num_sequences)])
     is_code = torch.tensor([source == "code" for source in inputs.sources])
     return turns + 10.0 * is_code + 100 * inputs.parts["a"]
 
 
 def minus_group_means(inputs):
-    """Requires groups numbered without gaps."""
+    """Relies on groups that are numbered without gaps."""
     groups = range(int(inputs.groups.max()) + 1)
     means = torch.stack([inputs.rewards[inputs.groups == group].mean() for group in groups])
     assert means.isfinite().all()
@@ -29,7 +29,7 @@ def minus_group_means(inputs):
 
 
 def weighted_by_length(inputs):
-    """Requires at least one sequence, numbered without gaps."""
+    """Relies on sequences that are numbered without gaps, and on at least one."""
     lengths = torch.bincount(inputs.sequences)
     assert (lengths > 0).all()
     assert len(lengths) == inputs.num_sequences
@@ -37,6 +37,6 @@ def weighted_by_length(inputs):
 
 
 def score_function(inputs):
-    """REINFORCE with the values of the learner's log-probabilities and the gradient of the log-ratio."""
+    """REINFORCE, of the learner's log-probabilities: their values, with the gradient of the log-ratio."""
     learner_logprobs = inputs.learner_logprobs + inputs.log_ratio - inputs.log_ratio.detach()
     return -inputs.advantages * learner_logprobs

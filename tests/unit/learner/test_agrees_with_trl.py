@@ -1,8 +1,7 @@
-"""Small batches through TRL 1.16.0's trainers (recorded by tests/golden/rewrite_trl.py) and through ours.
+"""The same small batches through TRL 1.16.0's trainers (recorded by tests/golden/rewrite_trl.py) and through ours.
 
-TRL divides variances by n - 1 and adds 1e-4 to standard deviations. Ours divides by n. With `trl_epsilon` instead of
-1e-4, our advantages are exactly sqrt(n / (n - 1)) times TRL's. Losses are compared with advantages that use no
-standard deviation.
+TRL divides variances by n - 1 and adds 1e-4 to deviations. Ours divides by n; with `trl_epsilon` in place of 1e-4 its
+advantages are then exactly sqrt(n / (n - 1)) times TRL's. Losses are compared with advantages that have no deviation.
 """
 
 import json
@@ -76,7 +75,7 @@ def make_member(index, reward, logprobs):
 
 
 def make_batch(config, *, rewards=BATCH["rewards"], **columns):
-    """Inputs as the learner builds them from trajectories, without columns that the settings don't need."""
+    """As the learner makes it out of trajectories; columns that the settings do not ask for are not there."""
     known = {name: column(values) for name, values in (BATCH | columns).items() if name.endswith("logprobs")}
     logprobs = known["generator_logprobs"].split(LENGTHS)
     members = [make_member(index, rewards[index], logprobs[index].tolist()) for index in range(NUM_SEQUENCES)]
@@ -98,7 +97,7 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
 
 
 def ours(config, **columns):
-    """Loss and its gradients with respect to every token's log-probability and entropy."""
+    """Loss, and its gradient by the log-probability and by the entropy of every token."""
     is_in, batch = make_batch(config, **columns)
     objective = Objective(config, max_tokens=BATCH["longest"])
     batch = objective.prepare(batch)
@@ -130,7 +129,7 @@ def bessel(num_members):
 
 SAME = {
     "grpo": make_config(),
-    # TRL's bnpo averages over the tokens of one microbatch, which is the whole batch here. Ours always uses the batch.
+    # TRL's bnpo is the mean over the tokens of one microbatch, here the whole batch; ours is always of the whole batch.
     "bnpo": make_config(aggregation="token_mean"),
     "dapo": make_config(aggregation="token_mean"),
     "dr_grpo": make_config(aggregation="seq_mean_token_sum_norm"),
@@ -145,7 +144,7 @@ SAME = {
     "sequence_mask": make_config(correction=make_correction("sequence_mask")),
     "off_policy_mask": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)]),
     "kl": make_config(kl=KlConfig(0.1)),
-    # TRL always averages the bonus over tokens. Ours aggregates it like the losses.
+    # TRL's bonus is always a mean over tokens; ours is aggregated as the losses are.
     "entropy": make_config(aggregation="token_mean", entropy_coefficient=0.05),
     "together": make_config(
         policy_loss=GspoConfig(**SEQUENCE_CLIP),
@@ -157,7 +156,7 @@ SAME = {
     "dapo_truncated": make_config(aggregation="token_mean", reward=RewardShapingConfig(truncated="mask")),
     "async_grpo": make_config(
         advantage=GrpoConfig(epsilon=1e-8), proximal="generator", aggregation="token_mean"
-    ),  # the only TRL trainer with population standard deviations
+    ),  # the one trainer of TRL whose deviations are the population's
 }
 
 
@@ -171,11 +170,11 @@ def test_scaled_by_the_deviation_of_a_group_it_is_larger_by_bessels_factor():
     assert_same(ours(config), TRL["losses"]["grpo_scaled"], factor=bessel(SIZE))
 
 
-# TRL writes sg(weight) * log pi, ours sg(weight) * log ratio: a different value with the same gradient.
+# TRL writes sg(weight) * log pi, ours sg(weight) * log ratio: another value, the same gradient.
 SCORE_FUNCTIONS = {
     "cispo": make_config(policy_loss=CispoConfig(clip_high=0.3), aggregation="token_mean"),
     "vespo": make_config(policy_loss=VESPO, aggregation="token_mean"),
-    # TRL multiplies the ratio accumulated before the step into the weight. Ours uses one ratio for both.
+    # Here TRL multiplies the ratio's part that came before the step into the weight, ours takes one ratio for both.
     "vespo_around_generator": make_config(policy_loss=VESPO, aggregation="token_mean", proximal="generator"),
 }
 
@@ -192,7 +191,7 @@ def test_a_log_probability_that_the_generator_did_not_report_counts_as_no_drift(
 
 
 def test_a_kl_corrected_for_its_bias_is_that_of_trl_where_the_generator_is_the_policy_of_the_start():
-    # TRL's ratio is learner/proximal even if another engine sampled. Ours is learner/generator, as in the paper.
+    # TRL's ratio is learner/proximal even where another engine sampled; ours, as the paper's, learner/generator.
     config = make_config(kl=KlConfig(0.1, estimator="k3_off_policy"))
     found = ours(config, generator_logprobs=BATCH["start_logprobs"])
     assert_same(found, TRL["losses"]["kl_bias_corrected"])
@@ -213,7 +212,7 @@ def test_a_sequence_that_is_out_of_the_loss_is_no_sequence_here_and_one_in_trl()
 
 @pytest.mark.parametrize("name", ["rloo", "rloo_kl"])
 def test_before_the_learner_moves_rloo_has_the_gradient_of_trl(name):
-    # TRL clips the product of a sequence's ratios, which our losses don't. At ratio 1 it has REINFORCE's gradient.
+    # TRL clips the product of a sequence's ratios, which no loss of ours does; at ratio 1 that is REINFORCE's gradient.
     price = KlConfig(0.1 if name == "rloo_kl" else 0.0, estimator="k1", charged_in="reward")
     config = make_config(advantage=RlooConfig(), aggregation="seq_mean_token_sum", kl=price)
     found = ours(config, learner_logprobs=BATCH["start_logprobs"])
@@ -225,7 +224,7 @@ GROUPS = torch.arange(NUM_SEQUENCES) // SIZE
 
 
 def trl_advantages(name, kind):
-    """Rewards, groups, and TRL's advantages of answers with a reward. In TRL, the others have advantage 0."""
+    """Rewards, groups and TRL's advantages of the answers that have a reward; in TRL the others have advantage 0."""
     rewards, expected = column(TRL["advantages"][name]["rewards"]), column(TRL["advantages"][name][kind])
     has_reward = rewards.isfinite()
     assert not expected[~has_reward].any()
@@ -258,9 +257,7 @@ def test_advantages_scaled_over_the_batch_are_those_of_trl_but_for_bessels_facto
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 def test_whitened_advantages_are_those_of_trl_but_for_bessels_factor(name):
     rewards, groups, expected = trl_advantages(name, "rloo_whitened")
-    has_siblings = (groups.bincount() > 1)[
-        groups
-    ]  # an answer without a reward is 0 after whitening in TRL, and is excluded from it
+    has_siblings = (groups.bincount() > 1)[groups]  # who has none is 0 after whitening in TRL, and stays out of it
     assert not expected[~has_siblings].any()
     count = int(has_siblings.sum())
     found = whiten(advantages.rloo(advantage_inputs(rewards, groups))[has_siblings], epsilon=trl_epsilon(count))

@@ -1,4 +1,4 @@
-"""Every legal combination of policy loss, correction, proximal policy, and mask: no split changes the gradient."""
+"""Every policy loss with every correction, proximal policy and mask that it may have: no split changes the gradient."""
 
 from itertools import product
 
@@ -29,7 +29,7 @@ CORRECTIONS = [
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
 MASKS = ([], list(examples(MaskConfig).values()))
 UPDATES = (1, 2)
-"""Two updates with masks, one without."""
+"""With masks there are two updates, without them one."""
 
 
 def make_batch(config):
@@ -50,13 +50,13 @@ def make_batch(config):
 
 
 def near(logprobs, *, seed):
-    """Log-probabilities of another policy close to these."""
+    """Another policy's, not far from these."""
     chance = torch.Generator().manual_seed(seed)
     return logprobs + 0.25 * torch.randn(len(logprobs), generator=chance)
 
 
 def gradient(objective, tokens, logprobs, parts):
-    """Gradient of the sum of the parts' separately computed losses. Indices [K] per part."""
+    """Gradient of the sum of the parts' losses, each computed by itself; indices [K] each."""
     leaf = logprobs.clone().requires_grad_()
     entropies = torch.zeros_like(leaf)
     losses = [
@@ -70,7 +70,7 @@ def gradient(objective, tokens, logprobs, parts):
 
 
 def compositions(loss):
-    """All compositions that the settings allow. The others are rejected when they load."""
+    """Whatever the settings allow; the others are refused when they are loaded."""
     is_sppo = isinstance(loss, SppoConfig)
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:
@@ -95,7 +95,7 @@ def test_no_split_changes_the_gradient_of_any_composition(name):
         batch = objective.prepare(make_batch(config))
         start = batch.tokens.generator_logprobs if batch.tokens.start_logprobs is None else batch.tokens.start_logprobs
         for update in range(config.updates_per_step):
-            # The first update starts at the step's start policy, the second elsewhere.
+            # The first update begins at the start of the step, the second one somewhere else.
             learner = start if update == 0 else near(start, seed=2)
             if config.needs_current_logprobs:
                 batch = objective.select_tokens(batch.with_tokens(current_logprobs=learner), update=update, seed=update)
@@ -108,5 +108,5 @@ def test_no_split_changes_the_gradient_of_any_composition(name):
             assert whole.isfinite().all(), config
             assert torch.allclose(split, whole, atol=1e-7), config
             num_moved += bool((whole != 0).any())
-    assert len(configs) >= 10, "every legal composition is tried"
+    assert len(configs) >= 10, "what is legal is tried"
     assert num_moved > 0.8 * len(configs)

@@ -1,4 +1,4 @@
-"""Two steps of the real trainer with every advantage, policy loss, correction, and mask."""
+"""Every advantage, policy loss, correction and mask through the real trainer, two steps each."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "loss-gspo-length_scaled": {"aggregation": "seq_mean_token_mean"},
     "advantage-vtrace": {"correction": NONE},
 }
-"""Settings that an advantage or loss requires."""
+"""Choices that an advantage or a loss requires."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"advantage-{name}": {"advantage": record, "critic": CRITIC} | COMPANIONS.get(f"advantage-{name}", {})
@@ -94,7 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner: dict[str, Any] | None = None):
-    """A run of four groups with the named algorithm."""
+    """A run of four groups with the algorithm of that name."""
     algorithm = SETTINGS[name] | {"updates_per_step": num_updates}
     if "distillation" in algorithm:
         teacher = str(make_model(folder, seed=7))
@@ -130,7 +130,7 @@ def test_it_trains_and_the_split_into_microbatches_changes_nothing(tmp_path, nam
 def test_several_updates_of_a_step_work_too(tmp_path, name):
     metrics, found = train(tmp_path, name, num_updates=2)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    # Everything in one of the two parts is rejected.
+    # Of one of the two parts everything is rejected.
     assert metrics[-1]["learner/updates"] == (1 if name == "rejected" else 2)
 
 
@@ -148,7 +148,7 @@ def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built
 
 
 def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path):
-    """A failed reward removes a whole group; a bound removes all tokens of a trajectory."""
+    """A reward that failed takes a whole group away, a bound all tokens of a trajectory."""
     algorithm = {
         "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:minus_group_means"),
         "policy_loss": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:weighted_by_length"),
@@ -171,7 +171,7 @@ def test_a_users_loss_sees_the_learners_log_probabilities(tmp_path, num_updates)
         algorithm = AlgorithmConfig(policy_loss=policy_loss, updates_per_step=num_updates)
         run = make_run(make_model(tmp_path), learner={"groups_per_step": 4}, algorithm=algorithm)
         trainer = make_trainer(run)
-        # Use the second step, when the learner has left the sampling policy.
+        # The second step: by then the learner has left the policy that sampled.
         metrics = [trainer.step(make_groups(num_groups=4), learner_version=i, step=i + 1) for i in range(2)]
         results.append((metrics[-1]["learner/loss"], weights(trainer)))
     (built_in, expected), (own, found) = results
