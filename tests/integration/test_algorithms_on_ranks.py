@@ -44,8 +44,7 @@ SLICED_FAMILIES = [
 ]
 AT_ONCE = 20
 """Algorithms per pair of processes. After about sixty DeepSpeed engines in one process, which keeps their groups, a
-ZeRO-3 collective hangs.
-"""
+ZeRO-3 collective hangs."""
 TOLERANCE = 5e-6
 """Largest difference of a weight after two steps. Each step moves weights by up to 1e-3."""
 pytestmark = pytest.mark.timeout(4 * DEADLINE_S)

@@ -31,9 +31,8 @@ CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 VOCABULARY = 2 + len(CHARACTERS)
 SMOOTH = OptimizerConfig(learning_rate=1.0, epsilon=1.0)
-"""Updates differ no more than their gradients. With Adam's usual epsilon, an element with a gradient at rounding level
-moves by the full learning rate, in a direction that depends on the processor.
-"""
+"""With this epsilon, updates differ no more than gradients do. With Adam's usual epsilon, a gradient as small as its
+rounding error moves an element by the learning rate in a direction that depends on the processor."""
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
@@ -101,7 +100,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "opsm": {"delta": 0.01},
     "m2po": {"threshold": 0.01},
 }
-"""Kind -> settings that make it take effect on a handful of tokens."""
+"""Kind -> settings that have an effect on a few tokens."""
 
 
 def examples(union: Any, **own: Any) -> dict[str, Formula]:
@@ -143,7 +142,7 @@ def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """Samples with consecutive indices in the columns of their batch."""
+    """One after the other in the columns of their batch."""
     samples = [make_sample(trajectory) for trajectory in trajectories]
     ends = np.cumsum([len(sample.trained) for sample in samples])
     return [
@@ -153,7 +152,7 @@ def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
 
 
 def make_alone(device: torch.device = CPU) -> Ranks:
-    """Rank 0 of 1."""
+    """A group of one rank."""
     return join_ranks(rank=0, size=1, device=device, timeout_s=60)
 
 
@@ -165,13 +164,13 @@ def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of all parameters, with a critic's as `critic.*`."""
+    """Copies of all parameters; the critic's are named `critic.*`."""
     policy = {name: tensor.clone() for name, tensor in trainer.engine.gather_parameters()}
     return policy | {f"critic.{name}": tensor for name, tensor in critic_weights(trainer).items()}
 
 
 def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of the critic's parameters; empty without a critic."""
+    """Copies of the critic's parameters, if any."""
     critic = trainer.critic
     return {name: tensor.clone() for name, tensor in critic.engine.gather_parameters()} if critic else {}
 
@@ -183,7 +182,7 @@ def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints
 
 
 def plant_nan(trainer: Trainer, *, update: int) -> None:
-    """Make an update leave NaN in a weight, after a finite loss and gradient norm."""
+    """Make `update` leave NaN in a weight, after a finite loss and gradient norm."""
     step = trainer.engine.step
 
     def step_to_nan(*, learning_rate: float) -> float:
