@@ -67,7 +67,6 @@ class RankFolders:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first rank of its folder."""
         return self.sharers[0] == self._ranks.rank
 
     def complete(self, folder: Path) -> None:

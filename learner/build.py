@@ -152,7 +152,6 @@ class _Models:
         return engine
 
     def _options(self) -> dict[str, Any]:
-        """Arguments for loading any model."""
         loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, device=self._device)
         return {"device": self._device, "loading": loading, "group": self._group}
 

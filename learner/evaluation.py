@@ -232,7 +232,6 @@ class Evaluator:
         return fresh
 
     def num_answered(self, name: str) -> int:
-        """Number of answers so far, over all sets."""
         return sum(result.num_answered for result in self._results(name).values())
 
     def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:

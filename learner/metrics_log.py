@@ -64,12 +64,10 @@ class MetricsLog:
         self._before: dict[Purpose, EvaluationResult] = {}
 
     def gauges(self) -> Row:
-        """Gauges for the learner's Pong."""
         rates = {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
         return rates | self.account.gauges() | {"cpu_s": round(self._processor.seconds, 3)}
 
     def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
-        """Keep the evaluation before training for the summary."""
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
@@ -90,7 +88,6 @@ class MetricsLog:
         return kept
 
     def end_training(self) -> None:
-        """Stop the run's clock."""
         self._ended_at = self._clock()
         roles = self._store.roles()
         self._generated.update(_generated_tokens(roles))

@@ -106,7 +106,6 @@ class RankGroup:
         return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
     def canary(self, *, step: int) -> Canary:
-        """Canary sequences and their log-probabilities under the current weights. See Trainer."""
         self._broadcast("compute_canary", step=step)
         return self.trainer.canary(step=step)
 
@@ -149,7 +148,6 @@ class RankGroup:
         self._broadcast("keep_alive")
 
     def shutdown(self) -> None:
-        """End the worker loops of the other ranks."""
         self._broadcast("shutdown")
 
     def _broadcast(self, name: Any, **fields: Any) -> None:

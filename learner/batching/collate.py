@@ -146,7 +146,6 @@ class MicrobatchBuilder:
         self._images: list[tuple[Grid, np.ndarray]] = []
 
     def fill_row(self, row: int, bundles: Row) -> None:
-        """Fill the empty row `row` with bundles."""
         column = 0
         for bundle in bundles:
             column = self._put_bundle(row, column, bundle)

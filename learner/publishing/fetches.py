@@ -49,8 +49,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class _Node:
-    """A generator that can lend a version."""
-
     member: Member
     machine: str
     address: str
@@ -192,7 +190,6 @@ class SnapshotServer:
 
     @property
     def address(self) -> str:
-        """Endpoint that serves versions."""
         return self._server.address
 
     def add(
@@ -242,7 +239,6 @@ class FetchTracker:
         self._digests: tuple[int, list[bytes]] = (-1, [])
 
     def is_fetching(self, version: int) -> bool:
-        """Whether any member is fetching this version."""
         return any(request.update.version == version for request in self._requests.values())
 
     def broadcast_members(self) -> list[Member]:

@@ -42,7 +42,6 @@ class MemberTable:
         self._num_evictions: dict[Member, int] = {}
 
     def update(self, members: Members) -> None:
-        """Replace the live members with the broker's report."""
         # Keep held versions and backoffs: a restarted generator has a new incarnation, so a member that reappears after
         # a silence is the same process.
         self.living = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
@@ -62,7 +61,6 @@ class MemberTable:
         return member in self._held
 
     def num_holding(self, version: int) -> int:
-        """Number of live members that hold the version."""
         return sum(self.holds(member, version) for member in self.living)
 
     def device(self, member: Member) -> DeviceName:
@@ -90,7 +88,6 @@ class MemberTable:
         return msgspec.structs.replace(state, transport="delta")
 
     def report(self, member: Member, text: str) -> None:
-        """Record an event about a member in the run's event log."""
         self._on_evict(member.peer_id, text)
 
     def evict(self, members: Iterable[Member], reason: str) -> None:

@@ -126,12 +126,10 @@ class Publisher:
 
     @property
     def num_alive(self) -> int:
-        """Number of live generators in the broker's last report."""
         return len(self._members.living)
 
     @property
     def num_holding(self) -> int:
-        """Number of live generators that hold the version."""
         return self._members.num_holding(self.version)
 
     @property
@@ -370,7 +368,6 @@ class BackgroundPublisher:
             self._start()
 
     def describe_members(self) -> str:
-        """Describe the generators, for the log of a long wait."""
         alive, holding = self._publisher.num_alive, self._publisher.num_holding
         if alive == 0:
             return "no generator is alive (start one with `python -m generators`)"

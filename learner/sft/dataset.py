@@ -64,7 +64,6 @@ class Pair:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens of both answers."""
         return np.concatenate([self.chosen, self.rejected])
 
     @property
@@ -331,7 +330,6 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
 
 
 def _load(kind: Any, model: ModelConfig) -> Any:
-    """Load the model's configuration or tokenizer."""
     try:
         return kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
