@@ -45,13 +45,13 @@ class Snapshot:
     """Answers of the awaited evaluation; None while waiting for groups."""
 
     @property
-    def living(self) -> list[RoleStatus]:
+    def live(self) -> list[RoleStatus]:
         return [generator for generator in self.generators if generator.is_alive]
 
     @property
     def synced(self) -> list[RoleStatus]:
         """Live generators with verified weights."""
-        return [each for each in self.living if each.state in ("ready", "updating") and each.version is not None]
+        return [each for each in self.live if each.state in ("ready", "updating") and each.version is not None]
 
 
 def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
@@ -188,7 +188,7 @@ class Progress:
 def _held_versions(now: Snapshot) -> dict[str, int | None]:
     """Verified version of each live generator that has finished its start; None before its first version."""
     verified = {generator.name: generator.version for generator in now.synced}
-    return {each.name: verified.get(each.name) for each in now.living if each.state != "starting"}
+    return {each.name: verified.get(each.name) for each in now.live if each.state != "starting"}
 
 
 def _growth(before: dict[str, int], now: dict[str, int], *, prefixes: tuple[str, ...] = ("",)) -> dict[str, int]:
@@ -242,11 +242,11 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 def _max_idle_s(progress: Progress) -> float:
     """Longest allowed time without progress. Loading a model and fetching weights get longer limits."""
-    limits, engine, living = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.living
+    limits, engine, live = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.live
     longest = [limits.after_s]
-    if any(each.state == "starting" or each.waits_for == "transfer" for each in living):
+    if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
         longest.append(limits.start_after_s)
-    if any(each.state == "starting" for each in living) and isinstance(engine, VllmEngineConfig):
+    if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
         # Let the generator's own start timeout fire first: it knows the reason.
         longest.append(engine.start_timeout_s + limits.after_s)
     return max(longest)
@@ -261,7 +261,7 @@ def _broker_dead(progress: Progress) -> StallCause | None:
 
 
 def _generators_dead(progress: Progress) -> StallCause | None:
-    if progress.now.living:
+    if progress.now.live:
         return None
     known = _describe(progress.now.generators) or "none ever joined"
     problem = f"no generator is alive, and nothing has arrived for {progress.idle_s:.0f} s ({known})"
@@ -273,9 +273,9 @@ def _generators_dead(progress: Progress) -> StallCause | None:
 def _weights_missing(progress: Progress) -> StallCause | None:
     if progress.now.synced:
         return None
-    is_starting = all(each.state == "starting" for each in progress.now.living)
+    is_starting = all(each.state == "starting" for each in progress.now.live)
     missing = "has finished its start" if is_starting else "holds verified weights"
-    problem = f"no living generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.living)})"
+    problem = f"no live generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.live)})"
     return StallCause("start" if is_starting else "weights", problem, _SEE_LOGS)
 
 
@@ -283,7 +283,7 @@ def _weights_outdated(progress: Progress) -> StallCause | None:
     version = progress.now.announced_version
     if any(generator.version == version for generator in progress.now.synced):
         return None
-    problem = f"no living generator has applied version {version} ({_describe(progress.now.living)})"
+    problem = f"no live generator has applied version {version} ({_describe(progress.now.live)})"
     return StallCause("outdated", problem, _SEE_LOGS)
 
 
@@ -310,7 +310,7 @@ def _groups_lost(progress: Progress) -> StallCause | None:
         )
         return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
     remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
-    generators = _describe(progress.now.living)
+    generators = _describe(progress.now.live)
     return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
 
 

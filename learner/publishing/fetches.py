@@ -128,12 +128,12 @@ class Lenders:
         seen: Counter[str] = Counter()
         ranks = {}
         for member in members:
-            ranks[member] = seen[machine := self._members.living[member].machine]
+            ranks[member] = seen[machine := self._members.live[member].machine]
             seen[machine] += 1
         return sorted(ranks, key=ranks.__getitem__)
 
     def _place(self, member: Member, tree: _Tree) -> Place:
-        state = self._members.living[member]
+        state = self._members.live[member]
         if is_here(state.machine):
             return Place()  # reads the learner's files
         # A member that fetches again no longer has the version to lend.
@@ -174,7 +174,7 @@ class Lenders:
 
     def _may_lend(self, member: Member) -> bool:
         is_rested = self._rests_until.get(member, 0.0) <= self._clock()
-        return is_rested and member not in self._liars and member in self._members.living
+        return is_rested and member not in self._liars and member in self._members.live
 
 
 def _reaches(machine: str, node: _Node) -> bool:
@@ -263,11 +263,11 @@ class FetchTracker:
     def request(self, staged: Staged) -> None:
         """Ask all due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
         due = self.due(staged.version)
-        has_deltas = any(state.transport == "delta" for state in self._members.living.values())
+        has_deltas = any(state.transport == "delta" for state in self._members.live.values())
         try:
             # Write the delta if any member uses deltas, but announce it only to those members.
             for with_deltas in (False, True):
-                members = [m for m in due if (self._members.living[m].transport == "delta") is with_deltas]
+                members = [m for m in due if (self._members.live[m].transport == "delta") is with_deltas]
                 if members:
                     self._send(staged, members, put_delta=has_deltas, with_deltas=with_deltas)
         except WeightTransferError as error:
@@ -275,7 +275,7 @@ class FetchTracker:
 
     def poll(self) -> None:
         """Drop requests of members that left, evict members past their deadline, and resend the other requests."""
-        now, alive = self._clock(), self._members.living.keys()
+        now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
             self._end(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
@@ -311,7 +311,7 @@ class FetchTracker:
         self._lenders.record_end(member, is_lending=is_lending, errors=errors)
 
     def _joins_broadcasts(self, member: Member) -> bool:
-        return self._members.living[member].transport == "collective" and self._members.holds_any(member)
+        return self._members.live[member].transport == "collective" and self._members.holds_any(member)
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}

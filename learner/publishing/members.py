@@ -30,7 +30,7 @@ class MemberTable:
         self._clock = clock
         self._trusts_network = trusts_network
         self._diverted: set[Member] = set()
-        self.living: dict[Member, MemberState] = {}
+        self.live: dict[Member, MemberState] = {}
         """Members that can receive messages, from the broker's last report."""
         self.num_on: Counter[str] = Counter()
         """Number of live members per machine."""
@@ -44,14 +44,14 @@ class MemberTable:
     def update(self, members: Members) -> None:
         # Keep held versions and backoffs: a restarted generator has a new incarnation, so a member that reappears after
         # a silence is the same process.
-        self.living = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
-        self.num_on = Counter(state.machine for state in self.living.values())
+        self.live = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
+        self.num_on = Counter(state.machine for state in self.live.values())
         self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
 
     def eligible(self) -> list[Member]:
         """Live members that are eligible for retry."""
         now = self._clock()
-        return [member for member in self.living if self._retry_at.get(member, 0.0) <= now]
+        return [member for member in self.live if self._retry_at.get(member, 0.0) <= now]
 
     def holds(self, member: Member, version: int) -> bool:
         return self._held.get(member) == version
@@ -61,7 +61,7 @@ class MemberTable:
         return member in self._held
 
     def num_holding(self, version: int) -> int:
-        return sum(self.holds(member, version) for member in self.living)
+        return sum(self.holds(member, version) for member in self.live)
 
     def device(self, member: Member) -> DeviceName:
         """Device that the member last reported for receiving broadcasts; `cpu` before its first report."""

@@ -126,7 +126,7 @@ class Publisher:
 
     @property
     def num_alive(self) -> int:
-        return len(self._members.living)
+        return len(self._members.live)
 
     @property
     def num_holding(self) -> int:
@@ -262,7 +262,7 @@ class Publisher:
         in_flight = run_in_thread(action, name="send-weights")
         while not wait([in_flight], timeout=_POLL_EVERY_S).done:
             self.poll(timeout_s=0)
-            if not set(members) <= self._members.living.keys():
+            if not set(members) <= self._members.live.keys():
                 self._sender.abort()
         in_flight.result()
 
@@ -271,7 +271,7 @@ class Publisher:
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
-            if not missing or deadline.is_over or not self._members.living.keys() & missing:
+            if not missing or deadline.is_over or not self._members.live.keys() & missing:
                 return missing
             self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 

@@ -176,7 +176,7 @@ class Scene:
         for name in self.run.broker.names:
             self.start(name)
         self.store = open_run_store(self.server.url, self.run.name, timeout_s=20)
-        until(lambda: len(self.living()) == 2, timeout_s=30, what="both brokers report")
+        until(lambda: len(self.live()) == 2, timeout_s=30, what="both brokers report")
         self.generators = [ScriptedGenerator(name, self.run, self.keys) for name in GENERATORS]
         self.learner = ScriptedLearner(self.run, self.keys, self.store)
 
@@ -187,7 +187,7 @@ class Scene:
         with (self.folder.path / f"{name}.log").open("ab") as log:
             self.brokers[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
-    def living(self) -> dict[str, bool]:
+    def live(self) -> dict[str, bool]:
         """Brokers that reported within 3 s, and whether each is the chief."""
         with suppress(RunConflictError):
             roles, now = self.store.roles(), self.store.now()
@@ -240,10 +240,10 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     scene.await_(lambda: scene.learner.applied[1] == len(GENERATORS), "an order reaches the generators of both")
     scene.await_(lambda: len(list(scene.folder.archive.glob("*.parquet"))) > 0, "the chief archives")
 
-    chief, other = sorted(living := scene.living(), key=lambda name: not living[name])
+    chief, other = sorted(live := scene.live(), key=lambda name: not live[name])
     scene.brokers[chief].kill()
     scene.brokers[chief].wait()
-    scene.await_(lambda: scene.living() == {other: True}, "the other one is the chief")
+    scene.await_(lambda: scene.live() == {other: True}, "the other one is the chief")
     scene.await_(lambda: set(scene.brokers_of_generators().values()) == {other}, "the generators leave the dead one")
     put = {each.name: len(each.put) for each in scene.generators}
     archived = len(list(scene.folder.archive.glob("*.parquet")))
@@ -256,7 +256,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     assert [role.name for role in status.roles if role.is_chief and role.is_alive] == [other]
 
     scene.start(chief)
-    scene.await_(lambda: scene.living() == {other: True, chief: False}, "the restarted one serves, and the chief stays")
+    scene.await_(lambda: scene.live() == {other: True, chief: False}, "the restarted one serves, and the chief stays")
     scene.await_(lambda: scene.brokers_of_generators() == own, "its generators come back")
 
     for generator in scene.generators:

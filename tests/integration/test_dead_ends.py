@@ -160,7 +160,7 @@ def test_weights_that_no_generator_applies_are_a_dead_end_until_a_sound_one_join
         faulty = run.start("generators", program=("-c", FAULTY))
         assert learner.wait(timeout=DEADLINE_S) == 2, run.log("learner").read_text()[-3000:]
         line = run.last_line("learner")
-        assert "error: the evaluation 'before' must come, but no living generator holds verified weights" in line
+        assert "error: the evaluation 'before' must come, but no live generator holds verified weights" in line
         assert "mine is unsynced" in line
         assert "must agree with the learner's" in line
         assert re.search(r"Last events: .*s ago mine: evicted", line), line
