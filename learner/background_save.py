@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 # --- folders of ranks ------------------------------------------------------------------------------------------------
 class RankFolders:
-    """Which learner ranks share a checkpoint folder, and how to complete a checkpoint that a folder has only in part.
+    """Learner ranks grouped by checkpoint folder. Completes checkpoints that a folder has only in part.
 
     Ranks on one machine share a folder. Ranks on several machines share it if the run folder is on a shared file
     system. One instance per rank; construction and methods are collective.
@@ -157,12 +157,12 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Why the save in flight waits for disk space or other ranks; empty if it does not. Thread-safe."""
+        """Reason why the save in flight waits for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
     def storage_reason(self) -> str:
-        """Why the save in flight waits for the object store; empty if it does not. Thread-safe."""
+        """Reason why the save in flight waits for the object store; else empty. Thread-safe."""
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:

@@ -210,7 +210,7 @@ class Checkpoints:
         return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
 
     def newest_model(self) -> str:
-        """Where the newest finite checkpoint's model is, for messages. Empty if none exists."""
+        """Location of the newest finite checkpoint's model, for messages. Empty if none exists."""
         if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]

@@ -141,7 +141,7 @@ class Microbatch:
     """Position within the sequence. None if each row holds one sequence. With images also positions along time, height,
     and width: [4, R, L]."""
     spans: Spans | None
-    """Which tokens each token attends to. None: all earlier tokens in its row."""
+    """Runs that determine which tokens each token attends to. None: all earlier tokens in its row."""
     sources: Int[Tensor, "N"]
     """Index, in the flattened rows, of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
