@@ -1,9 +1,9 @@
 """python -m learner [KEY=VALUE]...: start the learner; with learner.num_ranks > 1, all its ranks.
 
-python -m learner experiment=digits_cpu name=mine    with the settings that the broker was started with
+python -m learner experiment=digits_cpu name=mine    with the same settings as the broker
 python -m learner experiment=digits_sft              mode=sft: train on demonstrations, without any other role
 
-Most used settings; those of the broker must be the same:
+Most used settings, which must match the broker's:
   experiment=PRESET, name=NAME  the run; resume=true continues it
   broker.address=ADDRESS        where the broker listens
   model.path=FOLDER             model to train
@@ -14,7 +14,7 @@ Most used settings; those of the broker must be the same:
   sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
-Outside a checkout the module is called slipstream.learner.
+Outside a checkout, the module is slipstream.learner.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(overrides: list[str]) -> None:
     exit_after_help(overrides, __doc__)
     run = load(overrides)
     check_model_path(run.model.path)
-    # Imported now, because torch takes seconds to load: neither help nor a wrong setting must wait for it.
+    # Deferred because torch takes seconds to load, and help or a wrong setting should not wait for it.
     from slipstream.learner.role import run_learner
 
     run_learner(run, overrides)

@@ -1,14 +1,14 @@
-"""BackgroundSaver: writes a checkpoint while the learner trains on.
+"""BackgroundSaver: writes a checkpoint while training continues.
 
-Consumes: writes of a state that is copied, on every rank.
-Produces: in each machine's folder the files of its ranks, durable and with checksums; with `storage_uri` all of them in
-the object store.
-Waits for: room on the disk, the object store, and, on the first rank of a folder, the files of the others.
-Invariant: one save is in flight. Its threads make no collectives, which would get between those of the training: ranks
-of one folder meet in the draft, where a rank's files appear as a whole; the first ranks of several folders leave word
-at the rendezvous, and only when all have, rank 0 names the checkpoint and calls `finish`.
+Consumes: write functions over a copied state, on every rank.
+Produces: durable files with checksums for the ranks of each machine; with `storage_uri`, all of them in the object
+store.
+Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
+Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with those of training.
+Instead, ranks that share a folder meet in the draft, where each rank's files appear atomically. The first rank of each
+folder then posts to the rendezvous, and rank 0 names the checkpoint and calls `finish` only after all have posted.
 
-<folder>/draft-step-00000050/rank-0/  a rank's files, sealed: of the save in flight, or what a crash left of one
+<folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
 """
 
 import shutil
@@ -51,28 +51,26 @@ log = structlog.get_logger(__name__)
 
 # --- folders of ranks ------------------------------------------------------------------------------------------------
 class RankFolders:
-    """Learner ranks that write checkpoints into one folder, and the files that each folder lacks of one.
+    """Learner ranks grouped by checkpoint folder. Completes checkpoints that a folder has only in part.
 
-    Ranks of one machine share a folder; ranks of several machines do where the run folder lies on a file system of all.
-    One per rank; its methods and its construction are collective.
+    Ranks on one machine share a folder. Ranks on several machines share it if the run folder is on a shared file
+    system. One instance per rank; construction and methods are collective.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        """Find out by a file of each rank's which ones see each other's."""
         self._ranks = ranks
         self.sharers = _find_sharers(folder, ranks)
-        """Ranks that write into this rank's folder, in order."""
+        """Ranks that write into this rank's folder, sorted."""
         firsts = ranks.gather_bytes(str(self.sharers[0]).encode())
         self.leaders = sorted({int(first) for first in firsts})
-        """The first rank of every folder, in order."""
+        """The first rank of every folder, sorted."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first one of its folder."""
         return self.sharers[0] == self._ranks.rank
 
     def complete(self, folder: Path) -> None:
-        """Give a checkpoint's folder on every machine the files that only others have. Raises CheckpointError."""
+        """Copy missing files of a checkpoint between machines until every folder has all. Raises CheckpointError."""
         held = read_checksums(folder) if self.is_leader and (folder / CHECKSUMS).is_file() else {}
         offers = [
             msgspec.json.decode(offer, type=dict[str, str])
@@ -83,8 +81,8 @@ class RankFolders:
             for name, digest in offer.items():
                 if union.setdefault(name, digest) != digest:
                     raise CheckpointError(
-                        f"{folder / name} must be the same on every machine, got other content on that of rank {rank}: "
-                        "delete the folder on the machine where it is from another run."
+                        f"{folder / name} must be the same on every machine, got different content on the machine of "
+                        f"rank {rank}: delete the folder on the machine that has it from another run."
                     )
                 owners.setdefault(name, rank)
         for name in sorted(union):
@@ -93,12 +91,12 @@ class RankFolders:
         if self.is_leader and held != union:
             found = checksums_of(folder)
             if damaged := [name for name in sorted(union) if found.get(name) != union[name]]:
-                raise CheckpointError(f"{folder / damaged[0]} must arrive as it was sent, but has another checksum.")
+                raise CheckpointError(f"{folder / damaged[0]} must arrive unchanged, but its checksum differs.")
             write_durably(folder / CHECKSUMS, msgspec.json.encode(union))
         self._ranks.barrier()
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
-        """Send a file from rank `owner` to all; those that lack it write it. Every rank goes through every block."""
+        """Broadcast a file from rank `owner`; ranks with `is_missing` write it. Every rank takes part in each block."""
         is_owner = self._ranks.rank == owner
         source = path.open("rb", buffering=0) if is_owner else None
         if is_missing:
@@ -117,6 +115,7 @@ class RankFolders:
 
 
 def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
+    """Find the ranks that see the same folder: each creates a file, then lists the files of the others."""
     if ranks.size == 1:
         return [0]
     (name,) = ranks.broadcast_bytes([uuid.uuid4().hex.encode()] if ranks.is_first else None)
@@ -144,7 +143,7 @@ class BackgroundSaver:
         in_background: bool,
         storage: ObjectFolder | None = None,
     ) -> None:
-        """`storage`: checkpoints of the run in the object store, which this thread alone uses while it is busy."""
+        """`storage`: the run's checkpoints in the object store. Only the save in flight uses it."""
         self._folder = folder
         self._ranks = ranks
         self._folders = folders
@@ -158,33 +157,33 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Wait of the save in flight for room on the disk or for other ranks; else empty. Callable from any thread."""
+        """Reason why the save in flight waits for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
     def storage_reason(self) -> str:
-        """Wait of the save in flight for the object store; else empty. Callable from any thread."""
+        """Reason why the save in flight waits for the object store; else empty. Thread-safe."""
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
-        """Write this rank's files, which become the folder `name` with those of the others; then rank 0 calls `finish`.
+        """Write this rank's files. When those of all ranks form the folder `name`, rank 0 calls `finish`.
 
-        `writes`: by what each of them writes. None may be in flight. A full disk is waited for.
+        `writes` maps each file name to its write function. No save may be in flight. Waits while the disk is full.
         """
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do other work as if it were a save: `flush` waits for it, and raises what it raised."""
+        """Run other work like a save: `flush` waits for it and raises its error."""
         if self._in_background:
-            self._in_flight = run_beside(work, name="checkpoint")
+            self._in_flight = run_in_thread(work, name="checkpoint")
         else:
             work()
 
     def flush(self) -> None:
-        """Block until no rank has a save in flight. Raises what this rank's raised. Collective.
+        """Block until no rank has a save in flight. Raises the error of this rank's save. Collective.
 
-        Without a limit as long as a disk is full, which a person ends: `reason` says so.
+        Has no deadline while a disk is full, because only a user can free space; `reason` reports it.
         """
         is_busy = True
         while is_busy:
@@ -194,13 +193,13 @@ class BackgroundSaver:
         self.raise_error()
 
     def join(self) -> None:
-        """Wait, at most a minute, until all ranks have written the save in flight: for a training that has failed."""
+        """Wait at most a minute for all ranks to write the save in flight. For use after training failed."""
         ends_at = time.monotonic() + _LAST_SAVE_S
         while (not self._in_flight.done() or self._draft.exists()) and time.monotonic() < ends_at:
             time.sleep(_POLL_S)
 
     def raise_error(self) -> None:
-        """Raise what the newest save raised, if it has ended with an error."""
+        """Raise the error of the newest save if it has failed."""
         if self._in_flight.done():
             self._in_flight.result()
 
@@ -216,8 +215,8 @@ class BackgroundSaver:
         self._disk.retry(lambda: merge(parts, into=own), what="a checkpoint", path=self._folder)
         if not self._ranks.is_first:
             self._name(own, name)
-        self._meet("written")
-        # Last, so that a checkpoint that rank 0 has is durable on every machine.
+        self._await_folders("written")
+        # Rank 0 is last, so a checkpoint that it has is durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
         if self._storage:
@@ -234,12 +233,12 @@ class BackgroundSaver:
     def _upload(self, remote: ObjectFolder, name: str) -> None:
         folder = self._folder / name
         remote.upload(folder, read_checksums(folder), sender=self._ranks.rank)
-        self._meet("uploaded")
+        self._await_folders("uploaded")
         if self._ranks.is_first:
             remote.seal(senders=self._folders.leaders)
 
-    def _meet(self, state: str) -> None:
-        """Say that this folder's part is in a state; rank 0 waits until those of all folders are."""
+    def _await_folders(self, state: str) -> None:
+        """Post that this folder's part reached `state`. Rank 0 waits until every folder has."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
             self._ranks.post(subject, draft)
@@ -247,24 +246,24 @@ class BackgroundSaver:
         waiting = self._folders.leaders[1:]
 
         def find_missing() -> list[str]:
-            # Each is asked for until it has answered: they may be hundreds.
+            # Drop ranks that have posted, so that hundreds of them are not polled again.
             waiting[:] = [rank for rank in waiting if self._ranks.posted(subject, rank=rank) != draft]
             return [f"rank-{rank}" for rank in waiting]
 
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """Wait for the files of ranks. One that dies, or cannot write, ends this process in its next collective."""
+        """Wait for the files of other ranks. If one dies or cannot write, this process fails in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at
-            self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files of a checkpoint of {', '.join(missing)}"
+            self._waits_for_ranks = f"waiting {waited_s:.0f} s for the checkpoint files of {', '.join(missing)}"
             time.sleep(_POLL_S)
         self._waits_for_ranks = ""
 
 
-def run_beside(work: Callable[[], object], *, name: str) -> Future[None]:
-    """Do work in a daemon thread, for which a learner that is told to stop does not wait; the result is its end."""
+def run_in_thread(work: Callable[[], object], *, name: str) -> Future[None]:
+    """Run `work` in a daemon thread, so a stopping learner does not wait for it. The future ends with the work."""
 
     def run() -> None:
         try:
@@ -279,9 +278,9 @@ def run_beside(work: Callable[[], object], *, name: str) -> Future[None]:
 
 
 def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
-    """Write one rank's files: `folder` is there once they are durable, and nothing is left of a write that fails.
+    """Write one rank's files. `folder` appears once they are durable; a failed write leaves nothing.
 
-    Raises CheckpointError if a file is missing then: a later learner deletes the draft of one that it has replaced.
+    Raises CheckpointError if a file has disappeared, because a learner deletes the draft of the one it replaces.
     """
     temporary = folder.with_suffix(".tmp")
     try:
@@ -295,8 +294,8 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
             weights = [f"{name}/{file}" for file in weight_map(str(temporary / name))]
             if name not in sealed and not (weights and sealed.keys() >= {f"{name}/config.json", *weights}):
                 raise CheckpointError(
-                    f"{temporary / name} must be there when its checkpoint is sealed, but another process has deleted "
-                    "it: start again with resume=true unless another learner has gone on with this run."
+                    f"{temporary / name} must exist when its checkpoint is sealed, but another process deleted it: "
+                    "restart with resume=true unless another learner has taken over this run."
                 )
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -305,9 +304,9 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint or a draft. First its name: a part of it must neither seem the newest nor be given a name."""
+    """Delete a checkpoint or a draft. Rename it first, so that a partial one is never found or named a checkpoint."""
     doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
-    # Two learners may delete the same.
+    # Two learners may delete the same folder.
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Builders of the learner's parts from the settings of a run."""
+"""Builds the learner's parts from the settings of a run."""
 
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -60,34 +60,19 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
     """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    # First, because a user's function that is not there must be reported before anything is waited for.
+    # First, so that a missing user function is reported before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
-    size = run.learner.sequence_parallel
-    group = SequenceGroup(size, ranks.rank % size, ranks.share_sequences(size))
-    policy = load_policy(
-        run.model,
-        device=device,
-        gradient_checkpointing=run.learner.engine.gradient_checkpointing,
-        is_reward_model=run.trains_reward_model,
-        loading=sharded_loading(run.learner.engine, ranks=ranks, device=device),
-        group=group,
-    )
-    # Before anything is computed, as a sharded model computes only within an engine.
-    engine = _build_engine(
-        run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
-    )
-    if is_sharded(policy):
-        policy.check_head()
-    # Of rank 0, as others may be on machines without the file. Demonstrations are no prompts.
+    models = _Models(run, ranks=ranks, device=device)
+    engine = models.build_policy()
+    policy = engine.model
+    # Read by rank 0, because other machines may lack the file. SFT has demonstrations instead of prompts.
     text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
     chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
-    frozen_models = _load_frozen_models(run, engine, ranks=ranks, device=device, chooser=chooser)
-    critic = None
-    if run.algorithm.advantage.needs_critic:
-        critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
+    frozen_models = models.load_frozen_models(engine, chooser)
+    critic = models.build_critic(policy, chooser) if run.algorithm.advantage.needs_critic else None
     layout = chooser.choose()
     if run.learner.compile:
-        # Last: layouts were tried in float32, too, on prompts of other shapes.
+        # Compile last: choosing a layout also runs the model in float32 and on other shapes.
         compile_layers(policy.backbone, has_routers=policy.routers is not None)
     return Trainer(
         run,
@@ -101,80 +86,89 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     )
 
 
-def _build_critic(
-    run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, chooser: LayoutChooser
-) -> Critic:
-    config = run.algorithm.critic
-    chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
-    model = load_value_model(
-        chosen,
-        device=device,
-        gradient_checkpointing=run.learner.engine.gradient_checkpointing,
-        loading=sharded_loading(run.learner.engine, ranks=ranks, device=device),
-        group=policy.group,
-    )
-    if model.vocab_size != policy.vocab_size:
-        raise ModelError(
-            f"algorithm.critic.path must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got "
-            f"{model.vocab_size} in {chosen.path}."
-        )
-    engine = _build_engine(
-        run, model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING, ranks=ranks, device=device
-    )
-    chooser.check(model, setting=PATH_SETTING, path=chosen.path)
-    num_steps, num_updates = run.learner.max_steps, run.algorithm.updates_per_step
-    return Critic(config, engine=engine, ranks=ranks, num_steps=num_steps, updates_per_step=num_updates)
+class _Models:
+    """Loads the models of a trainer and builds their engines. Every method is collective."""
 
+    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
+        self._run = run
+        self._ranks = ranks
+        self._device = device
+        size = run.learner.sequence_parallel
+        self._group = SequenceGroup(size, ranks.rank % size, ranks.share_sequences(size))
 
-def _load_frozen_models(
-    run: RunConfig, engine: TrainEngine[Policy], *, ranks: Ranks, device: torch.device, chooser: LayoutChooser
-) -> FrozenModels:
-    """Load the reference and the teacher if the settings need them."""
-    policy, teacher = engine.model, None
-    reference: ModelEngine[Policy] | AdapterOff | None = None
-    if run.algorithm.kl.coefficient and run.model.lora:
-        reference = AdapterOff(engine)
-    elif run.algorithm.kl.coefficient:
-        reference = _load_frozen(run, run.model, ranks=ranks, device=device, group=policy.group, setting="model.path")
-        # The chooser may have changed the policy's.
-        reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
-    if distillation := run.algorithm.distillation:
-        config = ModelConfig(
-            distillation.teacher_path, dtype=run.model.dtype, trust_remote_code=run.model.trust_remote_code
+    def build_policy(self) -> TrainEngine[Policy]:
+        run = self._run
+        policy = load_policy(
+            run.model,
+            gradient_checkpointing=run.learner.engine.gradient_checkpointing,
+            is_reward_model=run.trains_reward_model,
+            **self._options(),
         )
-        setting = "algorithm.distillation.teacher_path"
-        teacher = _load_frozen(run, config, ranks=ranks, device=device, group=policy.group, setting=setting)
-        if teacher.model.vocab_size != policy.vocab_size:
-            raise ModelError(
-                f"algorithm.distillation.teacher_path must name a model with the learner's vocabulary "
-                f"({policy.vocab_size} tokens), got {teacher.model.vocab_size} in {distillation.teacher_path}."
+        # Build the engine before computing anything: a sharded model works only inside an engine.
+        engine = self._build_engine(policy, optimizer=run.learner.optimizer, setting="learner.optimizer")
+        if is_sharded(policy):
+            policy.check_head()
+        return engine
+
+    def build_critic(self, policy: Policy, chooser: LayoutChooser) -> Critic:
+        run, config = self._run, self._run.algorithm.critic
+        chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
+        checkpointing = run.learner.engine.gradient_checkpointing
+        model = load_value_model(chosen, gradient_checkpointing=checkpointing, **self._options())
+        _check_vocabulary(model.vocab_size, policy, setting="algorithm.critic.path", path=chosen.path)
+        engine = self._build_engine(model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING)
+        chooser.check(model, setting=PATH_SETTING, path=chosen.path)
+        num_steps, num_updates = run.learner.max_steps, run.algorithm.updates_per_step
+        return Critic(config, engine=engine, ranks=self._ranks, num_steps=num_steps, updates_per_step=num_updates)
+
+    def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
+        """Load the reference and the teacher if the settings need them."""
+        run, policy, teacher = self._run, engine.model, None
+        reference: ModelEngine[Policy] | AdapterOff | None = None
+        if run.algorithm.kl.coefficient and run.model.lora:
+            reference = AdapterOff(engine)
+        elif run.algorithm.kl.coefficient:
+            reference = self._load_frozen(run.model, setting="model.path")
+            # The chooser may have changed the policy's attention implementation.
+            reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
+        if distillation := run.algorithm.distillation:
+            path, setting = distillation.teacher_path, "algorithm.distillation.teacher_path"
+            config = ModelConfig(path, dtype=run.model.dtype, trust_remote_code=run.model.trust_remote_code)
+            teacher = self._load_frozen(config, setting=setting)
+            _check_vocabulary(teacher.model.vocab_size, policy, setting=setting, path=path)
+            chooser.check(teacher.model, setting=setting, path=path)
+        return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
+
+    def _load_frozen(self, model: ModelConfig, *, setting: str) -> ModelEngine[Policy]:
+        policy = load_policy(model, setting=setting, **self._options())
+        policy.requires_grad_(False)
+        if not is_sharded(policy):
+            return WholeModel(policy)
+        config = self._run.learner.engine
+        assert isinstance(config, DeepSpeedEngineConfig), "only DeepSpeed shards"
+        engine = ShardedModel(policy, config=config, ranks=self._ranks, device=self._device)
+        policy.check_head()
+        return engine
+
+    def _options(self) -> dict[str, Any]:
+        loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, device=self._device)
+        return {"device": self._device, "loading": loading, "group": self._group}
+
+    def _build_engine(self, model: T, *, optimizer: OptimizerConfig, setting: str) -> TrainEngine[T]:
+        config, device = self._run.learner.engine, self._device
+        if isinstance(config, DeepSpeedEngineConfig):
+            return DeepSpeedEngine(
+                model, config=config, optimizer=optimizer, device=device, ranks=self._ranks, setting=setting
             )
-        chooser.check(teacher.model, setting=setting, path=distillation.teacher_path)
-    return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
+        return TorchEngine(model, optimizer=optimizer, device=device, setting=setting)
 
 
-def _load_frozen(
-    run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: torch.device, group: SequenceGroup, setting: str
-) -> ModelEngine[Policy]:
-    loading = sharded_loading(run.learner.engine, ranks=ranks, device=device)
-    policy = load_policy(model, device=device, loading=loading, setting=setting, group=group)
-    policy.requires_grad_(False)
-    if not is_sharded(policy):
-        return WholeModel(policy)
-    config = run.learner.engine
-    assert isinstance(config, DeepSpeedEngineConfig), "only DeepSpeed shards"
-    engine = ShardedModel(policy, config=config, ranks=ranks, device=device)
-    policy.check_head()
-    return engine
-
-
-def _build_engine(
-    run: RunConfig, model: T, *, optimizer: OptimizerConfig, setting: str, ranks: Ranks, device: torch.device
-) -> TrainEngine[T]:
-    config = run.learner.engine
-    if isinstance(config, DeepSpeedEngineConfig):
-        return DeepSpeedEngine(model, config=config, optimizer=optimizer, device=device, ranks=ranks, setting=setting)
-    return TorchEngine(model, optimizer=optimizer, device=device, setting=setting)
+def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: str) -> None:
+    if vocab_size != policy.vocab_size:
+        raise ModelError(
+            f"{setting} must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got {vocab_size} "
+            f"in {path}."
+        )
 
 
 # --- the whole learner -----------------------------------------------------------------------------------------------
@@ -182,7 +176,7 @@ def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device,
     """Build this rank's part of the learner. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
     ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
-    # Rank 0 has compared its own with the broker's.
+    # Rank 0 has already compared its model with the broker's.
     model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
     check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]
     torch.manual_seed(run.seed)
@@ -205,7 +199,7 @@ def build_learner(
     num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's loop and all it calls. See Learner for `wait`, `num_heldout`, and Publisher for `snapshots`."""
+    """Build rank 0's training loop. See Learner for `wait` and `num_heldout`, and Publisher for `snapshots`."""
     publisher = Publisher(
         client=client,
         inbox=inbox,
@@ -217,7 +211,7 @@ def build_learner(
         trusts_network=run.cluster.trusted_network,
         clock=clock,
     )
-    # Weights are sent in the dtype in which the engines hold them.
+    # Weights are sent in the engines' dtype.
     trainer = rank_group.trainer
     metadata = trainer.engine.model.checkpoint_names.metadata(getattr(torch, run.model.dtype))
     stager = Stager(run.weights, metadata=metadata, device=trainer.engine.device)

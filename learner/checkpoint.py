@@ -1,18 +1,18 @@
-"""Checkpoints: the state that a run resumes from, complete whenever a crash happens.
+"""Checkpoints: the state that a run resumes from. A crash at any point leaves a complete one.
 
-A save copies the state to host memory, which training waits for; the files are written in the background. A checkpoint
-counts only once the store points at it (`RunState.checkpoint`): that pointer moves in the same atomic operation that
-retires the groups the checkpoint covers. With ranks on several machines each machine has the files of its own ranks;
-with `storage_uri` the object store has all of them before the pointer moves.
+Training waits only while a save copies the state to host memory; files are written in the background. A checkpoint
+takes effect when the store points at it (`RunState.checkpoint`). One atomic operation moves that pointer and retires
+the groups that the checkpoint covers. With ranks on several machines, each machine has the files of its own ranks. With
+`storage_uri`, the object store has all files before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
-<folder>/step-00000050/model/            weights in transformers format, with tokenizer; an adapter merged into them
-<folder>/step-00000050/model/adapter/    the adapter alone, in peft's format, where one is trained
-<folder>/step-00000050/optimizer-rank-*  moments by parameter, in the parts that each rank held: any layout reads them
-<folder>/step-00000050/reference/        the reference policy, where it is refreshed
-<folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, where there is one
-<folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before anything is loaded
-<folder>/step-00000100.31/               of the learner that resumed with fencing token 31: each writes its own names
+<folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
+<folder>/step-00000050/model/adapter/    the adapter in peft's format, if one is trained
+<folder>/step-00000050/optimizer-rank-*  optimizer moments by parameter, sharded by rank; readable by any layout
+<folder>/step-00000050/reference/        the reference policy, if it is refreshed
+<folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, if the run has one
+<folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before loading
+<folder>/step-00000100.31/               written by the learner that resumed with fencing token 31; names never collide
 """
 
 import random
@@ -54,7 +54,7 @@ log = structlog.get_logger(__name__)
 
 
 class BestEntry(Record):
-    """The best evaluation so far, in `best.json`.
+    """The best evaluation so far, stored in `best.json`.
 
     Example: BestEntry(metric="eval/accuracy_greedy", value=0.97, checkpoint=CheckpointPointer(step=40, ...))
     """
@@ -62,15 +62,15 @@ class BestEntry(Record):
     metric: str
     value: float
     checkpoint: CheckpointPointer
-    """Checkpoint of the weights that were evaluated."""
+    """Checkpoint of the evaluated weights."""
 
 
 BEST_FILE = "best.json"
-"""Name in the run folder of the BestEntry."""
+"""File name of the BestEntry in the run folder."""
 
 
 class BestCheckpoint:
-    """Life: resume -> (add -> judge)* -> export. Without a config nothing is best, and nothing is pinned."""
+    """Tracks and exports the best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a config."""
 
     def __init__(self, config: BestConfig | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
         """`flush` waits until the newest checkpoint is durable."""
@@ -82,7 +82,7 @@ class BestCheckpoint:
         self.entry: BestEntry | None = None
 
     def resume(self) -> None:
-        """Go on with the best one of the run, which a restore has fetched if it lay elsewhere."""
+        """Load the best entry so far. A restore has already fetched it from the object store if necessary."""
         if self._config and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
             is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
@@ -91,31 +91,31 @@ class BestCheckpoint:
 
     @property
     def pinned(self) -> set[str]:
-        """Checkpoints that must not be deleted: the best one, and those whose evaluation has no result yet."""
+        """Checkpoints to keep: the best one and those with a pending evaluation."""
         best = [self.entry.checkpoint] if self.entry else []
         return {pointer.name for pointer in (*best, *self._evaluated.values())}
 
     def add(self, pointer: CheckpointPointer) -> None:
-        """Pin a checkpoint whose version is being evaluated."""
+        """Pin a checkpoint while its version is evaluated."""
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
-        """Take the result of an evaluation, of which a row of metrics may have none."""
+        """Update the best entry if this row of metrics contains the result of a pending evaluation."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
         value = row.get(self._config.metric) if self._config else None
         if self._config is None or pointer is None or value is None:
             return
         sign = 1 if self._config.mode == "max" else -1
-        # The earlier one of equals: it took fewer steps.
+        # On a tie, keep the earlier one: it took fewer steps.
         if self.entry is None or sign * value > sign * self.entry.value:
-            # First, because the best one must be one that a crash would leave.
+            # Flush first: the best checkpoint must survive a crash.
             self._flush()
             self.entry = BestEntry(self._config.metric, value, pointer)
             write_durably(self._file, msgspec.json.encode(self.entry))
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)
 
     def export(self) -> Path | None:
-        """Copy the model of the best checkpoint; returns its folder, None if no evaluation had the metric."""
+        """Copy the model of the best checkpoint and return its folder. None if no evaluation had the metric."""
         if self.entry is None:
             return None
         draft = self._folder.path / "best_model.tmp"
@@ -130,7 +130,7 @@ _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
-"""Step and life in the name of a checkpoint or of its draft; the first life of a run goes without."""
+"""Step and life in the name of a checkpoint or draft. The first life of a run is omitted."""
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -146,24 +146,23 @@ class CheckpointState(Record):
     version: int
     """Policy version of the weights."""
     num_updates: int
-    """Optimizer updates of the policy so far."""
+    """Policy optimizer updates so far."""
     seed: int
     config_hash: str
     engine: str
-    """`torch` or `zero-<stage>`, which wrote it; another may resume."""
+    """Engine that wrote it, `torch` or `zero-<stage>`. Any engine can resume from it."""
     num_ranks: int
-    """Learner ranks that wrote it."""
+    """Number of learner ranks that wrote it."""
     critic_updates: int = 0
-    """Optimizer updates of the critic."""
+    """Critic optimizer updates so far."""
     base: dict[str, str] = {}
-    """Checksums of the files of the model that an adapter was trained on; empty without an adapter."""
+    """Checksums of the base model's files if an adapter is trained, otherwise empty."""
     objective: dict[str, float] = {}
-    """State that the objective carries from step to step: `ObjectiveState.save`."""
+    """State that the objective carries between steps: `ObjectiveState.save`."""
 
 
 class Checkpoints:
-    """Saves and restores a trainer. Construction, `save`, `flush` and `restore` are collective; rank 0 writes shared
-    files."""
+    """Saves and restores a trainer. Construction, `save`, and `restore` are collective; rank 0 writes shared files."""
 
     def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
         self._folder = folder
@@ -180,37 +179,37 @@ class Checkpoints:
             in_background=not run.is_one_process,
             storage=self._storage,
         )
-        """Writes what `save` has copied."""
+        """Writes the state that `save` copied."""
         self._poisoned = set[str]()
-        """Checkpoints that `restore_finite` found not to be finite."""
+        """Checkpoints that `restore_finite` found to contain NaN or infinity."""
         self._newest: CheckpointPointer | None = None
         self.life = 1
-        """Greater than that of any learner that wrote into this folder before: it must neither meet nor delete this
-        one's files. The store's fencing token, or `begin_life`."""
+        """Greater than the life of every earlier learner in this folder, so that they never touch this one's files. Set
+        from the store's fencing token or by `begin_life`."""
 
     def begin_life(self) -> None:
-        """Begin a life after all those that the folder and the object store show, for a learner without a store."""
+        """Choose a life above all in the folder and the object store. For a learner without a store (mode=sft)."""
         seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
-        # Learners on other machines, whose folders this one does not see, begin at other times.
+        # Use the time, because the folders of learners on other machines may be invisible here.
         first = int(time.time()) if self._storage else 1
         self.life = max([first, *(1 + life for life, _ in map(_age, seen))])
 
     def names(self) -> list[str]:
-        """Names of the complete checkpoints in this rank's folder, or else in the object store, oldest first."""
+        """Complete checkpoints in this rank's folder, or in the object store if it has none, oldest first."""
         names = [path.parent.name for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight; return the error with how to continue from the newest checkpoint."""
+        """Wait for the save in flight, then add to `error` how to continue from the newest checkpoint."""
         self.saver.join()
         if not (model := self.newest_model()):
-            return DivergenceError(f"{error} There is no checkpoint to continue from: start a new run.")
+            return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")
         resume = "" if self._run.is_one_process else "resume=true continues from it; "
         begin = f"{resume}a new run with other settings can begin with model.path={model}"
         return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
 
     def newest_model(self) -> str:
-        """Place of the newest finite checkpoint's model, in words; empty without one."""
+        """Location of the newest finite checkpoint's model, for messages. Empty if none exists."""
         if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]
@@ -219,22 +218,22 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep`, and none that is `pinned`, here and in the object store.
+        """Delete checkpoints here and in the object store. Keeps the newest `keep`, `pinned`, and those of later lives.
 
-        Those of later lives stay. Other machines follow when the next save begins.
+        Other machines delete theirs when the next save begins.
         """
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
         if self._run_storage and self._storage:
             best = self._folder.parent / BEST_FILE
-            # Before its predecessor goes.
+            # Write the new entry before the previous best checkpoint is deleted.
             if best.is_file():
                 self._run_storage.write(BEST_FILE, best.read_bytes())
             kept = {*sorted(self._storage.names(), key=_age)[-keep:], *pinned}
             self._storage.prune(is_kept=lambda name: name in kept or _age(name)[0] > self.life)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Begin to send folders of the run to the object store, if there is one; `saver.flush` waits for it."""
+        """Start uploading folders of the run to the object store, if configured. `saver.flush` waits for it."""
         if storage := self._run_storage:
 
             def work() -> None:
@@ -253,7 +252,7 @@ class Checkpoints:
 
     @cached_property
     def _base(self) -> dict[str, str]:
-        """Checksums of the model that an adapter is trained on."""
+        """Checksums of the base model that an adapter is trained on."""
         path = self._run.model.path
         return {file.name: checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
 
@@ -261,12 +260,12 @@ class Checkpoints:
     def save(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object] = lambda pointer: None
     ) -> CheckpointPointer:
-        """Begin a checkpoint that covers `step`; on return its state is copied, and its name settled.
+        """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
-        Waits for the save before, and raises what that raised. Once the checkpoint is durable, rank 0 calls `finish`
-        in the thread that wrote it; in a serial run all that happens before the return. If the newest checkpoint covers
-        the step, as at the end of a run, only `finish` is called again. The caller checks the weights; raises
-        DivergenceError unless the state of optimizer and objective is finite.
+        First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
+        the writing thread. In a serial run, all of this happens before the return. If the newest checkpoint already
+        covers `step`, only `finish` is called again. The caller checks the weights. Raises DivergenceError unless the
+        state of optimizer and objective is finite.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -294,7 +293,7 @@ class Checkpoints:
         return pointer
 
     def _copy(self, *, step: int, version: int) -> dict[str, Write]:
-        """Copy this rank's part of the state to host memory; returns what writes each file or model. Collective."""
+        """Copy this rank's part of the state to host memory. Returns a write function per file or model. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
         states = STATE_FILE.format(rank)
@@ -317,7 +316,7 @@ class Checkpoints:
                 num_ranks=self._ranks.size,
                 objective=trainer.objective.state.save(),
             )
-            # The base is read in the thread, because the files of a large one take long.
+            # Checksum the base in the background thread: a large model takes long to read.
             writes[_STATE] = lambda path: path.write_bytes(
                 msgspec.json.encode(msgspec.structs.replace(state, base=self._base))
             )
@@ -326,7 +325,7 @@ class Checkpoints:
             if is_first:
                 model = critic.engine.model
                 writes[f"{_CRITIC}/model"] = lambda folder: save_value_model(model, folder, weights=values)
-        # Without a refresh, the reference is the initial policy.
+        # A reference that is never refreshed is the initial policy and needs no copy.
         if reference := trainer.reference:
             frozen = gather_to_first(reference, ranks=self._ranks)
             if is_first:
@@ -335,7 +334,7 @@ class Checkpoints:
         return writes
 
     def _seed_generators(self, *, step: int) -> None:
-        """Begin all random numbers of this process anew: a run goes on after a checkpoint as one resumed from it."""
+        """Reseed every random generator, so that continuing after a checkpoint equals resuming from it."""
         drawn = int(np.random.SeedSequence([self._run.seed, step, self._ranks.rank]).generate_state(1)[0])
         torch.manual_seed(drawn)
         np.random.seed(drawn)
@@ -343,7 +342,7 @@ class Checkpoints:
 
     # --- restoring -----------------------------------------------------------------------------------------------
     def restore_finite(self, names: Sequence[str]) -> CheckpointState:
-        """Load the first of these checkpoints that holds finite numbers alone. Raises CheckpointError."""
+        """Load the first of these checkpoints without NaN or infinity. Raises CheckpointError."""
         for name in names:
             state = self.restore(name)
             try:
@@ -354,17 +353,17 @@ class Checkpoints:
                 self._poisoned.add(name)
                 log.warning("checkpoint_not_finite", name=name, error=str(error))
         raise CheckpointError(
-            f"{self._folder} must hold a checkpoint of finite numbers, got NaN or infinity in {', '.join(names)}: "
+            f"{self._folder} must hold a finite checkpoint, got NaN or infinity in {', '.join(names)}: "
             "start a new run with a lower learner.optimizer.learning_rate."
         )
 
     def restore(self, name: str) -> CheckpointState:
-        """Load a checkpoint into the trainer. Raises CheckpointError, and for damaged files before it loads any."""
+        """Load a checkpoint into the trainer. Raises CheckpointError; detects damaged files before loading any."""
         folder = self._folder / name
-        # As work of the saver, because another rank may fetch for longer than a collective may take.
+        # Run by the saver: downloads may exceed the time limit of a collective, and `flush` keeps waiting.
         self.saver.run(lambda: self._make_whole(name))
         self.saver.flush()
-        # Every machine needs all of a checkpoint: its ranks may hold other parts of the optimizer's state now.
+        # Every machine needs all files: its ranks may now hold different parts of the optimizer state.
         self._folders.complete(folder)
         state = _read_state(folder)
         if self._ranks.is_first and state.base != self._base:
@@ -380,13 +379,13 @@ class Checkpoints:
             reference.load_parameters(self._read_weights(folder / _REFERENCE).items())
         self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
         self._newest = CheckpointPointer(state.step, state.version, name)
-        # Last, because loading a model may draw random numbers.
+        # Seed last, because loading a model may draw random numbers.
         self._seed_generators(step=state.step)
         self._ranks.barrier()
         return state
 
     def _make_whole(self, name: str) -> None:
-        """Check the files that this machine has of a checkpoint, and fetch the others from the object store."""
+        """Check this machine's files of a checkpoint and fetch missing ones from the object store."""
         folder = self._folder / name
         if not self._folders.is_leader:
             return
@@ -400,7 +399,7 @@ class Checkpoints:
             raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
 
     def _fetch_best(self) -> None:
-        """Fetch the best checkpoint, and which one it is, if this machine does not know."""
+        """Fetch `best.json` and the best checkpoint if this machine lacks them."""
         path = self._folder.parent / BEST_FILE
         if not (self._run_storage and self._storage) or path.exists():
             return
@@ -411,7 +410,7 @@ class Checkpoints:
                 write_durably(path, data)
 
     def _advise_other(self, damaged: str) -> str:
-        """Return advice to begin a new run with the newest checkpoint that is whole."""
+        """Suggest a new run from the newest undamaged checkpoint; empty if none exists."""
         others = (self._folder / name for name in reversed(self.names()) if name != damaged)
         whole = next((folder for folder in others if not find_damage(folder)), None)
         return f", or start a new run with model.path={whole / 'model'}" if whole else ""
@@ -425,14 +424,14 @@ class Checkpoints:
                 weights = dict(load_value_model(config, device=critic.engine.device).weights())
         except ModelError as error:
             raise CheckpointError(
-                f"{folder} must hold the critic that algorithm.advantage needs, got: {error} Resume with the advantage "
-                "it was written with, or start a new run."
+                f"{folder} must hold the critic that algorithm.advantage needs, got: {error} Resume with the original "
+                "advantage, or start a new run."
             ) from error
         critic.engine.restore_state(folder, weights={name: weight.detach() for name, weight in weights.items()})
         critic.num_updates = num_updates
 
     def _read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Read what is trained: the model, or its adapter alone; nothing where rank 0 deals out the shards."""
+        """Read the trained weights: the model or only its adapter. Empty if rank 0 distributes the shards."""
         if not self._ranks.is_first and is_sharded(self._trainer.engine.model):
             return {}
         if self._run.model.lora:
@@ -443,7 +442,7 @@ class Checkpoints:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Life and step in the name of a checkpoint or draft, which order checkpoints by age; (0, 0) in any other name."""
+    """Life and step in the name of a checkpoint or draft, for sorting by age. (0, 0) for any other name."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
 
@@ -456,7 +455,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
-    """Write gathered weights in transformers format, and the tokenizer."""
+    """Write gathered weights in transformers format and the tokenizer."""
     size = run.learner.checkpoint.max_shard_size
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
 
@@ -466,6 +465,6 @@ def _read_state(folder: Path) -> CheckpointState:
         return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
-            f"{folder} must be a complete checkpoint, got {error}: put it back, or start a new run with model.path set "
-            "to another one beside it."
+            f"{folder} must be a complete checkpoint, got {error}: restore it, or start a new run with model.path set "
+            "to another checkpoint."
         ) from error

@@ -2,7 +2,7 @@
 
 
 class LearnerError(Exception):
-    """Root of the errors that the learner raises."""
+    """Base class of the learner's errors."""
 
 
 class ModelError(LearnerError, ValueError):
@@ -10,19 +10,19 @@ class ModelError(LearnerError, ValueError):
 
 
 class TrainEngineError(LearnerError, RuntimeError):
-    """The training engine cannot start; the message names the setting to change."""
+    """The training engine cannot start. The message names the setting to change."""
 
 
 class BatchError(LearnerError, ValueError):
-    """A trajectory that the broker accepted cannot be trained on: generator and learner disagree about the model."""
+    """An accepted trajectory cannot be trained on because generator and learner disagree about the model."""
 
 
 class DivergenceError(LearnerError, ArithmeticError):
-    """A loss, a gradient norm, or the state that an update left is not finite. Nothing of that step may be saved."""
+    """A loss, gradient norm, or updated state is not finite. Nothing from that step may be saved."""
 
 
 class SampledLogprobsError(LearnerError, ArithmeticError):
-    """The generators' log-probabilities of the first step's tokens are not those of the policy."""
+    """The generators' log-probabilities for the first step do not match the policy."""
 
 
 class CheckpointError(LearnerError, ValueError):
@@ -30,8 +30,8 @@ class CheckpointError(LearnerError, ValueError):
 
 
 class RankGroupError(LearnerError, ConnectionError):
-    """The learner's ranks cannot form a group, or one of them is gone."""
+    """The learner's ranks cannot form a group, or a rank was lost."""
 
 
 class DeadEndError(LearnerError, TimeoutError):
-    """A wait has come to a dead end; the message holds the cause, the remedy, and the last events."""
+    """A wait reached a dead end. The message contains the cause, the remedy, and the last events."""

@@ -1,9 +1,8 @@
-"""Evaluation: requests answers to held-out prompts through the store, and scores them.
+"""Evaluation: requests answers to held-out prompts through the store and scores them.
 
-Scores of evaluations: accuracy, reward, pass@k, maj@k, best@k and worst@k, with intervals over the prompts.
-
-Every metric is a ratio of two sums over prompts, so that one bootstrap serves all of them. Those at k are expectations
-over the subsets of k among the n answers to a prompt: exact, but for maj@k of many answers.
+Scores are accuracy, reward, pass@k, maj@k, best@k, and worst@k, with confidence intervals over prompts. Every metric is
+a ratio of two sums over prompts, so one bootstrap serves all of them. Metrics at k are expectations over the size-k
+subsets of the n answers to a prompt. They are exact, except maj@k with many answers, which samples subsets.
 """
 
 import itertools
@@ -26,7 +25,7 @@ from slipstream.configs.learner import EvaluationConfig
 _RESAMPLES = 1000
 _SEED = 42
 _MOST_SUBSETS = 4096
-"""Subsets that a majority is averaged over: all of them if there are no more, else so many seeded ones."""
+"""Most subsets that maj@k averages over. If more exist, a seeded sample of this size is used."""
 _KINDS = ("pass", "maj", "best", "worst")
 
 
@@ -39,7 +38,7 @@ class Estimate(Record):
 
 
 class Score(Record):
-    """Scores of a model on a set, or on the part of it with one data source.
+    """Scores of a model on a set or on one data source of it.
 
     Example: Score(num_prompts=512, num_answers=2048, num_failed=3, metrics={"accuracy": Estimate(...), "pass@4": ...},
         mean_tokens=201.4, max_tokens=512, stop_reasons={"stop": 2011, "length": 37})
@@ -48,16 +47,16 @@ class Score(Record):
     num_prompts: int
     num_answers: int
     num_failed: int
-    """Answers whose reward function failed: not right, and without a reward."""
+    """Answers with a failed reward function. They count as wrong and have no reward."""
     metrics: dict[str, Estimate]
     mean_tokens: float
-    """Tokens that the model wrote."""
+    """Model-written tokens per answer."""
     max_tokens: int
     stop_reasons: dict[str, int]
 
 
 class Sums(NamedTuple):
-    """A metric by prompt, in the order of rows; its value is the sum of `total` over that of `number`."""
+    """One metric per prompt, in row order. Its value is sum(total) / sum(number)."""
 
     total: np.ndarray
     number: np.ndarray
@@ -69,7 +68,7 @@ class Sums(NamedTuple):
 
 # --- one prompt ------------------------------------------------------------------------------------------------------
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
-    """Probability that one of k answers is right: 1 - C(n - c, k) / C(n, k).
+    """Probability that at least one of k answers is right: 1 - C(n - c, k) / C(n, k).
 
     Source: Chen et al., arXiv:2107.03374, equation 1.
     """
@@ -83,9 +82,9 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
-    """Probability that the most frequent of k answers is right; a tie is decided by lot.
+    """Probability that the most frequent of k answers is right. Ties are broken at random.
 
-    An empty answer has no vote but its own, so that it never joins others. An answer counts by the share of its
+    Empty answers never pool their votes: each is a separate candidate. A candidate scores the fraction of its
     repetitions that are right.
     """
     names = [answer or f"\0{index}" for index, answer in enumerate(answers)]
@@ -99,7 +98,7 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
 @lru_cache(maxsize=16)
 def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
-    """Subsets of k of `num` items as rows of zeros and ones."""
+    """Size-k subsets of `num` items as rows of zeros and ones."""
     if comb(num, k) <= _MOST_SUBSETS:
         chosen = np.array(list(itertools.combinations(range(num), k)))
     else:
@@ -112,9 +111,9 @@ def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
 
 # --- all prompts -----------------------------------------------------------------------------------------------------
 def metric_sums(answers: Iterable[EvaluationAnswer], *, kinds: Sequence[str] = _KINDS) -> dict[str, Sums]:
-    """Return the metrics of a set: `accuracy`, `reward`, and those `kinds` at k = 1, 2, 4, ... and at all answers.
+    """Return `accuracy`, `reward`, and each of `kinds` at k = 1, 2, 4, ... and at k = the number of answers.
 
-    A metric that a prompt has too few answers for is of the other prompts.
+    A metric at k leaves out prompts with fewer than k answers.
     """
     prompts: dict[int, list[EvaluationAnswer]] = {}
     for answer in answers:
@@ -141,15 +140,15 @@ def _prompt_sums(
         "worst": lambda k: -best_at_k([-reward for reward in rewards], k),
     }
     for kind, k in itertools.product(kinds, ks):
-        # At 1 the others are accuracy and reward.
+        # At k = 1 the other kinds equal accuracy or reward.
         if (k > 1 or kind == "pass") and k <= len(rewards if kind in ("best", "worst") else answers):
             yield f"{kind}@{k}", (compute[kind](k), 1)
 
 
 def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
-    """Return the mean and its bootstrap interval over prompts, or those of the paired difference to `minus`.
+    """Return the mean and its bootstrap interval over prompts, optionally of the paired difference to `minus`.
 
-    Both are of the same prompts: every resample takes the same ones of either.
+    `minus` must cover the same prompts: each resample draws the same prompts from both.
 
     Source: Efron and Tibshirani, An introduction to the bootstrap, chapter 13 (percentile interval).
     """
@@ -164,13 +163,13 @@ def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
 
 @lru_cache(maxsize=4)
 def _resamples(num_prompts: int) -> Float[np.ndarray, "resamples prompts"]:
-    """Return how often each prompt is drawn in each resample."""
+    """Count how often each resample draws each prompt."""
     shares = np.full(num_prompts, 1 / num_prompts)
     return np.random.default_rng(_SEED).multinomial(num_prompts, shares, size=_RESAMPLES).astype(float)
 
 
 def score(answers: Sequence[EvaluationAnswer]) -> Score:
-    """Return the scores of all answers to a set, at least one."""
+    """Score the answers to a set. `answers` must not be empty."""
     return Score(
         num_prompts=len({answer.row for answer in answers}),
         num_answers=len(answers),
@@ -183,7 +182,7 @@ def score(answers: Sequence[EvaluationAnswer]) -> Score:
 
 
 def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationAnswer]]:
-    """Return the answers by data source; nothing unless there are several."""
+    """Group answers by data source. Empty if all come from one source."""
     sources: dict[str, list[EvaluationAnswer]] = {}
     for answer in answers:
         sources.setdefault(answer.data_source or "unnamed", []).append(answer)
@@ -191,18 +190,18 @@ def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationA
 
 
 def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
-    """Return by how much a model exceeds another one on the same prompts."""
+    """Return the paired differences `scored` - `base` for metrics that both have on the same prompts."""
     same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 
 
 class Evaluator:
-    """Opens evaluations in the store, one per set of held-out prompts, over rows that `EvaluationConfig` chooses."""
+    """Opens evaluations in the store, one per held-out set, on the rows that `EvaluationConfig` selects."""
 
     def __init__(
         self, store: Store, config: EvaluationConfig, *, sets: list[HeldoutSet], num_rows: Mapping[str, int]
     ) -> None:
-        """`num_rows`: number of prompts of each set."""
+        """`num_rows`: number of prompts in each set."""
         self._store = store
         self._sets = sets
         self._monitored = {each.name: config.rows(num_rows[each.name])[0] for each in sets}
@@ -210,9 +209,10 @@ class Evaluator:
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
-        """Request the monitored rows; returns the name of the evaluation.
+        """Request the monitored rows and return the name of the evaluation.
 
-        `fence`, the token of the step's claim, tells the step from the same one trained again after a rollback.
+        `fence` is the fencing token of the step's claim. It distinguishes the step from a retrained one after a
+        rollback.
         """
         name = f"step-{step}-{fence}"
         self._request(name, version=version, rows=self._monitored)
@@ -220,32 +220,31 @@ class Evaluator:
         return name
 
     def open_final(self, name: str, *, version: int) -> str:
-        """Request the rows that are held back for before and after training; returns the name of the evaluation.
+        """Request the rows reserved for before and after training and return the name of the evaluation.
 
-        That is `name`, with a number if earlier requests of that name were answered without a single reward.
+        The name is `name`, plus a number if earlier requests with that name got no reward at all.
         """
-        # Opening is idempotent: a resumed run finds the answers to the request of its predecessor. Only an evaluation
-        # whose reward function failed throughout is requested anew, since its answers are final.
+        # Opening is idempotent: a resumed run finds the answers that its predecessor requested. Answers are final, so
+        # an evaluation without a single reward needs a new name.
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         fresh = next(each for each in names if not self._has_failed(each))
         self._request(fresh, version=version, rows=self._final)
         return fresh
 
     def num_answered(self, name: str) -> int:
-        """Answers of all sets so far."""
         return sum(result.num_answered for result in self._results(name).values())
 
     def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:
-        """Results by set; None while answers are missing."""
+        """Results by set, or None while answers are missing."""
         complete = {purpose: result for purpose, result in self._results(name).items() if result.is_complete}
         return complete if len(complete) == len(self._sets) else None
 
     def unfinished(self) -> list[str]:
-        """Names of the monitored evaluations that lack answers."""
+        """Names of monitored evaluations that still lack answers."""
         return [name for name in self._open if not self.result(name)]
 
     def metrics(self, evaluated: Mapping[Purpose, EvaluationResult]) -> dict[str, float]:
-        """Return the metrics of an evaluation, by their keys in a row."""
+        """Return the metrics of an evaluation, keyed as in a row of metrics."""
         found: dict[str, float] = {}
         for name, result in evaluated.items():
             found[f"eval/accuracy_{name}"] = result.accuracy
@@ -259,7 +258,7 @@ class Evaluator:
         return found
 
     def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
-        """Newest monitored evaluation that became complete since the last call; None if none did."""
+        """Newest monitored evaluation that completed since the last call, or None."""
         newest = None
         for name in list(self._open):
             if result := self.result(name):
@@ -268,11 +267,9 @@ class Evaluator:
         return newest
 
     def _has_failed(self, name: str) -> bool:
-        """Whether there are answers, and none of them has a reward."""
+        """Whether answers exist but none has a reward."""
         results = self._results(name).values()
-        return any(each.num_answered for each in results) and all(
-            each.num_failed == each.num_answered for each in results
-        )
+        return 0 < sum(each.num_answered for each in results) == sum(each.num_failed for each in results)
 
     def _results(self, name: str) -> dict[Purpose, EvaluationResult]:
         results = {each.name: self._store.evaluation(f"{name}-{each.name}") for each in self._sets}

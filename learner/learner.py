@@ -1,20 +1,19 @@
 """Learner: claims groups, trains, publishes, evaluates, checkpoints.
 
-Consumes: ready groups from the store, reports of members from the broker.
+Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until that is a dead end; members, within the
-deadlines of publishing.
+Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, within the deadlines of
+publishing.
 Woken by: the store, when enough groups are ready.
-Invariant: along the surviving lineage of weights every group is committed exactly once; a group that no checkpoint
-covers returns to the buffer when the run is resumed.
+Invariant: along the surviving lineage of weights, every group is committed exactly once. When a run resumes, groups
+that no checkpoint covers return to the buffer.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
 
 import msgspec
 import structlog
@@ -22,7 +21,7 @@ import structlog
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
-from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, make_entry
+from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, StepEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
@@ -40,41 +39,33 @@ from slipstream.learner.stall import StallDetector
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 
+_POLL_EVERY_S = 0.2
+
 log = structlog.get_logger(__name__)
 
 
-class ClaimKeeper:
-    """Context that renews a claim while its step runs, so that a slow step is not taken for a dead learner.
+@contextmanager
+def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
+    """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
 
-    A claim may lapse nevertheless, when this process stands still; its fencing token then fails the commit.
+    If the whole process is suspended, the claim can still lapse. Its fencing token then makes the commit fail.
     """
 
-    def __init__(self, store: Store, claim: Claim, *, lease_s: float) -> None:
-        self._store = store
-        self._claim = claim
-        self._lease_s = lease_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="claim-keeper", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join(timeout=1.0)
-
-    def _renew(self) -> None:
-        while not self._done.wait(self._lease_s / 3):
+    def renew() -> None:
+        while not is_done.wait(lease_s / 3):
             try:
-                self._store.renew_claim(self._claim, lease_s=self._lease_s)
+                store.renew_claim(claim, lease_s=lease_s)
             except ReplayBufferError as error:
-                log.warning("claim_not_renewed", step=self._claim.step, error=str(error))
+                log.warning("claim_not_renewed", step=claim.step, error=str(error))
 
-
-_POLL_EVERY_S = 0.2
+    is_done = threading.Event()
+    thread = threading.Thread(target=renew, name="claim-keeper", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join(timeout=1.0)
 
 
 class Learner:
@@ -95,10 +86,10 @@ class Learner:
         profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or for a serial turn.
+        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. In a serial run, it takes a turn.
 
-        `num_heldout`: number of prompts of each held-out set. `rollouts` of another run are mixed into every step.
-        `disk` is that of `metrics_log`.
+        `num_heldout`: number of prompts per held-out set. `rollouts`: another run's groups to mix into every step.
+        `disk`: the instance that `metrics_log` uses.
         """
         self._run = run
         self._store = store
@@ -122,24 +113,26 @@ class Learner:
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
         self._fence = 0
-        """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's."""
+        """Fencing token of the last committed claim, or of the rollback before the first commit."""
         self._committing = threading.Lock()
-        """Held while the store's fencing token and `_fence` change, or must agree."""
+        """Held while `_fence` and the store's fencing token change or must agree."""
         self._version = 0
         self._reason = "starting"
         self._must_stop = False
         self._checkpoint_s = 0.0
 
     def status(self) -> PeerStatus:
-        """Content of the next Pong; callable from any thread."""
+        """Content of the next Pong. Thread-safe."""
         gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
         full, away = self._disk.reason or self._saver.reason, self._saver.storage_reason
         waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
         return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def run(self) -> None:
-        """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved, and
-        DivergenceError, with none that is not finite."""
+        """Train from the newest checkpoint or from the beginning.
+
+        Raises DeadEndError after saving all steps, and DivergenceError without saving a non-finite one.
+        """
         try:
             self._start()
             if self._run.evaluation.only:
@@ -169,8 +162,8 @@ class Learner:
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
-        # Steps after the checkpoint left no trace in these weights: their groups become ready again. The rollback also
-        # takes a new fencing token, so that a predecessor that still runs can commit nothing more.
+        # These weights do not include steps after the checkpoint, so the groups of those steps become ready again. The
+        # rollback also takes a new fencing token, so that a predecessor that is still running cannot commit.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -179,7 +172,7 @@ class Learner:
         self._metrics_log.folder.record_training()
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
-        # A resumed policy is no longer the initial one: then only a stored result of the predecessor counts.
+        # A resumed policy is not the initial one, so only the predecessor's stored result is valid.
         evaluation = self._run.evaluation
         is_due = self._step == 0 and (evaluation.before_training or evaluation.only)
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
@@ -189,12 +182,12 @@ class Learner:
         self._must_stop = any(map(self._meets_stop, kept))
 
     def _check_new(self) -> None:
-        """A store that never saw a version must not stand beside files of a run. Raises RunConflictError."""
+        """Raise RunConflictError if the store is empty but the folder has files of the run."""
         folder = self._metrics_log.folder
         if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
-                f"the store must know the checkpoints of run {self._run.name!r}, got an empty store beside them: its "
-                f"state was lost; start another run with model.path set to {model}."
+                f"the store must know the checkpoints of run {self._run.name!r}, got an empty store: its state was "
+                f"lost; start another run with model.path set to {model}."
             )
         if self._run.mode != "replay" and any(folder.archive.glob("shard-*")):
             raise RunConflictError(
@@ -205,7 +198,7 @@ class Learner:
     def _finish(self) -> None:
         self._metrics_log.end_training()
         self._store.set_phase("finishing")
-        # Its answers are the present version's, and no other's.
+        # All answers must come from the current version.
         self._await_monitored()
         if evaluated := self._evaluator.take_finished():
             self._best.judge(self._evaluator.metrics(evaluated))
@@ -214,7 +207,7 @@ class Learner:
             self._publish()
         self._publisher.flush()
         self._profiler.close()
-        # The token of the last claim: a step that is rolled back and trained again is another policy.
+        # Include the fencing token: a step that was rolled back and retrained is a different policy.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._rank_group.flush_checkpoint()
@@ -236,13 +229,13 @@ class Learner:
         log.info("finished", step=self._step, version=self._version)
 
     def _save_failed(self, dead_end: DeadEndError) -> None:
-        """Checkpoint the steps trained so far and set the phase; an error in doing so must not hide the dead end."""
+        """Checkpoint the steps so far and set the phase. Logs errors instead of raising, to not hide the dead end."""
         try:
             self._rank_group.flush_checkpoint()
             covered = self._store.run_state().checkpoint
             if self._step > (covered.step if covered else 0):
                 if not self._is_due(self._run.weights.publish_every_steps):
-                    # These weights are not the ones published under the current number.
+                    # The weights have changed since the current version was published.
                     self._version += 1
                 self._checkpoint()
                 self._rank_group.flush_checkpoint()
@@ -252,15 +245,56 @@ class Learner:
 
     # --- one step ------------------------------------------------------------------------------------------------
     def _train_one_step(self) -> None:
+        """Claim groups, train on them, and commit the step."""
         started_at = self._clock()
         self._profiler.begin_step(self._step + 1)
         with self._account.phase("waiting"):
             claim = self._claim_groups(step=self._step + 1)
-        claimed_at = self._clock()
-        metrics = self._train_and_commit(claim)
+        claimed_at, claimed_at_ns = self._clock(), time.time_ns()
+        with keep_claim(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+            self._reason = f"training step {claim.step}"
+            num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
+            with self._account.phase("batch"):
+                payloads = self._store.fetch(claim.group_ids)
+                mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
+            # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
+            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
+            is_reused = claim.reused or [False] * len(payloads)
+            metrics = self._rank_group.train(
+                step=claim.step,
+                version=self._version,
+                payloads=[*payloads, *mixed],
+                weights=[*(claim.weights or [1.0] * len(payloads)), *([1.0] * len(mixed))],
+                max_lags=[*(reused_lag if reused else fresh_lag for reused in is_reused), *([None] * len(mixed))],
+                num_mixed=len(mixed),
+                fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
+            )
+            with self._account.phase("committing"):
+                entry = self._commit(claim, payloads, mixed_ids=mixed_ids)
+            self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
+        times = {"learner/wait_s": claimed_at - started_at, "learner/train_s": self._clock() - claimed_at}
+        self._complete_step(claim, metrics, times)
+
+    def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
+        """Commit the step. Fails if the claim has lapsed, because another learner may have trained on its groups."""
+        entry = make_entry(
+            claim,
+            payloads,
+            version=self._version,
+            seed=self._run.seed,
+            config_hash=config_hash(self._run),
+            mixed_group_ids=mixed_ids,
+        )
+        with self._committing:
+            self._store.commit(claim, entry)
+            self._step, self._fence = claim.step, claim.fence
+        return entry
+
+    def _complete_step(self, claim: Claim, metrics: Row, times: dict[str, float]) -> None:
+        """Publish, evaluate, log, and checkpoint as due after a step."""
         trained_at = self._clock()
         if self._is_due(self._run.weights.publish_every_steps):
-            # Its answers are the present version's, and no other's.
+            # All answers must come from the current version.
             self._await_monitored()
             self._version += 1
             self._publish()
@@ -269,10 +303,11 @@ class Learner:
             with self._account.phase("evaluating"):
                 name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
                 if self._run.mode == "replay":
-                    # A replay never waits for groups, so without this wait no answer would come for many steps.
+                    # A replay never waits for groups, so without this wait, answers would arrive many steps later.
                     self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
         self._profiler.end_step(self._step, published=published.version if published else -1)
+        times |= {"learner/publish_s": self._clock() - trained_at, "learner/checkpoint_s": self._checkpoint_s}
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
@@ -280,12 +315,7 @@ class Learner:
             tokens=self._rank_group.trainer.step_tokens,
             published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
-            times={
-                "learner/wait_s": claimed_at - started_at,
-                "learner/train_s": trained_at - claimed_at,
-                "learner/publish_s": self._clock() - trained_at,
-                "learner/checkpoint_s": self._checkpoint_s,
-            },
+            times=times,
         )
         if self._step == 1:
             check_first_step(row, run=self._run, limit=self._publisher.probe_limit)
@@ -335,46 +365,10 @@ class Learner:
     def _who_is_missing(self) -> str:
         return f"{self._store.counts().leased} prompts are leased; {self._publisher.describe_members()}"
 
-    def _train_and_commit(self, claim: Claim) -> dict[str, Any]:
-        claimed_at_ns = time.time_ns()
-        with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
-            self._reason = f"training step {claim.step}"
-            num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
-            with self._account.phase("batch"):
-                payloads = self._store.fetch(claim.group_ids)
-                mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
-            # A reused group may be older than a fresh one; versions of mixed groups are another run's and have no lag.
-            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
-            is_reused = claim.reused or [False] * len(payloads)
-            metrics = self._rank_group.train(
-                step=claim.step,
-                version=self._version,
-                payloads=[*payloads, *mixed],
-                weights=[*(claim.weights or [1.0] * len(payloads)), *([1.0] * len(mixed))],
-                max_lags=[*(reused_lag if reused else fresh_lag for reused in is_reused), *([None] * len(mixed))],
-                num_mixed=len(mixed),
-                fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
-            )
-            # Refused when the claim has lapsed: by then another learner may have trained on its groups.
-            with self._account.phase("committing"):
-                entry = make_entry(
-                    claim,
-                    payloads,
-                    version=self._version,
-                    seed=self._run.seed,
-                    config_hash=config_hash(self._run),
-                    mixed_group_ids=mixed_ids,
-                )
-                with self._committing:
-                    self._store.commit(claim, entry)
-                    self._step, self._fence = claim.step, claim.fence
-            self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
-        return metrics
-
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
         with self._account.phase("publishing"):
-            # The canary first: weights are gathered while they are consumed, and no command may come between.
+            # Compute the canary first: weights are gathered lazily, and no command may interrupt that.
             canary = self._rank_group.canary(step=self._step)
             weights = self._rank_group.weights()
             self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
@@ -389,16 +383,16 @@ class Learner:
             self._best.add(pointer)
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
-        """Point the store at a durable checkpoint, in the thread that has written it."""
-        # In this order: the store never points at a checkpoint that is incomplete or deleted. The fencing token is that
-        # of the newest step, not of the checkpoint's.
+        """Point the store at a durable checkpoint. Runs in the thread that wrote it."""
+        # Move the pointer before pruning, so the store never points at a deleted checkpoint. The fencing token belongs
+        # to the newest step, which may be later than the checkpoint's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     # --- evaluation ----------------------------------------------------------------------------------------------
     def _meets_stop(self, row: Row) -> bool:
-        """Whether the row has an evaluation that ends the run early; also asked of the rows that a resume keeps."""
+        """Whether the row has an evaluation that ends the run early. Also applied to the rows kept by a resume."""
         stop = self._run.learner.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
@@ -410,7 +404,7 @@ class Learner:
             self._await_evaluation(name)
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
-        """Evaluate before or after training; repeated while no reward comes, under `learner.dead_end.policy=wait`."""
+        """Evaluate before or after training. Repeats while no answer has a reward (`learner.dead_end.policy=wait`)."""
         while True:
             result = self._await_evaluation(self._evaluator.open_final(name, version=self._version))
             if any(each.num_failed < each.num_answered for each in result.values()):

@@ -1,4 +1,4 @@
-"""MetricsLog: one row of metrics per step, numbers of its tokens, and the summary at the end of a run."""
+"""MetricsLog: one row of metrics per step, per-token statistics, and the summary at the end of a run."""
 
 import time
 from typing import Any
@@ -21,13 +21,13 @@ from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import ProcessorTime, TimeAccount
 
 Row = dict[str, Any]
-"""Metrics of one step: flat, keys `role/thing/stat`; docs/metrics.md describes each."""
+"""Metrics of one step, flat, with keys `role/thing/stat`. See docs/metrics.md."""
 
 log = structlog.get_logger(__name__)
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, the store's metrics, `token_stats/` and `summary.json`.
+    """Writes `metrics.jsonl`, the store's metrics, `token_stats/`, and `summary.json`.
 
     Life: record_before? -> start_training -> add_step* -> end_training -> write_summary.
     """
@@ -42,7 +42,7 @@ class MetricsLog:
         account: TimeAccount | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`disk` waits while there is no room for a file. `account`: of the learner's time."""
+        """`disk` waits while the disk is full. `account` tracks how the learner spends its time."""
         self.folder = folder
         self._disk = disk or DiskWait()
         self._run = run
@@ -64,24 +64,22 @@ class MetricsLog:
         self._before: dict[Purpose, EvaluationResult] = {}
 
     def gauges(self) -> Row:
-        """Gauges of the learner's Pong."""
         rates = {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
         return rates | self.account.gauges() | {"cpu_s": round(self._processor.seconds, 3)}
 
     def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
-        """Keep the evaluation before training for the summary."""
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> list[Row]:
-        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers: the result."""
-        # Later rows are of steps that were rolled back.
+        """Start the run's clock. A resumed run continues from the rows that its checkpoint covers; returns those."""
+        # Later rows belong to steps that were rolled back.
         kept = self._rows(up_to_step=step)
         self._step_tokens.roll_back(to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
-        # From now on: the time before training has no tokens.
+        # Restart the rate: no tokens were trained before this point.
         self._tokens = Rate(window_s=10.0, clock=self._clock)
         roles = self._store.roles()
         self._generated = Growth(_generated_tokens(roles))
@@ -90,7 +88,6 @@ class MetricsLog:
         return kept
 
     def end_training(self) -> None:
-        """Stop the clock of the run."""
         self._ended_at = self._clock()
         roles = self._store.roles()
         self._generated.update(_generated_tokens(roles))
@@ -107,7 +104,7 @@ class MetricsLog:
         times: dict[str, float],
         tokens: StepTokens | None = None,
     ) -> Row:
-        """Write a row to the file and to the store; returns it. `evaluated`: metrics of an evaluation."""
+        """Write a row to the file and the store and return it. `evaluated`: metrics of an evaluation."""
         if tokens:
             self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
@@ -131,7 +128,7 @@ class MetricsLog:
         return row
 
     def buffer_metrics(self, claim: Claim) -> Row:
-        """Keys `buffer/...` of the step of a claim."""
+        """Metrics `buffer/...` for the step of `claim`."""
         counts = self._store.counts()
         return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
             "buffer/lag_in_flight": claim.lag.in_flight,
@@ -146,9 +143,9 @@ class MetricsLog:
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
-        """Write `summary.json`, with the metrics of the last evaluation; docs/metrics.md describes its keys."""
+        """Write `summary.json`, including the metrics of the last evaluation. See docs/metrics.md for its keys."""
         self._step_tokens.close()
-        # Tokens are counted by this process alone, so their rates leave out the time before a resume.
+        # This process counts only its own tokens, so the rates exclude time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
@@ -181,7 +178,7 @@ class MetricsLog:
         )
 
     def _generated_per_s(self, version: int) -> float:
-        """Tokens per second of the living generators; also updates the total of all."""
+        """Tokens per second of the live generators. Also updates the overall total."""
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
@@ -189,18 +186,18 @@ class MetricsLog:
         return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
-        """The learner's own, as they are now, and the others' as last reported."""
+        """Current counters of the learner, and last reported counters of the other roles."""
         own = {"learner": self.gauges() | {"role": "learner"}}
         return time_counters(roles | own)
 
     def _step_times(self) -> Row:
-        """StepTimes since the start of this process's training."""
+        """StepTimes since this process started training."""
         times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))
         return times
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:
-    """Tokens generated since its start, for each generator that reports a number: gauges are not validated."""
+    """Tokens per generator since its start. Skips non-numeric values because gauges are not validated."""
     reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
     return {name: count for name, count in reported.items() if isinstance(count, int | float)}
 

@@ -1,7 +1,7 @@
-"""StepProfiler: has every role record the steps of `profile.steps`, or those that `slipstream profile` asks for.
+"""StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-All roles record from some steps before the first one on, so that its trajectories are seen from their lease. They write
-their events when the version of the last step has arrived, and a thread makes one file of them.
+All roles start recording some steps early, so the trace covers the first step's trajectories from their lease on. They
+write their events when the last step's version has arrived, and a thread merges them into one file.
 """
 
 import threading
@@ -22,7 +22,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.trace import Trace, merge, parts_of
 
 _MAX_TORCH_STEPS = 3
-"""Steps that torch's profiler records: it keeps every operator."""
+"""Limit for torch's profiler, which records every operator."""
 _ASK_EVERY_S = 1.0
 _PARTS_TIMEOUT_S = 30.0
 
@@ -30,13 +30,13 @@ log = structlog.get_logger(__name__)
 
 
 class StepProfiler:
-    """Belongs to the learner's loop, and never fails a step.
+    """Used by the learner's loop. Never fails a step.
 
     Life: prepare -> (begin_step -> record_step -> end_step)* -> close -> join.
     """
 
     def __init__(self, run: RunConfig, *, store: Store, folder: Path, send: Callable[[Message], None]) -> None:
-        """`send` takes the orders to the other roles; `folder` is `profile` of the run folder."""
+        """`send` delivers orders to the other roles. `folder`: `profile` in the run folder."""
         self._run = run
         self._store = store
         self._folder = folder
@@ -51,13 +51,13 @@ class StepProfiler:
 
     @property
     def gauges(self) -> dict[str, str]:
-        """Steps that are, or will be, recorded, for the learner's Pong."""
+        """Steps that are or will be recorded, for the learner's Pong."""
         return {PROFILE_REQUEST: "{} to {}".format(*self._steps)} if self._steps else {}
 
     def prepare(self, step: int) -> None:
-        """Take a request, about once a second, and have the roles record if the trajectories of these steps may begin.
+        """Check for a request about once a second, and start recording if trajectories of its steps may begin now.
 
-        `step`: the next one. Also called before the first, whose prompts are leased before it begins.
+        `step`: the next step. Also called before step 1, because its prompts are leased before it begins.
         """
         if self._steps is None and self._run.mode == "async" and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_EVERY_S
@@ -72,7 +72,7 @@ class StepProfiler:
             self._order("events")
 
     def begin_step(self, step: int) -> None:
-        """Prepare, and start torch's and the engines' profilers before the first step."""
+        """Prepare. At the first recorded step, start the profilers of torch and the engines."""
         self.prepare(step)
         if self._steps and step == self._steps[0]:
             self._order("engine")
@@ -84,7 +84,7 @@ class StepProfiler:
                 log.warning("torch_not_profiled", reason=str(error))
 
     def record_step(self, entry: StepEntry, *, claimed_at_ns: int) -> None:
-        """Record that the trajectories of a step were claimed then, and are trained and committed now."""
+        """Record when the step's trajectories were claimed, and that they are committed now."""
         if self.trace.is_on:
             if self._steps and entry.step <= self._steps[1]:
                 self._version = entry.version + 1
@@ -93,7 +93,7 @@ class StepProfiler:
             self.trace.mark("committed", *trained, step=entry.step, version=entry.version + 1)
 
     def end_step(self, step: int, *, published: int) -> None:
-        """`published`: version that has arrived in the generators, -1 if none has since the step before."""
+        """`published`: version that has reached the generators since the previous step, or -1."""
         if self._steps is None:
             return
         first, last = self._steps
@@ -103,7 +103,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """End a recording, of however many steps. One that has not begun is forgotten."""
+        """End the recording in progress, if any, and drop a pending one."""
         self._steps = None
         self._stop_torch()
         if self.trace.is_on:
@@ -112,14 +112,14 @@ class StepProfiler:
             self._merging.start()
 
     def join(self) -> None:
-        """Wait until the file of the last recording is written, if there is one; at most a minute."""
+        """Wait at most a minute until the last recording is written."""
         if self._merging:
             self._merging.join(2 * _PARTS_TIMEOUT_S)
 
     def _stop_torch(self) -> None:
         if self._torch:
             self._torch.stop()
-            # Written by the thread that merges: that takes seconds.
+            # The merging thread writes the file, which takes seconds.
             self._torch, self._recorded = None, self._torch
 
     def _take_request(self, step: int) -> tuple[int, int] | None:
@@ -127,7 +127,7 @@ class StepProfiler:
         if not value:
             return None
         first, last = map(int, value.split())
-        # The learner may have made steps since.
+        # Steps may have passed since the request.
         late = max(0, step + self._run.profile_lead_steps - first)
         return first + late, min(last + late, self._run.learner.max_steps)
 
@@ -148,11 +148,13 @@ class StepProfiler:
             log.warning("profile_not_written", folder=str(self._folder), reason=str(error))
 
     def _await_parts(self) -> list[str]:
-        """Wait for the files of the broker and the generators; return those that sent none: they see no run folder."""
+        """Wait for the files of brokers and generators. Returns roles without one; they do not see the run folder."""
         ends_at = time.monotonic() + _PARTS_TIMEOUT_S
-        roles = self._store.roles().items()
-        awaited = [name for name, gauges in roles if gauges.get("role") in ("broker", "generator")]
-        awaited = [name for name in awaited if dict(roles)[name].get("state") != "gone"]
+        awaited = [
+            name
+            for name, gauges in self._store.roles().items()
+            if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
+        ]
         while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
             if time.monotonic() >= ends_at:
                 return missing

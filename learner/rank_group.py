@@ -1,4 +1,4 @@
-"""RankGroup: the data-parallel ranks of one learner; rank 0 broadcasts commands, every rank executes them."""
+"""RankGroup: the data-parallel ranks of one learner. Rank 0 broadcasts commands, and every rank executes them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ class Command(Record, tag_field="command", tag=True):
 
 
 class TrainStep(Command):
-    """Train on groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
+    """Train on the groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
 
     step: int
     version: int
@@ -36,17 +36,17 @@ class TrainStep(Command):
     group_sizes: list[int]
     """Number of trajectories of each group."""
     weights: list[float] = []
-    """Factor of each group's loss; empty: all 1."""
+    """Loss factor per group. Empty means 1 for all."""
     max_lags: list[int | None] = []
-    """Lag beyond which the tokens of each group are masked, None = no bound; empty: `buffer.staleness.max_lag`."""
+    """Lag beyond which a group's tokens are masked, None for no bound. Empty means `buffer.staleness.max_lag`."""
     num_mixed: int = 0
-    """Groups of another run, at the end of the list: their versions do not compare with this run's."""
+    """Number of groups from another run, at the end. Their versions are not comparable with this run's."""
     images: list[str] = []
-    """Names of the images that no rank has yet, whose bytes follow the payloads."""
+    """Names of images that the ranks lack. Their bytes follow the payloads."""
 
 
 class Operation(Command):
-    """Any other operation. Example: Operation("save_checkpoint", step=50, version=50)."""
+    """Any operation except training. Example: Operation("save_checkpoint", step=50, version=50)."""
 
     name: Literal[
         "gather_weights", "compute_canary", "save_checkpoint", "flush_checkpoint", "restore_checkpoint", "save_model",
@@ -61,10 +61,10 @@ class Operation(Command):
 
 
 class RankGroup:
-    """Rank 0 calls the operations; every other rank calls `worker_loop` once.
+    """Rank 0 calls the operations. Every other rank calls `worker_loop` once.
 
-    Invariant: every collective operation of the trainer runs within a command, so all ranks make the same collectives
-    in the same order; one rank alone in a collective would block until its timeout.
+    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order. A rank that
+    enters a collective without the others blocks until the timeout.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -72,7 +72,7 @@ class RankGroup:
         self._ranks = ranks
         self.trainer = trainer
         self.checkpoints = checkpoints
-        """Methods that are not collective may be called at any time."""
+        """Methods that are not collective may be called directly at any time."""
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
@@ -86,12 +86,11 @@ class RankGroup:
         num_mixed: int = 0,
         fetch_images: FetchImages = lambda _names: {},
     ) -> dict[str, Any]:
-        """Train one step on encoded groups; returns its metrics. See TrainStep for the other arguments.
+        """Train one step on encoded groups and return its metrics. See TrainStep for the other arguments.
 
-        `fetch_images`: names of images -> the bytes of those that are stored.
+        `fetch_images` maps image names to the bytes of those that are stored.
         """
-        # The other ranks get the payloads from here, as bytes: one rank's connection to the store is enough, and all
-        # ranks decode the same.
+        # Broadcast the payloads as bytes: only rank 0 needs a connection to the store, and all ranks decode the same.
         sizes = [len(group) for group in payloads]
         held = self.trainer.images
         missing = held.missing(image_names(chain(*payloads))) if held else []
@@ -102,34 +101,32 @@ class RankGroup:
         return self._train(command, payloads, list(images.values()))
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Unsharded weights by the policy's `checkpoint_names`; consume them before the next command, which other
-        ranks await."""
+        """Unsharded weights, named by the policy's `checkpoint_names`. Consume them before the next command."""
         self._broadcast("gather_weights")
         return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
     def canary(self, *, step: int) -> Canary:
-        """Canary sequences and their log-probabilities under the current weights: see Trainer."""
         self._broadcast("compute_canary", step=step)
         return self.trainer.canary(step=step)
 
     def save_checkpoint(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
     ) -> CheckpointPointer:
-        """Begin a checkpoint: see Checkpoints. Only the store's pointer makes it the one that a resume loads.
+        """Begin a checkpoint. See Checkpoints. A resume loads it only once the store points at it.
 
-        Raises DivergenceError, with nothing written, unless all that it covers is finite.
+        Raises DivergenceError, and writes nothing, unless the entire state is finite.
         """
         self._broadcast("save_checkpoint", step=step, version=version)
         self.trainer.canary(step=step)
         return self.checkpoints.save(step=step, version=version, finish=finish)
 
     def flush_checkpoint(self) -> None:
-        """Wait until the checkpoint in flight is durable, and `finish` has returned; raises what either raised."""
+        """Wait until the checkpoint in flight is durable and `finish` has returned. Raises their errors."""
         self._broadcast("flush_checkpoint")
         self.checkpoints.saver.flush()
 
     def restore(self, pointer: CheckpointPointer) -> CheckpointState:
-        """Load a checkpoint, or the newest before it if it is not finite. Raises CheckpointError."""
+        """Load a checkpoint, or the newest finite one before it. Raises CheckpointError."""
         names = self.checkpoints.names()
         older = names[: names.index(pointer.name)] if pointer.name in names else []
         candidates = [pointer.name, *reversed(older)]
@@ -137,21 +134,20 @@ class RankGroup:
         return self.checkpoints.restore_finite(candidates)
 
     def save_model(self, folder: Path) -> None:
-        """Write weights and tokenizer in transformers format. Raises OSError when the disk is full; repeatable."""
+        """Write weights and tokenizer in transformers format. Raises OSError if the disk is full; safe to retry."""
         self._broadcast("save_model", path=str(folder))
         save_model(self.trainer, folder, run=self._run, ranks=self._ranks)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Send folders of the run to the object store, if there is one. Raises StorageError."""
+        """Upload folders of the run to the object store, if configured, and wait. Raises StorageError."""
         self.checkpoints.upload(folders)
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Restart the timeout of the collective in which the other ranks wait; call it every few seconds of a wait."""
+        """Restart the timeout of the collective in which the other ranks wait. Call every few seconds while waiting."""
         self._broadcast("keep_alive")
 
     def shutdown(self) -> None:
-        """End the worker loops of the other ranks."""
         self._broadcast("shutdown")
 
     def _broadcast(self, name: Any, **fields: Any) -> None:
@@ -159,10 +155,10 @@ class RankGroup:
 
     # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
-        """Execute commands until `shutdown`. Raises RankGroupError when rank 0 is gone."""
+        """Execute commands until `shutdown`. Raises RankGroupError if rank 0 is lost."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
-            # Here rather than at the next checkpoint, for which rank 0 would wait.
+            # Check now: at the next checkpoint, rank 0 would already be waiting for this rank.
             self.checkpoints.saver.raise_error()
             command: TrainStep | Operation = decode(head, TrainStep | Operation)  # type: ignore[arg-type]
             if isinstance(command, Operation) and command.name == "shutdown":
@@ -178,7 +174,7 @@ class RankGroup:
                 members = iter(payloads)
                 self._train(command, [[next(members) for _ in range(size)] for size in sizes], list(members))
             case Operation("gather_weights"):
-                # Gathering needs every rank, though only rank 0 keeps the result.
+                # Gathering is collective, although only rank 0 uses the result.
                 deque(self.trainer.engine.gather_parameters(), maxlen=0)
             case Operation("compute_canary", step=step):
                 self.trainer.canary(step=step)
@@ -208,9 +204,9 @@ class RankGroup:
                 max_lags=command.max_lags,
                 num_mixed=command.num_mixed,
             )
-            # Before the step is committed: what trained to NaN is trained on again.
+            # Check before the commit, so that groups whose update produced NaN are trained on again.
             self.trainer.check_weights(step=command.step)
-        # Versions of mixed groups count another run's updates: they have no lag here.
+        # Mixed groups have versions of another run and therefore no lag.
         own = groups[: len(groups) - command.num_mixed]
         return metrics | _lag_metrics(own, learner_version=command.version)
 
@@ -223,7 +219,7 @@ def _lag_metrics(groups: list[list[Trajectory]], *, learner_version: int) -> dic
 
 
 def _percentile(histogram: dict[int, int], *, percent: int) -> int:
-    """Smallest lag that `percent` of the tokens do not exceed; `histogram` is in ascending order of lag."""
+    """Smallest lag that `percent` of the tokens do not exceed. `histogram` is sorted by lag."""
     cumulative = accumulate(histogram.values())
     total = sum(histogram.values())
     return next(lag for lag, count in zip(histogram, cumulative, strict=True) if 100 * count >= percent * total)

@@ -1,16 +1,16 @@
 """Ranks: the learner's processes and the collectives between them.
 
-Rank 0 alone talks to the store and the generators; the others get all they need as plain bytes and numbers.
+Only rank 0 talks to the store and the generators. The other ranks receive plain bytes and numbers from it.
 
-RankWatch: ends a learner rank when another one, or its machine, has been silent for too long.
+RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
 
-A rank that dies closes its connections, which ends the collectives of the others at once. A machine that vanishes
-closes nothing: without a watch the others would wait for it until the limit of a collective.
+A dying process closes its connections, which fails the others' collectives immediately. A machine that vanishes closes
+nothing; without a watch, the others would wait until the collective times out.
 
-Consumes: the beats of the other ranks, in their rendezvous.
-Produces: own beats; one sentence and exit code 75, which has the launcher start the ranks again.
+Consumes: heartbeats of the other ranks, from the rendezvous.
+Produces: own heartbeats; one error message and exit code 75, which makes the launcher restart the ranks.
 Waits for: nothing.
-Invariant: liveness is that of a thread, so that a step may take as long as it likes.
+Invariant: heartbeats come from a separate thread, so a step may take any amount of time.
 """
 
 import math
@@ -37,33 +37,249 @@ from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
 
+COLLECTIVE_TIMEOUT_S = 2400.0
+"""Time limit of a collective. It includes the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
+waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it. RankWatch detects a lost rank
+much earlier."""
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
+_RENDEZVOUS = "SLIPSTREAM_RANKS"
+"""Variable with the rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
 _BEATS = 10
-"""Beats within the time that a rank may be silent."""
+"""Heartbeats per silence limit."""
 _MAX_INTERVAL_S = 5.0
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
 
+# --- starting ranks --------------------------------------------------------------------------------------------------
+def launch_ranks(
+    module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
+) -> NoReturn:
+    """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
+
+    With several machines, each calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+
+    On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
+    gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+
+    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75 if a signal killed that
+    rank, which makes the launcher restart.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    num_here = num_ranks // num_machines
+    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    # Set before torchrun, which defaults to 1: a rank would then end if a generator dies in a broadcast.
+    os.environ.setdefault(ERROR_HANDLING, "0")
+    with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
+        if num_machines > 1:
+            rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
+        else:
+            rendezvous = _file_rendezvous(Path(folder))
+        options = [*rendezvous, f"--nproc-per-node={num_here}"]
+        try:
+            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+        except ChildFailedError as failed:
+            _, failure = failed.get_first_failure()
+            raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
+        except SignalException as stopped:
+            raise SystemExit(128 + int(stopped.sigval)) from None
+    raise SystemExit(0)
+
+
+def _file_rendezvous(folder: Path) -> list[str]:
+    """Return torchrun options for ranks on one machine, which meet through files in a private folder.
+
+    `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [
+        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun",
+        "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+
+
+def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
+    """Return torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
+    number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
+    numbers = range(num_machines)
+    if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
+        got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
+        raise ConfigError(
+            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
+            f"NODE_RANK, and an address and a free port of machine 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
+            "them, start the ranks with torchrun, or use cluster.kind=ray or `slipstream launch`."
+        )
+    return [f"--nnodes={num_machines}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
+
+
+_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that torch needs to form the process group."""
+
+
+def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
+    """Raise ConfigError unless the launcher set all variables of a rank, for `num_ranks` ranks.
+
+    `is_trusted`: whether collectives may cross a network.
+    """
+    if missing := [name for name in _GIVEN if not environment.get(name)]:
+        raise ConfigError(
+            f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
+            "ranks with torchrun, or set all of these; without RANK, the learner starts its ranks itself."
+        )
+    if int(environment["WORLD_SIZE"]) != num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
+            f"{environment['WORLD_SIZE']}: it is machines x ranks per machine (torchrun: --nnodes x --nproc-per-node)."
+        )
+    if not is_trusted and _spans_machines(environment):
+        raise ConfigError(
+            "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
+            "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is private."
+        )
+
+
+def _spans_machines(environment: Mapping[str, str]) -> bool:
+    """Whether ranks may be on several machines: some are elsewhere, and they do not meet at the loopback address."""
+    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
+        return False
+    return not is_loopback(environment["MASTER_ADDR"])
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+class Ranks:
+    """One process's view of its rank group. Every method except `post` and `posted` is collective."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        """0 <= rank < size."""
+        self.size = size
+        self._device = device
+        self._sharing = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Index of this rank's share of an update's samples, and the number of shares."""
+        return self.rank // self._sharing, self.size // self._sharing
+
+    def share_sequences(self, size: int) -> dist.ProcessGroup | None:
+        """Make every `size` consecutive ranks work on the same samples, each on a slice of every sequence.
+
+        Returns the process group of this rank's set, or None if `size` is 1.
+        """
+        self._sharing = size
+        groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
+        return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
+
+    def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
+        """Send the payloads of rank `source` to every rank. The others pass None and block until it calls."""
+        if self.size == 1:
+            return list(payloads or ())
+        sizes = [len(payload) for payload in payloads] if payloads is not None else None
+        lengths = self.broadcast_ints(sizes, source=source)
+        if not sum(lengths):
+            return [b""] * len(lengths)
+        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
+        if payloads is None:
+            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
+        else:
+            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
+        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
+        joined = flat.cpu().numpy().tobytes()
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collect one payload per rank, in rank order, on every rank."""
+        return [
+            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
+        ]
+
+    def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
+        """Send the numbers of rank `source` to every rank. The others pass None and block until it calls."""
+        if self.size == 1:
+            return list(values or ())
+        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
+        self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
+        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
+        if len(numbers):
+            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
+        return numbers.tolist()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over shares, on the device of `values`. Ranks with the same samples count once."""
+        return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
+
+    def sum_all(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    def post(self, subject: str, word: str) -> None:
+        """Publish a value for the other ranks, without waiting for them. Thread-safe."""
+        if self.size > 1:
+            self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
+
+    def posted(self, subject: str, *, rank: int) -> str:
+        """Newest value that `rank` posted under `subject`; empty if none."""
+        key = f"{subject}/{rank}"
+        return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
+
+    def _call_store(self, call: Callable[[Any], T]) -> T:
+        try:
+            return call(dist.distributed_c10d._get_default_store())
+        except RuntimeError as error:
+            raise RankGroupError(f"the rendezvous of the learner's ranks must be reachable, got: {error}") from error
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+        if self.size == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
+        return reduced.to(values.device)
+
+    def _collective(self, what: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"all {self.size} learner ranks must be alive to {what}, got an error on rank {self.rank}: {error}"
+            ) from error
+
+
+# --- liveness --------------------------------------------------------------------------------------------------------
 def leave(store: Any, rank: int) -> None:
-    """Tell the others that this rank ends as it should. Raises RuntimeError."""
-    store.set(_left(rank), "1")
+    """Announce to the other ranks that this rank ends normally. Raises RuntimeError."""
+    store.set(f"left/{rank}", "1")
 
 
-def _left(rank: int) -> str:
-    return f"left/{rank}"
-
-
-def _end_process(sentence: str) -> None:
-    # No exception could reach the main thread: it is in a collective, which nothing but its own limit ends.
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+def _end_process(message: str) -> None:
+    # An exception would not reach the main thread, which is blocked in a collective until its timeout.
+    print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TRY_AGAIN)
 
 
 class RankWatch:
-    """Two threads of each rank: one beats, and reads the beats of the others; one judges.
+    """Two threads per rank: one writes its heartbeat and reads the others', one checks for silence.
 
-    Judged by a second thread, because the first one hangs with the rendezvous when that has vanished, which stands on
-    the machine of rank 0.
+    They are separate because the first thread hangs if the rendezvous, on rank 0's machine, vanishes.
     """
 
     def __init__(
@@ -76,7 +292,7 @@ class RankWatch:
         end: Callable[[str], None] = _end_process,
         host: str = "",
     ) -> None:
-        """`store`: the rendezvous, by a connection of its own. `end` is called once, with one sentence."""
+        """`store`: a dedicated connection to the rendezvous. `end` is called once, with an error message."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -85,14 +301,14 @@ class RankWatch:
         self._end = end
         self._host = host or socket.gethostname()
         self._beats = dict.fromkeys(self._others, "")
-        """Newest beat of each rank: a number and its machine."""
+        """Newest heartbeat of each rank: a number and the host name."""
         self._silent_s = dict.fromkeys(self._others, 0.0)
         self._unread_s = 0.0
-        """Time since the beats of all could be read."""
+        """Time since all heartbeats were last readable."""
         self._stopping = threading.Event()
 
     def meet(self, *, timeout_s: float) -> None:
-        """Wait until all ranks have told their machines. Raises RuntimeError."""
+        """Wait for the first heartbeat of every rank. Raises RuntimeError."""
         self._store.set(f"alive/{self._rank}", f"0 {self._host}")
         self._store.wait([f"alive/{other}" for other in self._others], timedelta(seconds=timeout_s))
         for other in self._others:
@@ -115,7 +331,7 @@ class RankWatch:
                     self._listen_to(other)
                 self._unread_s = 0.0
             except RuntimeError as error:
-                # Judged as silence, like a rendezvous that does not answer at all.
+                # Counts as silence, like a rendezvous that does not answer.
                 log.debug("rendezvous_lost", reason=str(error))
             self._stopping.wait(self._interval_s)
 
@@ -124,263 +340,41 @@ class RankWatch:
         beat = self._store.get(key).decode() if self._store.check([key]) else ""
         if beat != self._beats[other]:
             self._beats[other], self._silent_s[other] = beat, 0.0
-        if self._store.check([_left(other)]):
+        if self._store.check([f"left/{other}"]):
             self._silent_s[other] = -math.inf
 
     def _judge(self) -> None:
         before = time.monotonic()
         while not self._stopping.wait(self._interval_s):
-            # A process that stood still itself has heard nobody, which says nothing of the others.
+            # Cap the elapsed time: if this process was suspended, it could not read the others' heartbeats.
             passed_s = min(time.monotonic() - before, 2 * self._interval_s)
             before = time.monotonic()
             self._unread_s += passed_s
             for other in self._others:
                 self._silent_s[other] += passed_s
             if silent := [other for other in self._others if self._silent_s[other] > self._timeout_s]:
-                self._end(self._sentence(silent))
+                self._end(self._message(silent))
                 return
 
-    def _sentence(self, silent: Sequence[int]) -> str:
+    def _message(self, silent: Sequence[int]) -> str:
         limit = f"within learner.rank_timeout_s ({self._timeout_s:g} s)"
-        # Then nobody's beat could be read, and nothing is known of the ranks beside the first.
+        # If no heartbeat could be read, the rendezvous on rank 0's machine is lost. The other ranks' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (
                 f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "
-                f"on rank {self._rank}: it has vanished, or the network to it; the ranks are started again."
+                f"on rank {self._rank}: the machine or the network to it is down; the ranks are restarted."
             )
         names = " and ".join(f"rank {other} on {self._host_of(other)}" for other in silent)
         return (
-            f"all learner ranks must show that they live {limit}, got nothing of {names}: its machine has vanished, or "
-            "its process stands still; the ranks are started again."
+            f"all learner ranks must send a heartbeat {limit}, got none from {names}: a machine is down or a process "
+            "hangs; the ranks are restarted."
         )
 
     def _host_of(self, rank: int) -> str:
-        return self._beats[rank].partition(" ")[2] or "a machine that was never heard of"
+        return self._beats[rank].partition(" ")[2] or "an unknown machine"
 
 
-T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT_S = 2400.0
-"""Limit of one collective, for whose begin a rank may wait as long as rank 0 publishes, reads a checkpoint or waits for
-its store; all longer waits keep the others alive, so that no setting of the user can be too short for it. A rank that
-has vanished is noticed by its silence, much earlier."""
-
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Variable by which NCCL's watchdog decides, when a process group is built, whether an error ends the process."""
-_RENDEZVOUS = "SLIPSTREAM_RANKS"
-"""Variable with the rendezvous of ranks on one machine, `file:///path`; without it they meet at MASTER_ADDR."""
-
-
-def launch_ranks(
-    module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
-) -> NoReturn:
-    """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
-
-    Of several machines, each calls this with MACHINE_VARIABLES in its environment, and starts its share of the ranks.
-
-    Beside GPUs they divide the cores, on which an offloaded optimizer computes; on CPUs each gets one, as other roles
-    need the rest. `OMP_NUM_THREADS` overrides that.
-
-    Exits with the code of the rank that failed first, because torchrun itself exits with 1 whatever happened; with 75,
-    which asks the launcher for a restart, when a signal killed that rank.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    num_here = num_ranks // num_machines
-    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    # Before torchrun, which sets 1 for its ranks: a rank would then end when a generator dies in a broadcast.
-    os.environ.setdefault(ERROR_HANDLING, "0")
-    with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
-        if num_machines > 1:
-            meeting = meeting_of_machines(os.environ, num_machines=num_machines)
-        else:
-            meeting = _meeting_at_files(Path(folder))
-        options = [*meeting, f"--nproc-per-node={num_here}"]
-        try:
-            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
-        except ChildFailedError as failed:
-            _, failure = failed.get_first_failure()
-            raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
-        except SignalException as stopped:
-            raise SystemExit(128 + int(stopped.sigval)) from None
-    raise SystemExit(0)
-
-
-def _meeting_at_files(folder: Path) -> list[str]:
-    """Return torchrun's options for ranks of one machine, which meet at files of a private folder.
-
-    The stores of `torchrun --standalone` listen on every interface, and torchrun unpickles what anybody writes there.
-    """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return [
-        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun",
-        "--local-addr=127.0.0.1",
-    ]  # fmt: skip
-
-
-def meeting_of_machines(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
-    """Return torchrun's options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
-    number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
-    numbers = range(num_machines)
-    if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
-        got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
-        raise ConfigError(
-            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
-            f"NODE_RANK, and an address and a free port of number 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
-            "them, start the ranks with torchrun, or have cluster.kind=ray or `slipstream launch` do it."
-        )
-    return [f"--nnodes={num_machines}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
-
-
-_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a rank, by which torch's process group is formed."""
-
-
-def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless a rank has all variables that its launcher must give it, for `num_ranks` ranks.
-
-    `is_trusted`: their collectives may cross a network.
-    """
-    if missing := [name for name in _GIVEN if not environment.get(name)]:
-        raise ConfigError(
-            f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
-            "ranks with torchrun, or give them all of these; without RANK the learner starts its ranks itself."
-        )
-    if int(environment["WORLD_SIZE"]) != num_ranks:
-        raise ConfigError(
-            f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
-            f"{environment['WORLD_SIZE']}: it is machines x ranks of each (torchrun: --nnodes x --nproc-per-node)."
-        )
-    if not is_trusted and _spans_machines(environment):
-        raise ConfigError(
-            "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
-            "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is yours alone."
-        )
-
-
-def _spans_machines(environment: Mapping[str, str]) -> bool:
-    """Whether ranks may be on several machines: not all are on this one, and they do not meet at its loopback."""
-    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
-        return False
-    return not is_loopback(environment["MASTER_ADDR"])
-
-
-class Ranks:
-    """One process's view of its rank group. Every method is collective, but `post` and `posted`."""
-
-    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
-        self.rank = rank
-        """0 <= rank < size."""
-        self.size = size
-        self._device = device
-        self._sharing = 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Index and number of the shares into which the samples of an update are dealt out."""
-        return self.rank // self._sharing, self.size // self._sharing
-
-    def share_sequences(self, size: int) -> dist.ProcessGroup | None:
-        """Give `size` ranks, one after the other, the same samples from now on; their collectives, if they are several.
-
-        Every rank of theirs gets a slice of each sequence.
-        """
-        self._sharing = size
-        groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
-        return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
-
-    def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
-        """Payloads of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
-        if self.size == 1:
-            return list(payloads or ())
-        sizes = [len(payload) for payload in payloads] if payloads is not None else None
-        lengths = self.broadcast_ints(sizes, source=source)
-        if not sum(lengths):
-            return [b""] * len(lengths)
-        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
-        if payloads is None:
-            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
-        else:
-            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
-        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
-        joined = flat.cpu().numpy().tobytes()
-        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
-        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Payloads of all ranks, in their order, on every rank."""
-        if self.size == 1:
-            return [payload]
-        return [
-            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
-        ]
-
-    def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
-        """Numbers of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
-        if self.size == 1:
-            return list(values or ())
-        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
-        self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
-        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
-        if len(numbers):
-            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
-        return numbers.tolist()
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Element-wise over shares, on the device of `values`: of ranks with the same samples, only one counts."""
-        return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
-
-    def sum_all(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
-
-    def post(self, subject: str, word: str) -> None:
-        """Leave a word for the other ranks to read; from any thread, and without waiting for them."""
-        if self.size > 1:
-            self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
-
-    def posted(self, subject: str, *, rank: int) -> str:
-        """The word that a rank has left under a subject; empty before its first."""
-        key = f"{subject}/{rank}"
-        return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
-
-    def _call_store(self, call: Callable[[Any], T]) -> T:
-        try:
-            return call(dist.distributed_c10d._get_default_store())
-        except RuntimeError as error:
-            raise RankGroupError(f"the rendezvous of the learner's ranks must be there, got: {error}") from error
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
-        if self.size == 1:
-            return values
-        reduced = values.to(self._device, copy=True)
-        self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
-        return reduced.to(values.device)
-
-    def _collective(self, what: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            raise RankGroupError(
-                f"all {self.size} learner ranks must be alive to {what}, got an error on rank {self.rank}: {error}"
-            ) from error
-
-
+# --- joining and leaving ---------------------------------------------------------------------------------------------
 def join_ranks(
     *,
     rank: int,
@@ -390,19 +384,19 @@ def join_ranks(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     silence_s: float | None = None,
 ) -> Ranks:
-    """Form the default process group: Gloo on CPUs, NCCL on GPUs.
+    """Form the default process group: Gloo on CPUs, NCCL on GPUs. Raises RankGroupError.
 
-    `rendezvous` is `tcp://host:port` or `file:///path`, by default that of the environment; one rank needs none. Blocks
-    until all ranks have joined, at most `timeout_s`, which also bounds every later collective. Raises RankGroupError.
-    Ranks that are silent for `silence_s` end this process, by a RankWatch.
+    `rendezvous` is `tcp://host:port` or `file:///path`, by default from the environment. A single rank needs none.
+    Blocks until all ranks have joined, at most `timeout_s`, which also limits every later collective. With `silence_s`,
+    a RankWatch ends this process when another rank is silent for that long.
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
-    # DeepSpeed needs a group even for one rank; a process that builds several such learners keeps its first.
+    # DeepSpeed needs a group even for one rank. A process that builds several such learners keeps the first group.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     if size > 1 and silence_s is not None:
-        # A connection of its own: the group's may be busy for as long as a group is formed.
+        # A separate connection, because forming a group can keep the default one busy.
         store = dist.distributed_c10d._get_default_store().clone()
         watch = RankWatch(store, rank=rank, size=size, timeout_s=silence_s)
         try:
@@ -414,16 +408,16 @@ def join_ranks(
 
 
 def exit_rank() -> NoReturn:
-    """Leave the group and end this process with success: the last call of one of several ranks."""
-    # Not to be waited for by the others; a rendezvous that has ended with them is no failure of this rank.
+    """Leave the group and end this process successfully. The last call of a rank that has peers."""
+    # Tell the other ranks not to wait. If they have ended and taken the rendezvous with them, that is not an error.
     with suppress(RuntimeError):
         leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    # NCCL requires that a group is destroyed before its process ends.
+    # NCCL requires destroying the group before the process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip the interpreter's teardown: threads of the training libraries may still run then, and under load about one
-    # ZeRO-3 rank in twenty aborted in it with all its work done.
+    # Skip interpreter teardown: threads of the training libraries may still be running, and under load about one in
+    # twenty ZeRO-3 ranks aborted there after finishing its work.
     os._exit(0)
 
 

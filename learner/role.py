@@ -1,4 +1,4 @@
-"""The learner as a process: ranks, device, session with the broker, store, and the parts of rank 0."""
+"""The learner process: ranks, device, broker session, store, and the parts that only rank 0 has."""
 
 import ctypes
 import os
@@ -48,9 +48,9 @@ log = structlog.get_logger(__name__)
 
 
 def run_learner(run: RunConfig, overrides: list[str]) -> None:
-    """Join the broker and train; a rank above 0 executes the commands of rank 0. With mode=sft, train from a file.
+    """Join the broker and train. Ranks above 0 execute rank 0's commands. With mode=sft, train from a file.
 
-    `overrides` are those that `run` was loaded from, for the ranks that this process starts.
+    `overrides`: those that produced `run`, passed on to the ranks that this process starts.
     """
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -76,7 +76,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         _run_first_rank(run, device=device)
     else:
         folder = RunFolder(run)
-        # The first rank of its machine finds none.
+        # Rank 0 creates the folder only on its own machine.
         folder.make()
         rank_group = build_rank_group(run, folder=folder, device=device, rank=rank)
         exempt_from_collection()
@@ -88,9 +88,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
 def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.update(deepspeed_environment(device))
     if is_alone:
-        # Gloo listens at a port even for a group of one, at the address that the host's name resolves to.
+        # Gloo opens a port even for a group of one, by default on the address that the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # NCCL's watchdog would end this process when a generator dies in a broadcast, which the publisher handles.
+    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast. The publisher handles that case.
     os.environ.setdefault(ERROR_HANDLING, "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -98,10 +98,10 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give the memory of large tensors back when they are freed; `MALLOC_MMAP_THRESHOLD_` overrides it.
+    """Make glibc return freed tensors of 1 MiB or more to the system. `MALLOC_MMAP_THRESHOLD_` overrides this.
 
-    By default it raises that threshold to 32 MiB, and what lies between tensors of that size stays the process's: of a
-    model of 50M parameters, a third more than was in use.
+    By default glibc raises its mmap threshold up to 32 MiB, and gaps between freed tensors stay with the process. With
+    a 50M-parameter model, that was a third more memory than was in use.
     """
     libc = ctypes.CDLL(None)
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
@@ -128,7 +128,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
         folder = RunFolder(run)
         folder.open()
         timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
-        # A server elsewhere is reached with this machine's own settings, the file of its authorities among them.
+        # A Redis elsewhere is reached with this machine's settings, such as its CA file.
         is_elsewhere = isinstance(run.buffer.store, RedisConfig)
         store = open_run_store(
             store_url(run, folder.path) if is_elsewhere else session.welcome.store_url,
@@ -159,13 +159,10 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
 
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
-    """Return the run's token once a broker has begun the run, which may be later than this learner.
-
-    Raises ConfigError, WaitTimeoutError.
-    """
+    """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
     folder = RunFolder(run)
     report_at = deadline.left_s
-    # Without an address both ends meet in the folder, which somebody who mistypes the name would wait in alone.
+    # Without an address, both ends meet in the run folder. If the name has a typo, this learner would wait there alone.
     while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
         others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
         missing = (
@@ -174,7 +171,7 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
         )
         if run.broker.address and is_listening(run.broker.address):
             raise ConfigError(
-                f"the broker at {run.broker.address} must be that of this run, got no token for {missing}."
+                f"the broker at {run.broker.address} must belong to this run, got no token for {missing}."
             )
         deadline.check(missing=missing)
         if deadline.left_s <= report_at:
@@ -185,11 +182,11 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
 
 
 def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
-    """Build the sender of broadcasts, which leave this machine only for a trusted network."""
+    """Build the sender of broadcasts. They leave this machine only if the network is trusted."""
     if run.weights.backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
-            "chooses by where the roles are."
+            "chooses a backend by the devices of the roles."
         )
     if not run.cluster.trusted_network:
         return CollectiveSender(device=device, folder=folder.sockets)
@@ -202,17 +199,17 @@ def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> Snap
 
 
 def _own_socket(folder: RunFolder) -> str:
-    """Return an unused address in the run's folder of sockets; what learners that died left there is deleted."""
+    """Return an unused address in the run's socket folder. Deletes the sockets of dead learners."""
     for path in folder.sockets.glob("weights-*.sock"):
         if not is_listening(f"ipc://{path}"):
             path.unlink(missing_ok=True)
-    # Not one name for all: a learner that hangs, and was replaced, still holds its own.
+    # A unique name, because a hung learner that was replaced still holds its socket.
     return f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
 
 
 def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus:
-    """Status of the learner, which lends weights at `lends_at`; while its store is unavailable, that is the reason."""
-    # A unix socket is for this machine alone, and its path may hold what no address of a message does.
+    """Status of the learner, which lends weights at `lends_at`. If the store is unavailable, that is the reason."""
+    # Don't report a Unix socket: it is local, and its path may not be a valid address in a message.
     port = lends_at if lends_at.startswith("tcp://") else ""
     status, reason = msgspec.structs.replace(learner.status(), lends_at=port), store.waiting_for
     if not reason:
@@ -221,12 +218,12 @@ def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    # `broker` may differ: each process sees it from its own machine, and has timeouts of its own.
+    # `broker` may differ: each process reaches it from its own machine, with its own timeouts.
     theirs = identity(msgspec.json.decode(config_json, type=RunConfig)) | {"broker": None}
     own = identity(run) | {"broker": None}
     if theirs != own:
         differing = [key for key in own if theirs[key] != own[key]]
         raise ConfigError(
-            f"the learner's settings must be the broker's, got differences in {', '.join(differing)}: "
+            f"the learner's settings must match the broker's, got differences in {', '.join(differing)}: "
             "start both with the same overrides."
         )

@@ -1,6 +1,6 @@
-"""StallDetector: ends or outlasts a wait of the learner that has come to a dead end.
+"""StallDetector: detects when a wait of the learner has reached a dead end, then fails or keeps waiting.
 
-Consumes: counts, roles and events of the store.
+Consumes: counts, roles, and events of the store.
 Produces: the reason shown in status and live view, a log line every few seconds, DeadEndError.
 Waits for: nothing.
 """
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 class StallDetector:
     """Life: (begin -> (poll | reject_unscored)* -> end)*.
 
-    A slow wait that makes progress is no dead end before the wait's own limit.
+    A slow wait that makes progress is a dead end only after the wait's own limit.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StallDetector:
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`who_is_missing`: a phrase for the log. `keep_alive` is called every few seconds of a wait."""
+        """`who_is_missing` returns a phrase for the log. `keep_alive` is called every few seconds during a wait."""
         self._run = run
         self._store = store
         self._who_is_missing = who_is_missing
@@ -61,27 +61,27 @@ class StallDetector:
         self._check_at = self._log_at = clock()
 
     def gauges(self) -> dict[str, str]:
-        """Gauges of the wait in progress; callable from any thread."""
+        """Gauges of the wait in progress. Thread-safe."""
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor, limit_s: float, limit_setting: str) -> None:
-        """Start a wait for `goal` that may last `limit_s`, the value of that setting, while it makes progress."""
+        """Start a wait for `goal`. `limit_s`, the value of `limit_setting`, bounds it even if it makes progress."""
         self._goal, self._waits_for = goal, waits_for
         self._log_at = self._clock() + _LOG_EVERY_S
         self._progress.begin(limit_s=limit_s, limit_setting=limit_setting)
 
     def poll(self, missing: str, *, answered: int | None = None) -> str:
-        """Check the run, at most once a second; return the reason of the wait, in which `missing` is what it lacks.
+        """Check the run at most once a second. Returns the reason for the wait, which quotes `missing`.
 
-        `answered`: answers of the awaited evaluation; None while groups are awaited.
-        Raises DeadEndError under `learner.dead_end.policy=fail`.
+        `answered`: answers of the awaited evaluation, or None while waiting for groups. Raises DeadEndError with
+        `learner.dead_end.policy=fail`.
         """
         now = self._clock()
         if now >= self._check_at:
             self._check_at = now + _CHECK_EVERY_S
             self._disk = self._store.full_disk()
             if self._disk:
-                # No dead end: every role waits for the same room, and none can report.
+                # Not a dead end: every role waits for disk space, and none can report.
                 self._excused_until = now + self._run.broker.peer_timeout_s
             if now < self._excused_until:
                 self._progress.excuse()
@@ -90,7 +90,7 @@ class StallDetector:
                 self._set_cause(find_cause(self._progress))
         if now >= self._log_at:
             self._log_at = now + _LOG_EVERY_S
-            # Before the timeout of the collective in which the other ranks wait for a command.
+            # The other ranks wait for a command in a collective, which must not time out.
             self._keep_alive()
             if self._cause:
                 self._warn(self._cause)
@@ -101,7 +101,7 @@ class StallDetector:
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
 
     def while_paused(self) -> Iterator[str]:
-        """Yield the reason, twice a second, while a user has paused the run."""
+        """Yield the reason twice a second while the run is paused by a user."""
         if PAUSE_REQUEST not in self._store.requests("learner"):
             return
         self._record("paused, as requested")
@@ -111,15 +111,15 @@ class StallDetector:
                 self._log_at = self._clock() + _LOG_EVERY_S
                 self._keep_alive()
                 log.info("paused")
-            yield "paused: `slipstream pause --off` lets the run go on"
+            yield "paused: `slipstream pause --off` resumes the run"
             time.sleep(_PAUSE_POLL_S)
         self._waits_for = ""
-        self._record("goes on, as requested")
+        self._record("resumed, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
-        """While rewards are the cause, reject the claim's groups without any; return whether there were some.
+        """While rewards are the cause, reject the claim's groups without any reward. Returns whether any were found.
 
-        They would train on nothing, and the run must not use up its steps while a reward service is down.
+        Otherwise the run would use up its steps on empty updates while a reward service is down.
         """
         if self._cause is None or self._cause.kind != "rewards":
             return False
@@ -134,13 +134,13 @@ class StallDetector:
         return bool(unscored)
 
     def end(self) -> None:
-        """The wait has succeeded. Failed rewards stay the cause: groups without any still arrive."""
+        """End a successful wait. A `rewards` cause persists, because groups without rewards still arrive."""
         self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
             self._set_cause(None)
 
     def report_no_reward(self, *, num_failed: int) -> None:
-        """An evaluation is complete without a single reward. Raises DeadEndError like `poll`."""
+        """Report that a complete evaluation has no reward at all. Raises DeadEndError like `poll`."""
         self._progress.record_no_reward(num_failed=num_failed)
         self._set_cause(no_reward(self._run, num_failed=num_failed))
 
@@ -154,7 +154,7 @@ class StallDetector:
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
         elif cause:
-            # One of the same kind replaces it silently: its text counts the seconds and the trajectories up to now.
+            # A cause of the same kind replaces it silently: only its counts and times have changed.
             is_new = self._cause is None or self._cause.kind != cause.kind
             self._cause = cause
             if is_new:
@@ -165,12 +165,12 @@ class StallDetector:
         log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)
 
     def _record(self, text: str) -> None:
-        # Events are for people: a store that refuses one must not end the wait.
+        # Events are informational: a store that rejects one must not end the wait.
         with suppress(ReplayBufferError):
             self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """Events of the roles that every wait depends on, in one line: a launcher shows the last line of a log."""
+        """Events of the broker, generators, and store on one line, because the launcher shows the log's last line."""
         generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
         events = [
             e

@@ -1,4 +1,4 @@
-"""Causes of a stall: reasons why a wait of the learner will not end, from the store's counts and the roles' progress.
+"""Stall causes: why a wait of the learner will not end, derived from the store's counts and the roles' progress.
 
 Each check is a function `Progress -> StallCause | None`. Root causes come first: a dead broker makes every generator
 look silent, and a generator without weights sends nothing.
@@ -18,40 +18,40 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _MAX_COUNTED_STARTS = 4
-"""Changes of one generator that count as progress while nothing arrives: a crash loop must not hide a dead end."""
+"""Starts of one generator that count as progress while nothing arrives, so a crash loop can't hide a dead end."""
 _LOSSES = ("rejected", "expired", "quarantined")
 _MAX_FAILED_STEPS = 2
-"""Steps in a row without any reward: one may meet an outage of the grader, a second one is no accident."""
+"""Consecutive steps without any reward. One may be a short grader outage; two are treated as a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run as its store shows it at one moment."""
+    """State of a run in its store at one moment."""
 
     counts: StoreCounts
     announced_version: int
-    """Newest version the learner has made."""
+    """Newest version that the learner announced."""
     broker: RoleStatus | None = None
     """None before its first report."""
     generators: tuple[RoleStatus, ...] = ()
     """All generators that ever reported."""
     rewarded: int = 0
-    """Trajectories with a reward that the living generators have finished since they started."""
+    """Trajectories with a reward from live generators, since each one's start."""
     unrewarded: int = 0
-    """Their trajectories whose reward function failed."""
+    """Trajectories with a failed reward function from live generators, since each one's start."""
     capacity_reason: str = ""
-    """Limit that keeps the store from admitting more; empty while there is room."""
+    """Limit that stops the store from admitting more; empty while it has room."""
     answered: int | None = None
-    """Answers of the awaited evaluation; None while groups are awaited."""
+    """Answers of the awaited evaluation; None while waiting for groups."""
 
     @property
-    def living(self) -> list[RoleStatus]:
+    def live(self) -> list[RoleStatus]:
         return [generator for generator in self.generators if generator.is_alive]
 
     @property
     def synced(self) -> list[RoleStatus]:
-        """Living generators with verified weights."""
-        return [each for each in self.living if each.state in ("ready", "updating") and each.version is not None]
+        """Live generators with verified weights."""
+        return [each for each in self.live if each.state in ("ready", "updating") and each.version is not None]
 
 
 def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
@@ -74,31 +74,31 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 
 
 class Progress:
-    """The newest snapshot, and what has changed up to it. Life: (begin -> update*)*, one `begin` per wait.
+    """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Rewards and applied versions are followed across waits: both can fail while every single wait succeeds.
+    Tracks rewards and applied versions across waits, because both can fail while every single wait succeeds.
     """
 
     now: Snapshot
     idle_s: float
-    """Since anything helped the wait, or since it began, seconds."""
+    """Seconds since the last progress, or since the wait began."""
     served_s: float
-    """Since a generator could first work for the wait, seconds."""
+    """Seconds since a generator first had verified weights in this wait."""
     outdated_s: float
-    """Since a generator last applied newer weights, seconds; 0 while one holds the newest or none holds any."""
+    """Seconds since a generator last applied newer weights; 0 while one holds the newest or none holds any."""
     accepted: int
     """Trajectories stored since the wait began."""
     losses: dict[str, int]
     """Groups lost since the wait began, by `<outcome>: <reason>`."""
     refused: dict[str, int]
-    """Frames the broker refused since the wait began, by reason."""
+    """Frames that the broker rejected since the wait began, by reason."""
 
     def __init__(self, run: RunConfig, *, clock: Clock) -> None:
         self.run = run
         self.failed_rewards = 0
         """Trajectories without a reward since the last one with a reward."""
         self.rewards_have_failed = False
-        """Whether those are too many to be an accident."""
+        """Whether `failed_rewards` is high enough to be a cause."""
         self._max_failed_rewards = _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
         self._clock = clock
         self._rewards: tuple[int, int] | None = None
@@ -107,7 +107,7 @@ class Progress:
         self._applied_at = clock()
 
     def begin(self, *, limit_s: float, limit_setting: str) -> None:
-        """Start a wait that may last `limit_s`, the value of that setting, once a generator can work for it."""
+        """Start a wait. `limit_s`, the value of `limit_setting`, counts from the first generator with weights."""
         self.limit_s, self.limit_setting = limit_s, limit_setting
         self._progressed_at = self._clock()
         self._served_since: float | None = None
@@ -115,7 +115,7 @@ class Progress:
         self._most_arrived: tuple[int, ...] = (0, 0)
 
     def excuse(self) -> None:
-        """Nothing could arrive or be reported up to now: a standstill counts from here."""
+        """Restart the idle clocks: until now, nothing could arrive or be reported."""
         self._progressed_at = self._applied_at = self._clock()
         if self._served_since is not None:
             self._served_since = self._clock()
@@ -138,9 +138,9 @@ class Progress:
         self._track_updates(now, now_s)
 
     def _has_progressed(self, base: StoreCounts) -> bool:
-        """Whether a trajectory came and stayed, an answer came, or a generator ended its start or has other weights."""
-        # A trajectory whose group is lost has not helped. Losses of what was stored before the wait are subtracted:
-        # they do not count against what came since.
+        """Whether a trajectory arrived and was kept, an answer arrived, or a generator started or changed weights."""
+        # Trajectories of lost groups are not progress. Losses of groups stored before the wait are subtracted, because
+        # they don't cancel newer arrivals.
         stored_before = base.open_members + base.ready * self.run.generators.members_per_group
         lost = _lost_members(self.now.counts) - _lost_members(base)
         arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
@@ -149,7 +149,7 @@ class Progress:
         if has_arrived:
             self._num_starts.clear()
         held, self._held = self._held, _held_versions(self.now)
-        # The end of a start counts by itself: fetching the first weights has its time after a start that took longer.
+        # The end of a start is progress, so that fetching the first weights gets its full time after a long start.
         started = [
             name
             for name, version in self._held.items()
@@ -159,15 +159,15 @@ class Progress:
         return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
 
     def record_no_reward(self, *, num_failed: int) -> None:
-        """Count an evaluation of `num_failed` answers without a single reward: it needs no second one to be a cause."""
+        """Record an evaluation whose `num_failed` answers have no reward. One such evaluation is a cause."""
         self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
-        # The generators may report these answers only now: what counts comes after their next report.
+        # Generators may report these answers only now, so take the next report as the new baseline.
         self._rewards = None
 
     def _track_rewards(self, now: Snapshot) -> None:
         rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
         self._rewards = (now.rewarded, now.unrewarded)
-        # Both sums shrink when a generator leaves or restarts: that is neither a reward nor a failed one.
+        # Both sums shrink when a generator leaves or restarts, which is not a reward outcome.
         grown = max(0, now.unrewarded - unrewarded)
         if now.rewarded > rewarded:
             self.failed_rewards, self.rewards_have_failed = 0, False
@@ -178,7 +178,7 @@ class Progress:
     def _track_updates(self, now: Snapshot, now_s: float) -> None:
         newest = max((generator.version or 0 for generator in now.synced), default=-1)
         before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
-        # Counted from the first snapshot that shows a lag: a whole training step may lie before it.
+        # Count from the first snapshot that shows a lag: a whole training step may have passed before it.
         if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
             self._applied_at = now_s
         self._newest_held = newest
@@ -186,9 +186,9 @@ class Progress:
 
 
 def _held_versions(now: Snapshot) -> dict[str, int | None]:
-    """Verified version of each living generator that has ended its start; None before its first."""
+    """Verified version of each live generator that has finished its start; None before its first version."""
     verified = {generator.name: generator.version for generator in now.synced}
-    return {each.name: verified.get(each.name) for each in now.living if each.state != "starting"}
+    return {each.name: verified.get(each.name) for each in now.live if each.state != "starting"}
 
 
 def _growth(before: dict[str, int], now: dict[str, int], *, prefixes: tuple[str, ...] = ("",)) -> dict[str, int]:
@@ -206,7 +206,7 @@ Kind = Literal[
 ]  # fmt: skip
 
 _MOST_NAMED = 3
-_SEE_LOGS = "their logs and the events have the reason"
+_SEE_LOGS = "see their logs and the events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class StallCause:
 
 
 def find_cause(progress: Progress) -> StallCause | None:
-    """First check that holds among those whose deadline has passed; None while the wait may still end by itself."""
+    """First matching cause among checks whose deadline has passed; None while the wait may still end."""
     run, limits = progress.run, progress.run.learner.dead_end
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
@@ -241,13 +241,13 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 
 def _max_idle_s(progress: Progress) -> float:
-    """Longest time without progress; loading a model and fetching weights take longer than anything else."""
-    limits, engine, living = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.living
+    """Longest allowed time without progress. Loading a model and fetching weights get longer limits."""
+    limits, engine, live = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.live
     longest = [limits.after_s]
-    if any(each.state == "starting" or each.waits_for == "transfer" for each in living):
+    if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
         longest.append(limits.start_after_s)
-    if any(each.state == "starting" for each in living) and isinstance(engine, VllmEngineConfig):
-        # A start that takes too long ends by itself, and its generator knows why; the process needs some time before.
+    if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
+        # Let the generator's own start timeout fire first: it knows the reason.
         longest.append(engine.start_timeout_s + limits.after_s)
     return max(longest)
 
@@ -261,10 +261,10 @@ def _broker_dead(progress: Progress) -> StallCause | None:
 
 
 def _generators_dead(progress: Progress) -> StallCause | None:
-    if progress.now.living:
+    if progress.now.live:
         return None
     known = _describe(progress.now.generators) or "none ever joined"
-    problem = f"no generator is alive, and nothing has come for {progress.idle_s:.0f} s ({known})"
+    problem = f"no generator is alive, and nothing has arrived for {progress.idle_s:.0f} s ({known})"
     run = progress.run
     where = f"name={run.name}" if run.runs_dir == "runs" else f"name={run.name} runs_dir={run.runs_dir}"
     return StallCause("generators", problem, f"start one with `python -m generators {where}`")
@@ -273,9 +273,9 @@ def _generators_dead(progress: Progress) -> StallCause | None:
 def _weights_missing(progress: Progress) -> StallCause | None:
     if progress.now.synced:
         return None
-    is_starting = all(each.state == "starting" for each in progress.now.living)
+    is_starting = all(each.state == "starting" for each in progress.now.live)
     missing = "has finished its start" if is_starting else "holds verified weights"
-    problem = f"no living generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.living)})"
+    problem = f"no live generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.live)})"
     return StallCause("start" if is_starting else "weights", problem, _SEE_LOGS)
 
 
@@ -283,7 +283,7 @@ def _weights_outdated(progress: Progress) -> StallCause | None:
     version = progress.now.announced_version
     if any(generator.version == version for generator in progress.now.synced):
         return None
-    problem = f"no living generator has applied version {version} ({_describe(progress.now.living)})"
+    problem = f"no live generator has applied version {version} ({_describe(progress.now.live)})"
     return StallCause("outdated", problem, _SEE_LOGS)
 
 
@@ -292,33 +292,33 @@ def _rewards_failed(progress: Progress) -> StallCause | None:
 
 
 def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
-    """The cause when the last `num_failed` trajectories have no reward."""
+    """Cause for `num_failed` trajectories in a row without a reward."""
     called = f"every call of {run.generators.reward.summary} failed or timed out"
     problem = f"none of the last {num_failed} trajectories has a reward, {called}"
     timeout_s = run.generators.reward.timeout_s
-    return StallCause("rewards", problem, f"repair it, or raise generators.reward.timeout_s ({timeout_s:g} s)")
+    return StallCause("rewards", problem, f"fix it, or raise generators.reward.timeout_s ({timeout_s:g} s)")
 
 
 def _groups_lost(progress: Progress) -> StallCause | None:
     # Lost groups do not delay an evaluation.
     if not progress.losses or progress.now.answered is not None:
         return None
-    lost = f"every group that came for {progress.idle_s:.0f} s ({_count(progress.losses)})"
+    lost = f"every group that arrived in {progress.idle_s:.0f} s ({_count(progress.losses)})"
     if set(progress.losses) <= {f"rejected: {flaw}" for flaw in REJECTION_REASONS}:
         remedy = (
             "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
         )
         return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
     remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
-    generators = _describe(progress.now.living)
+    generators = _describe(progress.now.live)
     return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
 
 
 def _frames_refused(progress: Progress) -> StallCause | None:
     if not progress.refused:
         return None
-    problem = f"the broker has refused what came for {progress.idle_s:.0f} s ({_count(progress.refused)})"
-    return StallCause("refused", problem, "run generators and broker from one version; the broker's log has details")
+    problem = f"the broker has rejected incoming frames for {progress.idle_s:.0f} s ({_count(progress.refused)})"
+    return StallCause("refused", problem, "run generators and broker from one version; see the broker's log")
 
 
 def _store_full(progress: Progress) -> StallCause | None:
@@ -327,20 +327,18 @@ def _store_full(progress: Progress) -> StallCause | None:
     if not (reason := progress.now.capacity_reason or deferred):
         return None
     return StallCause(
-        "store", f"the store accepts nothing more ({reason})", "make room, or raise the limit named there"
+        "store", f"the store accepts nothing more ({reason})", "free space, or raise the limit named there"
     )
 
 
 def _generators_silent(progress: Progress) -> StallCause:
     synced = _describe(progress.now.synced)
-    problem = f"nothing has come for {progress.idle_s:.0f} s from generators that hold verified weights ({synced})"
-    return StallCause(
-        "silence", problem, "read their logs; one slow trajectory needs a larger learner.dead_end.after_s"
-    )
+    problem = f"nothing has arrived for {progress.idle_s:.0f} s from generators with verified weights ({synced})"
+    return StallCause("silence", problem, "read their logs; for slow trajectories, raise learner.dead_end.after_s")
 
 
 def _too_slow(progress: Progress) -> StallCause:
-    problem = f"it is incomplete after {progress.served_s:.0f} s, {progress.accepted} trajectories came meanwhile"
+    problem = f"it is incomplete after {progress.served_s:.0f} s, in which {progress.accepted} trajectories arrived"
     return StallCause("slow", problem, f"start more generators, or raise {progress.limit_setting}")
 
 

@@ -230,8 +230,8 @@ class Run:
                 kill_tree(self.launcher)
 
 
-def until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
-    """Poll until the condition holds; returns the monotonic time."""
+def until(condition: Callable[[], object], *, what: str, timeout_s: float = 20.0) -> float:
+    """Poll until the condition holds. Returns the monotonic time."""
     ends_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends_at, f"{what}: not within {timeout_s} s"

@@ -30,7 +30,7 @@ from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSp
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
-from slipstream.learner.learner import ClaimKeeper
+from slipstream.learner.learner import keep_claim
 from slipstream.learner.metrics_log import MetricsLog
 from slipstream.learner.publishing.publisher import Published
 from slipstream.learner.publishing.staging import Staged, Stager
@@ -181,7 +181,7 @@ class LearnerStep:
                 lease_s=run.buffer.claim_lease_s,
             )
         assert isinstance(claim, Claim), "call fill() before run()"
-        with ClaimKeeper(store, claim, lease_s=run.buffer.claim_lease_s):
+        with keep_claim(store, claim, lease_s=run.buffer.claim_lease_s):
             with self._timed("fetch"):
                 payloads = store.fetch(claim.group_ids)
             with self._timed("unpack"):

@@ -1,8 +1,8 @@
-"""Batch: the groups claimed for one step as columns, one entry per trajectory and one per token that is trained on.
+"""Batch: the groups claimed for one step as two tables of columns, one per trajectory and one per trained token.
 
-All that needs no gradient is computed on whole columns, the same on every rank, so that no split into microbatches or
-ranks can change it. Columns fill up in the order of the fields: the trajectories' own (`build_batch`), outputs of
-models (`microbatch.recompute`), inputs of the loss (`Objective.prepare`); a column that the settings do not need stays
+Everything without a gradient is computed on whole columns and is identical on every rank, so the split into
+microbatches and ranks cannot change it. Columns are filled in field order: trajectory data (`build_batch`), model
+outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`). Columns that the settings do not need stay
 None.
 """
 
@@ -19,10 +19,10 @@ from slipstream.learner.errors import BatchError
 
 
 class _Columns:
-    """Tensors of one length side by side."""
+    """A table: tensors of equal length."""
 
     def take(self, indices: Tensor) -> Self:
-        """The entries at `indices` [K], or where a bool [N] is true."""
+        """Select entries by index [K] or by a bool mask [N]."""
         return self._map(lambda column: column[indices])
 
     def to(self, device: torch.device) -> Self:
@@ -39,97 +39,96 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Trajectories(_Columns):
-    """One entry per claimed trajectory, B of them, in the order claimed: members of a group lie side by side."""
+    """One entry per claimed trajectory, B in total, in claim order. Members of a group are adjacent."""
 
     groups: Int[Tensor, "B"]
     """Index of the claimed group, from 0."""
     updates: Int[Tensor, "B"]
     """Optimizer update of the step, from 0."""
     rewards: Float[Tensor, "B"]
-    """float64, the reward function's total; `Objective.prepare` replaces it by the shaped reward."""
+    """float64, total from the reward function. `Objective.prepare` replaces it with the shaped reward."""
     parts: Float[Tensor, "B K"]
-    """float64, named addends of the reward, columns in the order of `Batch.part_names`; NaN where one is missing."""
+    """float64, named components of the reward, in the order of `Batch.part_names`. NaN if missing."""
     greedy_rewards: Float[Tensor, "B"]
-    """float64, the reward of its group's greedy answer; NaN where there is none."""
+    """float64, reward of the group's greedy answer. NaN without one."""
     is_correct: Bool[Tensor, "B"]
     """Whether the response is entirely right."""
     is_member: Bool[Tensor, "B"]
-    """Whether it counts in its group's baseline: its reward function answered."""
+    """Whether it counts in its group's baseline, which requires a reward."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]
-    """Tokens that are trained on."""
+    """Trained tokens."""
     draw_weights: Float[Tensor, "B"]
-    """The sampler's factor of the loss of its group."""
+    """Loss factor of the group, from the sampler."""
     sources: Int[Tensor, "B"]
-    """Its data source, an index into `Batch.source_names`."""
+    """Data source, an index into `Batch.source_names`."""
 
 
 @dataclass(frozen=True)
 class Tokens(_Columns):
-    """One entry per token that is trained on, N of them, trajectory after trajectory."""
+    """One entry per trained token, N in total, in trajectory order."""
 
     sequences: Int[Tensor, "N"]
     """Index of the trajectory, from 0."""
     contexts: Int[Tensor, "N"]
-    """Index of the context it was sampled in, from 0; a trajectory has one or several."""
+    """Index of the sampling context, from 0. A trajectory has one or more."""
     turns: Int[Tensor, "N"]
-    """Run of model-written tokens of the trajectory, from 0."""
+    """Turn (run of model-written tokens) in the trajectory, from 0."""
     positions: Int[Tensor, "N"]
-    """Position among the model-written tokens of the trajectory, counting those that are not trained on."""
+    """Position among the trajectory's model-written tokens, including untrained ones."""
     positions_in_turn: Int[Tensor, "N"]
-    """Position among those of the turn."""
+    """Position among the turn's model-written tokens."""
     lags: Int[Tensor, "N"]
-    """Learner's version - the version that sampled it; not below 0."""
+    """Learner's version minus the sampling version, at least 0."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, of the distribution it was sampled from."""
+    """float32, from the distribution that was sampled."""
 
     turn_rewards: Float[Tensor, "N"] | None = None
-    """float64, what the turn earned by itself at its last trained token, 0 elsewhere; None where no turn did."""
+    """float64, the turn's reward at its last trained token, 0 elsewhere. None without turn rewards."""
     start_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the learner's at the start of the step."""
+    """float32, from the learner at the start of the step."""
     reference_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the reference policy's, where the KL needs them."""
+    """float32, from the reference policy, if the KL needs them."""
     current_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the learner's at the start of the optimizer update."""
+    """float32, from the learner at the start of the optimizer update."""
     teacher_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the teacher's, where distillation needs them."""
+    """float32, from the teacher, if distillation needs them."""
     collisions: Float[Tensor, "N"] | None = None
-    """Chance that two draws from the learner's distribution are equal: sum of squared probabilities."""
+    """Probability that two draws from the learner's distribution are equal: sum of squared probabilities."""
     values: Float[Tensor, "N"] | None = None
-    """float32, the critic's value of the state before it, at the start of the step."""
+    """float32, the critic's value of the state before the token, at the start of the step."""
 
     rewards: Float[Tensor, "N"] | None = None
-    """float64: the turns' rewards, the rest of the trajectory's shaped reward at its last token, minus the price of
-    each token's KL."""
+    """float64: turn rewards, plus the remaining shaped reward at the trajectory's last token, minus the KL penalty."""
     advantages: Float[Tensor, "N"] | None = None
-    """float32, 0 for trajectories that do not count in a baseline."""
+    """float32, 0 for trajectories outside the group baseline."""
     returns: Float[Tensor, "N"] | None = None
-    """float32, the critic's target for the state before it."""
+    """float32, the critic's target for the state before the token."""
     correction_weights: Float[Tensor, "N"] | None = None
-    """float32, importance weights; None: they are formed with the loss."""
+    """float32, importance weights. None if they are computed with the loss."""
     is_kept: Bool[Tensor, "N"] | None = None
-    """Whether the correction leaves it in the loss; known where `correction_weights` are."""
+    """Whether the correction keeps the token in the loss. Set together with `correction_weights`."""
     is_bounded: Bool[Tensor, "N"] | None = None
-    """Whether its importance weight was truncated or masked; known where `correction_weights` are."""
+    """Whether the importance weight was truncated or masked. Set together with `correction_weights`."""
     is_trusted: Bool[Tensor, "N"] | None = None
-    """Whether the masks leave it in the policy loss; None: all are."""
+    """Whether the masks keep the token in the policy loss. None if all are kept."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """Whether the policy loss's selector picked it among all tokens of its update; None without a selector or mask."""
+    """Whether the policy loss's selector picked the token from its update. None without a selector or mask."""
     nll_weights: Float[Tensor, "N"] | None = None
-    """float32, factor of its negative log-likelihood; None: there is no such term."""
+    """float32, factor of the negative log-likelihood. None without that term."""
     token_weights: Float[Tensor, "N"] | None = None
-    """float32, factor of its loss, from the aggregation over the whole optimizer update."""
+    """float32, factor of the token's loss, from the aggregation over the whole optimizer update."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Both tables: B entries of trajectories and N of tokens."""
+    """Both tables: B trajectories and N tokens."""
 
     trajectories: Trajectories
     tokens: Tokens
     part_names: tuple[str, ...] = ()
-    """The K names of reward parts, sorted."""
+    """Names of the K reward components, sorted."""
     source_names: tuple[str, ...] = ()
     """Names of the data sources, sorted."""
 
@@ -139,7 +138,7 @@ class Batch:
 
     @property
     def num_contexts(self) -> int:
-        """One more than the largest number of a context."""
+        """Largest context index plus 1."""
         return int(self.tokens.contexts.max()) + 1 if len(self.tokens.contexts) else 0
 
     def to(self, device: torch.device) -> "Batch":
@@ -152,7 +151,7 @@ class Batch:
         return self.replace(tokens=self.tokens.replace(**columns))
 
     def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":
-        """A batch of those trajectories alone, numbered anew; their groups keep their numbers."""
+        """Select trajectories and renumber them. Group numbers are unchanged."""
         numbers = is_taken.cumsum(0) - 1
         tokens = self.tokens.take(is_taken[self.tokens.sequences])
         return self.replace(
@@ -160,16 +159,16 @@ class Batch:
         )
 
     def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
-        """Columns of named parts of the reward. Raises BatchError for one that a trajectory lacks."""
+        """Columns of named reward components. Raises BatchError if a trajectory lacks one."""
         missing = [name for name in names if name not in self.part_names]
         columns = self.trajectories.parts[:, [self.part_names.index(name) for name in names if name not in missing]]
         if missing or not columns[self.trajectories.is_member].isfinite().all():
             raise BatchError(
                 f"{setting} names parts of the reward that every answer must have ({', '.join(names)}), got answers "
-                f"with {', '.join(self.part_names) or 'none'}, or without some of them: see the reward function."
+                f"with {', '.join(self.part_names) or 'none'}, or without some of them: correct the reward function."
             )
         return columns
 
     def per_token(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
-        """Each trajectory's value at each of its tokens."""
+        """Repeat each trajectory's value for each of its tokens."""
         return values[self.tokens.sequences]

@@ -1,13 +1,13 @@
-"""Batch building: fetched groups -> the batch as columns, and the samples of each optimizer update.
+"""Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
 
-A trajectory whose reward function failed leaves the loss and its group's baseline; a token that is too old leaves the
-loss only. A greedy answer is never in the loss: its reward is the baseline of some advantages, and counts in no mean.
+A trajectory with a failed reward is excluded from the loss and from its group's baseline. A token that is too old is
+excluded only from the loss. A greedy answer is never in the loss or in a mean: its reward serves as a baseline.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -22,35 +22,35 @@ from slipstream.learner.errors import BatchError
 from slipstream.runtime.routers import EXPERTS, Routers
 
 _UNKNOWN_LAG = 1 << 20
-"""Lag of another run's tokens: their versions are not this run's, so they count as older than any of its own."""
+"""Lag assigned to tokens from another run, so that they count as older than all of this run's tokens."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 _MOST_SOURCES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltBatch:
-    """Everything a step works on; equal on every rank."""
+    """Input of a training step, identical on every rank."""
 
     batch: Batch
-    """Columns that follow from the trajectories alone."""
+    """Columns derived from the trajectories."""
     updates: list[list[Sample]]
     """Samples of each optimizer update."""
     trained: list[np.ndarray]
-    """int64[W] of each trajectory: indices of its tokens that are trained on."""
+    """int64[W] per trajectory: indices of its trained tokens."""
     metrics: dict[str, float]
-    """`learner/...` of the claimed batch."""
+    """`learner/...` metrics of the claimed batch."""
 
 
 class _Member(NamedTuple):
-    """A trajectory of a claimed group, and its tokens that are trained on."""
+    """A trajectory of a claimed group and its trained tokens."""
 
     trajectory: Trajectory
     group: int
     """Index of the group."""
     trained: np.ndarray
-    """int64[W]: indices of the tokens that are trained on."""
+    """int64[W]: indices of the trained tokens."""
     lags: np.ndarray
-    """int64[W]: lag of each of them."""
+    """int64[W]: lag of each trained token."""
     num_stale: int
     """Model-written tokens that are too old."""
 
@@ -69,12 +69,12 @@ def build_batch(
     images: PromptImages | None = None,
     routers: Routers | None = None,
 ) -> BuiltBatch:
-    """Distribute groups over `num_updates` updates and lay out their columns. Raises BatchError.
+    """Distribute groups over `num_updates` updates and build their columns. Raises BatchError.
 
-    `max_lags` (None = no bound) and `weights` have one entry per group. `has_baseline`: whether a greedy answer may be
-    among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
-    leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's. `images`: those of
-    the prompts, for a model that is given any. `routers`: those that shall use the recorded experts.
+    `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
+    answer (`generators.baseline`). `masks_truncated`: exclude responses cut off at the maximum length from the loss but
+    keep them in the baseline. `num_mixed`: number of groups from another run, at the end. `images`: prompt images, for
+    multimodal models. `routers`: routers that replay the recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -89,17 +89,19 @@ def build_batch(
                 _check_experts(trajectory, routers)
             members.append(_Member(trajectory, index, trained, lags, 0 if stale is None else int(stale.sum())))
     _check_vocabulary(members, vocab_size=vocab_size)
-    # In turn, so that no update gets all the reused and mixed groups, which come last.
+    # Round-robin, because reused and mixed groups come last and must not all land in one update.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    for member, samples in zip(members, _samples(members, images, has_experts=routers is not None), strict=True):
-        updates[update_of[member.group]] += samples
+    first_index = 0
+    for member in members:
+        updates[update_of[member.group]] += _samples(member, first_index, images, has_experts=routers is not None)
+        first_index += len(member.trained)
     return BuiltBatch(batch, updates, [member.trained for member in members], _metrics(members, batch.trajectories))
 
 
 def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:
-    """int64[W]: indices of the tokens that are trained on. Nothing predicts the first one of a context."""
+    """int64[W]: indices of the trained tokens. Excludes the first token of each context, which nothing predicts."""
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
@@ -109,14 +111,14 @@ def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_t
 
 
 def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> np.ndarray | None:
-    """bool[T]: model-written tokens that are too old; None where none is, as in most trajectories."""
+    """bool[T]: model-written tokens that are too old. None if all are fresh, the usual case."""
     if max_lag is None or all(learner_version - span.version <= max_lag for span in trajectory.version_spans):
         return None
     return stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
 
 
 def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) -> np.ndarray:
-    """int64[W]: lag of each trained token; one version sampled all of them in most trajectories."""
+    """int64[W]: lag of each trained token. In most trajectories, one version sampled all tokens."""
     spans = trajectory.version_spans
     if len(spans) == 1:
         return np.full(len(trained), max(0, learner_version - spans[0].version), dtype=np.int64)
@@ -124,7 +126,7 @@ def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) 
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # All at once: a maximum for each trajectory costs as much as the rest of its checks.
+    # One maximum over all tokens: a maximum per trajectory costs as much as all its other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -142,7 +144,7 @@ def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
     if trajectory.sampling.temperature <= 0 and not (has_baseline and trajectory.is_greedy):
         raise BatchError(
             f"a trajectory to train on must be sampled at a temperature > 0, got {trajectory.sampling.temperature} in "
-            f"{trajectory.id}: greedy answers have no probability to weigh, and are baselines only with "
+            f"{trajectory.id}: greedy answers have no sampling probability, and serve as baselines only with "
             "generators.baseline=greedy."
         )
 
@@ -156,26 +158,18 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
             return
         got = f"{int(found.min())} to {int(found.max())}"
     raise BatchError(
-        f"with model.router_replay a trajectory must have the experts of its tokens, whole numbers{expected} below "
-        f"{routers.num_experts}, got {got} in {trajectory.id} of {trajectory.generator_id}: it was made without that "
-        "setting, by an engine that records none, or with another model."
+        f"with model.router_replay a trajectory must have the experts of its tokens, integers{expected} below "
+        f"{routers.num_experts}, got {got} in {trajectory.id} of {trajectory.generator_id}: it was generated without "
+        "that setting, by an engine that records no experts, or with another model."
     )
 
 
-def _samples(members: Sequence[_Member], images: PromptImages | None, *, has_experts: bool) -> list[list[Sample]]:
-    """Those of each member's contexts; their tokens have the columns of `Tokens` in this order."""
-    first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
-    starts = zip(members, first_indices, strict=True)
-    return [list(_samples_of(member, first, images, has_experts=has_experts)) for member, first in starts]
-
-
-def _samples_of(
-    member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool
-) -> Iterator[Sample]:
+def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
+    """One sample per context. The member's first trained token is `first_index` in the columns of `Tokens`."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()
-    # Most trajectories have one context, with all of their tokens.
+    # Most trajectories have a single context.
     cuts = np.searchsorted(member.trained, bounds).tolist() if len(bounds) > 2 else [0, len(member.trained)]
     for (start, end), (first, last) in zip(pairwise(bounds), pairwise(cuts), strict=True):
         yield Sample(
@@ -212,12 +206,12 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
-    """float64[B]: reward of the greedy answer of each member's group, NaN without one. Raises BatchError for two."""
+    """float64[B]: reward of the greedy answer in each member's group, or NaN. Raises BatchError if a group has two."""
     greedy: dict[int, Trajectory] = {}
     for trajectory, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
         if group in greedy:
             raise BatchError(
-                f"a group must have one greedy answer at most, got {greedy[group].id} and {trajectory.id}."
+                f"a group must have at most one greedy answer, got {greedy[group].id} and {trajectory.id}."
             )
         greedy[group] = trajectory
     rewards = {group: found.reward.total for group, found in greedy.items() if found.reward.status == "ok"}
@@ -236,10 +230,10 @@ def _tokens(members: Sequence[_Member]) -> Tokens:
 
 
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Columns of `Tokens` with the position of each trained token among those the model wrote, int64[N].
+    """Position columns of `Tokens`, int64[N].
 
-    Found for all trajectories at once, laid end to end: cumulative sums over the whole batch, minus those at the start
-    of the own trajectory.
+    Computed for all trajectories at once: cumulative sums over the concatenated batch, minus the value at the start of
+    each trajectory.
     """
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
@@ -268,7 +262,7 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
 
 
 def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.ndarray) -> Tensor | None:
-    """float64[N]: what each turn earned by itself, at its last trained token; None where no turn did."""
+    """float64[N]: each turn's reward at its last trained token. None without turn rewards."""
     earned = [member.trajectory.reward.turns for member in members]
     if not any(earned):
         return None
@@ -289,13 +283,13 @@ def _wide(values: list[float] | list[list[float]]) -> Tensor:
 
 
 def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str, float]:
-    """Metrics of the sampled answers; greedy ones count in none of them."""
+    """Metrics of the sampled answers. Excludes greedy answers."""
     is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
     num_stale = sum(member.num_stale for member in members if not member.trajectory.is_greedy)
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
     lengths = trajectories.lengths[is_sampled].double()
     is_cut = torch.tensor([member.num_stale > 0 for member in members], dtype=torch.bool)[is_sampled]
-    # Missing where nothing is stale, as every metric with nothing to measure.
+    # Omitted if nothing is stale, like every metric without data.
     bias = {"learner/stale_length_ratio": float(lengths[is_cut].mean() / lengths.mean())} if is_cut.any() else {}
     return {
         **describe_answers(member.trajectory for member in members if not member.trajectory.is_greedy),
@@ -308,7 +302,7 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
 
 
 def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Return the metrics of sampled answers; beyond 32 sources, those with the fewest answers are one, `others`."""
+    """Metrics of sampled answers by data source. Beyond 32 sources, the smallest are merged into `others`."""
     by_source: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_source.setdefault(trajectory.data_source or "unnamed", []).append(trajectory)

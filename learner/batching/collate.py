@@ -1,8 +1,7 @@
-"""Collation: samples of an optimizer update -> microbatches of tensors, packed and distributed over ranks.
+"""Collation: samples of an optimizer update -> packed microbatches of tensors, distributed over ranks.
 
-Packing: assigns samples to rows, rows to microbatches, and both to ranks.
-
-Everything here is deterministic and a function of lengths alone, so every rank can compute every rank's share.
+Packing assigns samples to rows, rows to microbatches, and both to ranks. It is deterministic and depends only on
+lengths, so every rank can compute every other rank's share.
 """
 
 import dataclasses
@@ -18,24 +17,24 @@ from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleIma
 from slipstream.runtime.images import Grid
 
 Row = list["Bundle"]
-"""Bundles side by side in one row."""
+"""Bundles placed one after another in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """At least one sample; all begin with the same `num_shared` tokens, which are in the row once."""
+    """One or more samples with a common prefix of `num_shared` tokens, which appears in the row once."""
 
     samples: tuple[Sample, ...]
     num_shared: int
-    """Length of the common prefix; 0 = nothing is shared."""
+    """Length of the common prefix; 0 if nothing is shared."""
     num_tokens: int
-    """Input tokens: the shared ones and every sample's own."""
+    """Input tokens: the shared prefix once, plus the rest of every sample."""
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundle the samples of one group, so that their prompt is computed once.
+    """Bundle the samples of each group, so their prompt is computed once.
 
-    A bundle that would be longer than `max_tokens` is split; a single sample never is.
+    Splits bundles longer than `max_tokens`, but never a single sample.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -49,7 +48,7 @@ def bundle_singly(samples: Sequence[Sample]) -> list[Bundle]:
 
 
 def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
-    """One list per rank, about equal in tokens: each bundle, the longest first, goes to the least loaded rank."""
+    """Assign bundles to ranks, longest first, each to the rank with the fewest tokens. Returns one list per rank."""
     shares: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for bundle in _longest_first(bundles):
@@ -60,12 +59,12 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 
 
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
-    """Microbatches of rows of bundles, first fit decreasing.
+    """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included; what is longer by
-    itself gets a row, or a microbatch, of its own.
+    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included. A longer bundle
+    gets a separate row, and a longer row a separate microbatch.
     """
-    # Rows of similar length share a microbatch, because each row is padded to the longest, its first.
+    # Rows of similar length share a microbatch, because each row is padded to the longest, which comes first.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
@@ -95,13 +94,13 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
 
 
 def _num_common(group: list[Sample]) -> int:
-    """Length of the prefix that all samples share and none is trained on; 0 unless they share it whole."""
-    # A trained token has a loss in each sample, so the shared prefix ends before the first of them.
+    """Length of the prefix before the first trained token of any sample; 0 unless all samples share it entirely."""
+    # A trained token has a loss in each sample, so the shared prefix must end before it.
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
     others = (sample.token_ids[:num_untrained] for sample in group[1:])
     is_shared = all(np.array_equal(first, other) for other in others)
-    # Other images may have as many tokens, which are alike.
+    # Different images of equal size have identical tokens, so compare the images themselves.
     is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
     return num_untrained if is_shared else 0
 
@@ -129,7 +128,7 @@ _SINGLE = ("one_per_row", "one_at_a_time")
 
 
 class MicrobatchBuilder:
-    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row, once for each in turn -> build."""
+    """Arrays of one microbatch, with R empty rows of L tokens. Life: fill_row for each row in order -> build."""
 
     def __init__(self, *, num_rows: int, length: int) -> None:
         shape = (num_rows, length)
@@ -147,15 +146,16 @@ class MicrobatchBuilder:
         self._images: list[tuple[Grid, np.ndarray]] = []
 
     def fill_row(self, row: int, bundles: Row) -> None:
-        """Put the bundles side by side into row `row`, which must be empty."""
         column = 0
         for bundle in bundles:
             column = self._put_bundle(row, column, bundle)
         self._add_run(self._length - column)
 
     def build(self, *, has_shared: bool, has_positions: bool = True) -> Microbatch:
-        """The tensors; `has_shared`: whether prompts may be shared. Where each row holds one sequence, there are
-        neither positions nor spans."""
+        """Build the tensors. `has_shared`: whether prompts may be shared.
+
+        `has_positions`: whether to build positions and spans. Rows with a single sequence need neither.
+        """
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
@@ -180,7 +180,7 @@ class MicrobatchBuilder:
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared if len(bundle.samples) > 1 else 0
-        # The shared prompt lies in the row once; each branch continues its positions, not the row's.
+        # The shared prompt is in the row once. Each branch continues the prompt's positions, not the row's.
         trunk = self._add_run(shared)
         self._put(row, column, bundle.samples[0], 0, shared, copies=len(bundle.samples))
         trunk_end = column = column + shared
@@ -189,7 +189,7 @@ class MicrobatchBuilder:
             self._add_run(end - shared, parent=trunk if shared else None)
             self._put(row, column, sample, shared, end, copies=1)
             sources = sample.trained - 1 + column - shared
-            # The first token of a branch is predicted by the last one of the prompt, which other branches may follow.
+            # The last prompt token predicts the first token of each branch, wherever the branch is in the row.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
@@ -197,17 +197,17 @@ class MicrobatchBuilder:
         return column
 
     def _put(self, row: int, column: int, sample: Sample, start: int, end: int, *, copies: int) -> None:
-        """Put the sample's tokens from `start` to `end`."""
+        """Write the sample's tokens from `start` to `end` into the row at `column`."""
         span = slice(column, column + end - start)
         self._token_ids[row, span] = sample.token_ids[start:end]
         self._position_ids[row, span] = np.arange(start, end)
         if images := sample.images:
             if self._axes is None:
-                # Without an image a token has the same position along all axes, also in the rows so far.
+                # Tokens outside images have the same position along all axes. This also covers earlier rows.
                 self._axes = np.repeat(self._position_ids[None], 3, axis=0)
             self._axes[:, row, span] = images.positions[:, start:end]
             self._is_image[row, span] = images.is_image[start:end]
-            # The prompt's, and so in the first part of it, or in each of those that share nothing.
+            # Images belong to the prompt, so they are in the part that starts at 0.
             if start == 0 and end > start:
                 self._images += [
                     (grid, images.patches(name)) for name, grid in zip(images.ids, images.grids, strict=True)
@@ -217,14 +217,14 @@ class MicrobatchBuilder:
         self._copies[row, span] = copies
         if sample.experts is not None:
             if self._experts is None:
-                # Padding needs experts, too: any that differ.
+                # Padding needs experts, too. Any distinct ones will do.
                 _, num_routers, top_k = sample.experts.shape
                 shape = (*self._token_ids.shape, num_routers, top_k)
                 self._experts = np.broadcast_to(np.arange(top_k, dtype=sample.experts.dtype), shape).copy()
             self._experts[row, span] = sample.experts[start:end]
 
     def _add_run(self, length: int, *, parent: int | None = None) -> int:
-        """Add a run of tokens to the spans, unless it is empty; returns its index."""
+        """Add a run of tokens to the spans unless it is empty. Returns its index."""
         index = len(self._lengths)
         if length:
             self._lengths.append(length)
@@ -234,39 +234,38 @@ class MicrobatchBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arrangement of sequences in a microbatch, the densest first.
+    """Arrangement of sequences in a microbatch. Kinds, densest first:
 
-    `shared_rows`: rows of about the longest sequence, each prompt once; for attention that obeys a mask, or spans.
-    `one_row`: rows of whole sequences, without a mask; for attention that restarts where positions do.
-    `one_per_row`: a padded row for each sequence, neither mask nor positions; for most causal models.
-    `one_at_a_time`: a microbatch for each sequence; for models that depend on the longest one of a microbatch.
+    `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
+    `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
+    `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
+    `one_at_a_time`: one microbatch per sequence. Fits models that depend on the longest sequence of a microbatch.
     """
 
     kind: LayoutKind
-    """One of those above."""
     microbatch_tokens: int
-    """Largest number of input tokens of a forward pass, padding included."""
+    """Most input tokens in a forward pass, padding included."""
     row_tokens: int = 64
-    """Rows of several sequences are filled up to this or the longest one; a mask costs its square."""
+    """Rows of several sequences are filled up to this or to the longest sequence. A mask costs its square."""
     num_slices: int = 1
-    """Ranks that share each row: its length is a multiple of it."""
+    """Number of ranks that share each row. Row lengths are multiples of it."""
 
 
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
-    """This rank's share of an optimizer update.
+    """Build this rank's microbatches of an optimizer update.
 
-    All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
-    operations run in every one. Samples without a trained token are left out. `rank` and `num_ranks` count ranks with
-    samples of their own: those that share rows pass the same.
+    All ranks must pass the same samples. Each gets the same number of microbatches (some may be empty), because every
+    microbatch runs collectives. Samples without a trained token are left out. Ranks that share rows pass the same
+    `rank`; `num_ranks` counts each such set once.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    # No second sequence fits into a row, or a microbatch, of one token.
+    # With a limit of one token, no second sequence fits into a row or microbatch.
     row_tokens = 1 if layout.kind in _SINGLE else row_tokens
     microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
-    # Every rank packs every rank's share, to know how many microbatches the others have.
+    # Every rank packs all shares, to know how many microbatches the other ranks have.
     packed = [
         pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)
@@ -290,7 +289,7 @@ def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
 
 
 def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
-    """The same with an image that no token sees, in a column of its own: all ranks compute the visual encoder."""
+    """Append a column with an image that no token sees, so that every rank runs the visual encoder."""
     num_rows, length = microbatch.token_ids.shape
     positions = microbatch.position_ids
     positions = torch.arange(length).expand(num_rows, -1) if positions is None else positions
@@ -311,7 +310,7 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
 
 
 def _empty_microbatch(layout: Layout) -> Microbatch:
-    """As few tokens to read as there can be, none to predict: what ranks compute while others have more to do."""
+    """Fewest possible input tokens and none to predict, for ranks with fewer microbatches than others."""
     none = torch.zeros(0, dtype=torch.int64)
     token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
     return Microbatch(

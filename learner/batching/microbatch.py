@@ -1,4 +1,4 @@
-"""Microbatch: samples, the tensors and spans of one forward pass that they become, and forward passes over a step."""
+"""Microbatch: samples, the tensors and spans of one forward pass, and forward passes over a whole step."""
 
 import dataclasses
 from collections import OrderedDict
@@ -22,43 +22,43 @@ from slipstream.runtime.images import Grid, VisionModel, image_id
 
 @dataclass(frozen=True, slots=True)
 class SampleImages:
-    """The images of a sample's prompt, and the positions that its tokens have beside them."""
+    """Images in a sample's prompt, and the token positions that result from them."""
 
     ids: list[str]
     """Names of the images, in the order of their tokens."""
     grids: list[Grid]
     merge_size: int
-    """Patches along each side of a token's square."""
+    """Patches per side of the square that one token represents."""
     is_image: np.ndarray
-    """bool[T]: tokens that stand for images; the model may write the same ones, which do not."""
+    """bool[T]: tokens that represent images. Excludes the same token ids written by the model."""
     positions: np.ndarray
     """int64[3, T], see `VisionModel.positions`."""
     patches: Callable[[str], np.ndarray]
-    """Name of an image -> its patches, float32[P, D]; made where a microbatch needs them."""
+    """Image name -> its patches, float32[P, D]. Computed when a microbatch needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence, and its tokens that are trained on.
+    """One sequence and its trained tokens.
 
     Example: Sample(token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11], trained=[6, 7, 8, 9, 10, 11], first_index=48,
         group_id="17", temperature=1.0)
     """
 
     token_ids: np.ndarray
-    """int[T], the prompt's tokens, then the response's."""
+    """int[T], prompt, then response."""
     trained: np.ndarray
-    """int64[W], rising indices of the tokens that are trained on; never 0, which nothing predicts. May be empty."""
+    """int64[W], ascending indices of the trained tokens. Never 0, which nothing predicts. May be empty."""
     first_index: int
-    """Index of the first of them in the columns of `Tokens`; the others follow it."""
+    """Index of the first trained token in the columns of `Tokens`. The others follow consecutively."""
     group_id: str
-    """Samples of one group may begin with the same prompt, which is then computed once."""
+    """Samples of one group may share a prompt, which is then computed once."""
     temperature: float = 1.0
-    """Divisor of the logits; above 0."""
+    """Divisor of the logits, > 0."""
     images: SampleImages | None = None
-    """Images of its prompt; None: it has none."""
+    """Images in the prompt, if any."""
     experts: np.ndarray | None = None
-    """uint8 or int16[T, M, K], the experts of each token in each of M routers; None = the routers' own choice."""
+    """uint8 or int16[T, M, K], experts of each token in each of M routers. None lets the routers choose."""
 
     @property
     def indices(self) -> np.ndarray:
@@ -67,27 +67,27 @@ class Sample:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that must be read to predict the last trained one, which itself need not be read."""
+        """Input tokens needed to predict the last trained token, which is not itself an input."""
         return int(self.trained[-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of tokens that fill the flattened rows; a token sees its run up to itself, and the whole parent of its run.
+    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to its whole parent run.
 
     Example, a prompt of 4 tokens with responses of 2 and 3: Spans(lengths=[4, 2, 3], parents=[0, 0, 0])
     """
 
     lengths: list[int]
-    """Tokens of each run; padding at the end of a row is a run of its own."""
+    """Tokens of each run. Padding at the end of a row is a separate run."""
     parents: list[int]
-    """Index of the run, in the same row, that each one continues; its own: none."""
+    """Index of the run, in the same row, that each run continues. A run without a parent has its own index."""
     has_shared: bool = True
-    """Whether a run may continue another: positions that restart do not say so, a mask does."""
+    """Whether runs may have parents. Only a mask can express that; restarting positions cannot."""
 
     @cached_property
     def num_keys(self) -> list[int]:
-        """Number of tokens that the last token of each run sees."""
+        """Number of tokens that the last token of each run attends to."""
         return [
             length + (self.lengths[parent] if parent != index else 0)
             for index, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True))
@@ -95,7 +95,7 @@ class Spans:
 
     @cached_property
     def key_index(self) -> Tensor | None:
-        """int64[K]: what each run sees, in the order of the runs, along the flattened rows; None: itself alone."""
+        """int64[K]: flattened indices that each run attends to, in run order. None if no run has a parent."""
         if self.num_keys == self.lengths:
             return None
         ends = np.cumsum(self.lengths)
@@ -104,7 +104,7 @@ class Spans:
         return torch.from_numpy(np.concatenate([part for parts in seen for part in parts]))
 
     def widened(self, length: int) -> "Spans":
-        """The same with one more token at the end of each row of `length` tokens, which no other sees."""
+        """Append to each row of `length` tokens one token that no other attends to."""
         wide, filled, rows = Spans([], [], self.has_shared), 0, 0
         for run, parent in zip(self.lengths, self.parents, strict=True):
             wide.lengths.append(run)
@@ -117,7 +117,7 @@ class Spans:
         return wide
 
     def mask(self, shape: torch.Size, device: torch.device) -> Bool[Tensor, "R 1 L L"]:
-        """Tokens (last axis) that each token sees, for rows of `shape`."""
+        """Tokens (last axis) that each token attends to, for rows of `shape`."""
         lengths = torch.tensor(self.lengths, device=device)
         runs, parents = (
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
@@ -129,21 +129,21 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens that have a loss.
+    """One forward pass: R rows of L tokens, each with one or more sequences, and the N tokens that have a loss.
 
-    A row holds branches (responses) and the prompts they continue: a prompt that several responses share is there once,
-    `spans` let each response see it and not its siblings, and positions count along prompt and response.
+    A row holds prompts and their responses. A prompt shared by several responses appears once. `spans` let each
+    response attend to the prompt but not to its siblings, and positions count along prompt and response.
     """
 
     token_ids: Int[Tensor, "R L"]
-    """Input tokens; 0 in the padding at the end of a row."""
+    """Input tokens, padded with 0 at the end of each row."""
     position_ids: Int[Tensor, "... R L"] | None
-    """Position within the own sequence; None: that in the row, which holds one sequence. With images also those along
-    time, height and width: [4, R, L]."""
+    """Position within the sequence. None if each row holds one sequence. With images also positions along time, height,
+    and width: [4, R, L]."""
     spans: Spans | None
-    """Tokens that each token sees; None: those before it in its row."""
+    """Runs that determine which tokens each token attends to. None: all earlier tokens in its row."""
     sources: Int[Tensor, "N"]
-    """Index, into the flattened rows, of the token that predicts each trained token."""
+    """Index, in the flattened rows, of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
     """Ids of the trained tokens."""
     temperatures: Float[Tensor, "N"]
@@ -151,15 +151,15 @@ class Microbatch:
     indices: Int[Tensor, "N"]
     """Index of each trained token in the columns of `Tokens`."""
     copies: Int[Tensor, "R L"]
-    """Samples that read each input token: 0 in the padding, several in a prompt that they share."""
+    """Number of samples that use each input token: 0 for padding, more than 1 in a shared prompt."""
     pixel_values: Float[Tensor, "P D"] | None = None
-    """Patches of all images, in the order of their tokens in the rows; None: there are none."""
+    """Patches of all images, in the order of their tokens. None without images."""
     image_grids: Int[Tensor, "K 3"] | None = None
-    """Patches of each image along time, height and width."""
+    """Patches of each image along time, height, and width."""
     is_image: Bool[Tensor, "R L"] | None = None
-    """Tokens that stand for images."""
+    """Tokens that represent images."""
     experts: Int[Tensor, "R L M K"] | None = None
-    """Experts of each input token in each router; None = the routers' own choice."""
+    """Experts of each input token in each router. None lets the routers choose."""
 
     @property
     def num_tokens(self) -> int:
@@ -182,10 +182,10 @@ def recompute(
     names: Sequence[str],
     ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """Forward passes over a whole step: `names` of their outputs -> columns of the batch, float32[N]. Collective.
+    """Run forward passes over a whole step and return the outputs `names` as columns, float32[N]. Collective.
 
-    All ranks must hold equally many microbatches. Together they hold each token at most once: the sum over ranks puts
-    the columns together, and a token that no rank holds is 0.
+    All ranks must hold the same number of microbatches and together each token at most once. The sum over ranks
+    assembles the columns; tokens that no rank holds are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -196,11 +196,11 @@ def recompute(
 
 
 _KEPT_BYTES = 2**30
-"""Encoded images beyond this leave, those first that were needed longest ago."""
+"""Limit on encoded images. The least recently used are evicted first."""
 
 
 class PromptImages:
-    """One per rank, with the same images on each. Life: (missing -> keep -> of*)*, once for each step."""
+    """Cache of prompt images, identical on every rank. Life: (missing -> keep -> of*)*, once per step."""
 
     def __init__(self, model_path: str, *, kept_bytes: int = _KEPT_BYTES) -> None:
         self._vision = VisionModel(model_path)
@@ -208,14 +208,14 @@ class PromptImages:
         self._images: OrderedDict[str, bytes] = OrderedDict()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Those of these images that must be fetched."""
+        """Images among `names` that must be fetched."""
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:
-        """Take in what was fetched for a step that needs `names`. Raises BatchError for one that is not there."""
+        """Add images fetched for a step that needs `names`. Raises BatchError if one is missing or altered."""
         for name, data in fetched.items():
             if image_id(data) != name:
-                raise BatchError(f"an image must have the content that it is named after, got other bytes for {name}.")
+                raise BatchError(f"an image must match the hash in its name, got different bytes for {name}.")
             self._images[name] = data
         if lost := self.missing(names):
             raise BatchError(
@@ -227,7 +227,7 @@ class PromptImages:
             self._images.popitem(last=False)
 
     def of(self, trajectory: Trajectory, start: int, end: int) -> SampleImages | None:
-        """Images among the tokens from `start` to `end`; None without any. Raises BatchError."""
+        """Images among the tokens from `start` to `end`, or None. Raises BatchError."""
         media = [each for each in trajectory.media if start <= each.first_token < end]
         if not media:
             return None

@@ -1,15 +1,16 @@
-"""FetchTracker: versions that generators fetch by themselves, and the server they fetch from.
+"""FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
-A joiner fetches its first version and takes part in broadcasts only then; a generator behind a slow link always
-fetches, from the learner or from a generator that has the version (learner/publishing/fetches.py). The publisher waits
-for neither: a request stands until its member answers, leaves, or misses its deadline.
+A joiner fetches its first version and joins broadcasts afterward. A generator behind a slow link always fetches, from
+the learner or from another generator. The publisher waits for neither: a request stays open until its member answers,
+leaves, or misses its deadline.
 
-Lenders: plan of who fetches a version from whom, so that the learner sends it to a few generators only.
+Lenders: plans who fetches a version from whom, so the learner sends it to only a few generators.
 
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
-A tree by order of arrival, a new one for every version and for each of its forms, whole and delta. The first generator
-of a machine fetches for the others there. A generator lends only what it verified, and whoever fetches from it has
-another lender and the learner to turn to: the plan need not be right, it only spreads the load.
+
+The tree follows the order of arrival. Each version has two trees, one for full weights and one for deltas. The first
+generator on a machine fetches for the others there. A generator lends only verified weights, and each fetcher can fall
+back to a second lender and then the learner. The plan only spreads load; it does not have to be correct.
 """
 
 import math
@@ -36,45 +37,48 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _REST_S = 60.0
-"""Time for which a lender that failed somebody is not asked again."""
+"""Time for which a lender is not used after it failed a fetch."""
+_CATCH_UP_S = 5.0
+"""Time for which a member that has just fetched waits for the next broadcast instead of fetching again. Without the
+wait, a member could fetch version after version and never catch up with the broadcasts."""
+_RESEND_AFTER_S = 5.0
+"""A request can be lost with a broker. Generators ignore repeats."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass
 class _Node:
-    """A generator that lends a version."""
-
     member: Member
     machine: str
     address: str
     depth: int
-    """Transfers between the learner and it, one after the other."""
+    """Number of transfers from the learner to this generator."""
     num_fetching: int = 0
-    """Generators that fetch from it now."""
+    """Generators that are fetching from this one."""
 
 
 @dataclass
 class _Tree:
     nodes: dict[Member, _Node] = field(default_factory=dict)
     machines: set[str] = field(default_factory=set)
-    """Machines of which a generator fetches, or has fetched, the version."""
+    """Machines where a generator is fetching or has fetched the version."""
     num_members: int = 0
     num_from_learner: int = 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a generator in the tree. Example: Place(("tcp://10.0.0.7:20411",), is_lent=True)"""
+    """A generator's place in the tree. Example: Place(("tcp://10.0.0.7:20411",), is_lent=True)"""
 
     lenders: tuple[str, ...] = ()
-    """Addresses to fetch from, in this order, before the learner."""
+    """Addresses to try, in order, before the learner."""
     is_lent: bool = False
-    """Whether others fetch from it."""
+    """Whether other generators may fetch from this one."""
 
 
 class Lenders:
-    """Trees of one version. Belongs to the publisher's thread."""
+    """The trees of one version. Used by the publisher's thread."""
 
     def __init__(self, members: MemberTable, *, fan_out: int, clock: Clock) -> None:
         self._members = members
@@ -87,7 +91,7 @@ class Lenders:
         self._rests_until: dict[Member, float] = {}
 
     def assign(self, version: int, members: Iterable[Member], *, by_delta: bool) -> dict[Place, list[Member]]:
-        """Give each of the members, which fetch this version now, its place; `by_delta`: they hold an older version."""
+        """Assign a place to each member that is about to fetch. `by_delta`: the members hold an older version."""
         if version != self._version:
             self._version = version
             self._trees.clear()
@@ -97,12 +101,12 @@ class Lenders:
         return places
 
     def record_end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
-        """A member has ended its fetch with these errors of its lenders; `is_lending`: it may serve others further."""
+        """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend from now on."""
         nodes = self._fetches_from.pop(member, [])
         if nodes:
             nodes[0].num_fetching -= 1
         for error in errors:
-            # Only lenders that it was told to ask: a generator may claim anything.
+            # Ignore reports about any other lender: a generator may claim anything.
             for node in (node for node in nodes if node.address == error.address):
                 self._blame(node.member, error, by=member)
         if not is_lending:
@@ -124,20 +128,20 @@ class Lenders:
         seen: Counter[str] = Counter()
         ranks = {}
         for member in members:
-            ranks[member] = seen[machine := self._members.living[member].machine]
+            ranks[member] = seen[machine := self._members.live[member].machine]
             seen[machine] += 1
         return sorted(ranks, key=ranks.__getitem__)
 
     def _place(self, member: Member, tree: _Tree) -> Place:
-        state = self._members.living[member]
+        state = self._members.live[member]
         if is_here(state.machine):
-            return Place()  # it reads the learner's files
-        # Fetching once more, it has lost what it lent.
+            return Place()  # reads the learner's files
+        # A member that fetches again no longer has the version to lend.
         tree.nodes.pop(member, None)
         sources = self._sources(state.machine, tree)
         is_first = state.machine not in tree.machines
         tree.machines.add(state.machine)
-        # As many as the others need, and no more: each keeps a version in memory.
+        # Use only as many lenders as needed, because each keeps a version in memory.
         is_inner = tree.num_members < ceil(self._members.num_elsewhere / self._fan_out)
         has_neighbours = is_first and self._members.num_on[state.machine] > 1
         tree.num_members += 1
@@ -153,7 +157,7 @@ class Lenders:
         return Place(tuple(node.address for node in sources), is_lent)
 
     def _sources(self, machine: str, tree: _Tree) -> list[_Node]:
-        """Return the lender to fetch from and another for its failure; empty: the learner."""
+        """Return the lender to fetch from and a fallback. Empty means the learner."""
         usable = sorted(
             (node for node in tree.nodes.values() if self._may_lend(node.member) and _reaches(machine, node)),
             key=lambda node: (
@@ -170,22 +174,15 @@ class Lenders:
 
     def _may_lend(self, member: Member) -> bool:
         is_rested = self._rests_until.get(member, 0.0) <= self._clock()
-        return is_rested and member not in self._liars and member in self._members.living
+        return is_rested and member not in self._liars and member in self._members.live
 
 
 def _reaches(machine: str, node: _Node) -> bool:
     return node.machine == machine or not is_own_machine(node.address)
 
 
-_CATCH_UP_S = 5.0
-"""Time for which a member that has just fetched waits for the next broadcast: another version may have been made
-meanwhile, and a member told at once to fetch that one as well could lag behind the broadcasts for ever."""
-_RESEND_AFTER_S = 5.0
-"""A request may be lost with a broker; generators ignore a repeated one."""
-
-
 class SnapshotServer:
-    """Serves versions to generators, from the file system and as a stream. Owns the server; blocks on the disk only."""
+    """Serves versions to generators from the file system and as a stream. Owns the server; blocks only on disk I/O."""
 
     def __init__(self, store: SnapshotStore, server: StreamServer) -> None:
         self._store = store
@@ -193,21 +190,20 @@ class SnapshotServer:
 
     @property
     def address(self) -> str:
-        """Endpoint from which versions are fetched."""
         return self._server.address
 
     def add(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> SnapshotSource:
-        """Write a version, unless it is there, and return where to fetch it; `buckets` may then be overwritten.
+        """Write a version if it is missing and return where to fetch it. `buckets` may be overwritten afterward.
 
-        Versions in `pinned` are still being fetched and are kept. Raises WeightTransferError when the disk is full.
+        Keeps the versions in `pinned`, which are still being fetched. Raises WeightTransferError if the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
         return SnapshotSource(self.address, str(self._store.folder.resolve()), has_deltas=with_delta)
 
     def close(self) -> None:
-        """Stop serving and delete all versions: without a learner they are of no use. Idempotent."""
+        """Stop serving and delete all versions. Idempotent."""
         self._server.close()
         shutil.rmtree(self._store.folder, ignore_errors=True)
 
@@ -220,7 +216,7 @@ class _Request:
 
 
 class FetchTracker:
-    """Holds at most one request per member. Owns the server; belongs to the publisher's thread."""
+    """Holds at most one request per member. Owns the server. Used by the publisher's thread."""
 
     def __init__(
         self,
@@ -243,11 +239,10 @@ class FetchTracker:
         self._digests: tuple[int, list[bytes]] = (-1, [])
 
     def is_fetching(self, version: int) -> bool:
-        """Whether any member fetches this version."""
         return any(request.update.version == version for request in self._requests.values())
 
     def broadcast_members(self) -> list[Member]:
-        """Members that take part in broadcasts: they chose to, hold a version, and fetch nothing now."""
+        """Members that join broadcasts: they use the collective transport, hold a version, and are not fetching."""
         return [
             member
             for member in self._members.eligible()
@@ -255,7 +250,7 @@ class FetchTracker:
         ]
 
     def due(self, version: int) -> list[Member]:
-        """Members that should fetch this version, once it was broadcast to the others."""
+        """Members that should fetch this version after it was broadcast to the others."""
         now = self._clock()
         return [
             member
@@ -266,24 +261,21 @@ class FetchTracker:
         ]
 
     def request(self, staged: Staged) -> None:
-        """Ask all members that are due to fetch this version; blocks while it is written.
-
-        Evicts them when the disk is full.
-        """
+        """Ask all due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
         due = self.due(staged.version)
-        has_deltas = any(state.transport == "delta" for state in self._members.living.values())
+        has_deltas = any(state.transport == "delta" for state in self._members.live.values())
         try:
-            # The delta is written with the version if any member uses deltas; only members that do are told of it.
+            # Write the delta if any member uses deltas, but announce it only to those members.
             for with_deltas in (False, True):
-                members = [m for m in due if (self._members.living[m].transport == "delta") is with_deltas]
+                members = [m for m in due if (self._members.live[m].transport == "delta") is with_deltas]
                 if members:
                     self._send(staged, members, put_delta=has_deltas, with_deltas=with_deltas)
         except WeightTransferError as error:
             self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Drop the requests of members that left, resend the others, evict members past their deadline."""
-        now, alive = self._clock(), self._members.living.keys()
+        """Drop requests of members that left, evict members past their deadline, and resend the other requests."""
+        now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
             self._end(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
@@ -294,11 +286,11 @@ class FetchTracker:
                 self._members.evict([member], f"version {version} was not fetched within {self._timeout_s:g} s")
             elif now >= request.resend_at:
                 request.resend_at = now + _RESEND_AFTER_S
-                # To it alone: the others of the message may have moved on since.
+                # Only to this member: the other recipients may have finished.
                 self._client.send(msgspec.structs.replace(request.update, members=[member]))
 
     def record_answer(self, answer: UpdateApplied) -> bool:
-        """Take a member's answer; returns whether the member now holds the version it was asked to fetch."""
+        """Process a member's answer. Returns whether the member now holds the requested version."""
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
@@ -319,7 +311,7 @@ class FetchTracker:
         self._lenders.record_end(member, is_lending=is_lending, errors=errors)
 
     def _joins_broadcasts(self, member: Member) -> bool:
-        return self._members.living[member].transport == "collective" and self._members.holds_any(member)
+        return self._members.live[member].transport == "collective" and self._members.holds_any(member)
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}
@@ -345,7 +337,7 @@ class FetchTracker:
                     self._requests[member] = _Request(update, now + self._timeout_s, now + _RESEND_AFTER_S)
 
     def _digests_of(self, staged: Staged) -> list[bytes]:
-        """Digests of the buckets, computed for the first member of a version that fetches from another."""
+        """Digests of the buckets, computed once per version and only if a member fetches from another member."""
         if self._digests[0] != staged.version:
             self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
         return self._digests[1]

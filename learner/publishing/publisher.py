@@ -1,19 +1,19 @@
-"""Publisher: brings a policy version into every living generator and verifies that it arrived.
+"""Publisher: delivers a policy version to every live generator and verifies it.
 
-Consumes: a staged version, reports of members, EpochOpened and UpdateApplied.
-Produces: OpenEpoch, Update, the broadcast itself; a snapshot for members that fetch.
-Waits for: every answer of a member of the epoch, each phase at most its configured time; for a member that fetches only
-when no other member holds the version.
+Consumes: a staged version, member reports, EpochOpened, UpdateApplied.
+Produces: OpenEpoch, Update, the broadcast, and a snapshot for members that fetch.
+Waits for: an answer from every member of the epoch, each phase up to its configured limit. Waits for fetching members
+only if no other member holds the version.
 Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
-within bounds; a member that failed is out of the epoch and is tried again after its backoff.
+within bounds. A member that fails leaves the epoch and is retried after its backoff.
 
-BackgroundPublisher: publishes versions while the learner trains on.
+BackgroundPublisher: publishes versions while training continues.
 
 Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
-Waits for: nothing within `publish`: a version that still waits to be sent is replaced by the next one.
-Invariant: one version is in flight and at most one waits, in two sets of buckets; the publisher belongs to the thread
-that synchronises.
+Waits for: nothing in `publish`; a newer version replaces one that is still queued.
+Invariant: one version is in flight and at most one is queued, in two sets of buckets. Only the synchronizing thread
+uses the publisher.
 """
 
 import time
@@ -36,7 +36,7 @@ from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.background_save import run_beside
+from slipstream.learner.background_save import run_in_thread
 from slipstream.learner.publishing.fetches import FetchTracker, SnapshotServer
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
@@ -45,9 +45,9 @@ from slipstream.runtime.trace import PUBLISH, Trace
 
 _MAX_ATTEMPTS = 3
 _JOIN_TIMEOUT_S = 20.0
-"""Longest building of a process group: living members of one epoch meet within a second or two, also over a tunnel."""
+"""Time limit for building a process group. Live members meet within one or two seconds, even over a tunnel."""
 _AFTER_ERROR_S = 2.0
-"""Longest wait for answers after a transfer failed: they tell the sound members from the others."""
+"""Time to wait for answers after a failed transfer. The answers identify the healthy members."""
 _MIN_TRANSFER_S = 2.0
 _TRANSFER_TIMEOUT_FACTOR = 5.0
 _TRANSFERS_KEPT = 16
@@ -58,23 +58,23 @@ log = structlog.get_logger(__name__)
 
 
 class Published(Record):
-    """Result of a synchronisation. Example: Published(version=12, num_members=2, seconds=0.08, probe_diff_max=4e-7)."""
+    """Result of a synchronization. Example: Published(version=12, num_members=2, seconds=0.08, probe_diff_max=4e-7)."""
 
     version: int
     num_members: int
-    """Generators that hold the version now."""
+    """Live generators that hold the version."""
     seconds: float
-    """Duration of the synchronisation, from the announcement to the last answer."""
+    """Duration from the announcement to the last answer."""
     probe_diff_mean: float = 0.0
     """Largest mean difference of canary log-probabilities over members, nats."""
     probe_diff_max: float = 0.0
     """Largest single difference over members, nats."""
     pause_s: float = 0.0
-    """Longest pause of a member's generation, seconds."""
+    """Longest time that a member paused generation, seconds."""
 
 
 class Publisher:
-    """Belongs to one thread of the learner's rank 0. Life: (set_version -> synchronize)* -> close."""
+    """Used by one thread of rank 0. Life: (set_version -> synchronize)* -> close."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_serial`: the sender never blocks (serial run), so no thread has to watch it.
+        """`is_serial`: the sender never blocks (serial run) and needs no watching thread.
 
-        `snapshots` serves joiners and members with another transport; without it all members take part in broadcasts.
-        `on_evict` and `trusts_network`: as for MemberTable.
+        `snapshots` serves joiners and members with other transports. Without it, all members join broadcasts. For
+        `on_evict` and `trusts_network` see MemberTable.
         """
         self._client = client
         self._inbox = inbox
@@ -115,28 +115,26 @@ class Publisher:
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
     def set_version(self, staged: Staged) -> Staged | None:
-        """Make this the version that `synchronize` publishes; returns the one before, whose buckets are free."""
+        """Set the version that `synchronize` publishes. Returns the previous one, so its buckets can be reused."""
         before, self._staged = self._staged, staged
         return before
 
     @property
     def version(self) -> int:
-        """Version that `synchronize` publishes; -1 before the first."""
+        """Version that `synchronize` publishes; -1 before the first `set_version`."""
         return self._staged.version if self._staged else -1
 
     @property
     def num_alive(self) -> int:
-        """Living generators, as last reported by the broker."""
-        return len(self._members.living)
+        return len(self._members.live)
 
     @property
     def num_holding(self) -> int:
-        """Living generators that hold the version."""
         return self._members.num_holding(self.version)
 
     @property
     def is_due(self) -> bool:
-        """Whether a living generator lacks the version and is out of its backoff."""
+        """Whether a live generator lacks the version and is eligible for retry."""
         self.poll(timeout_s=0)
         if self._staged is None:
             return False
@@ -145,10 +143,10 @@ class Publisher:
         return any(not self._members.holds(member, self.version) for member in self._broadcast_members())
 
     def synchronize(self) -> Published:
-        """Bring the version into every living generator; members that fail are evicted."""
+        """Deliver the version to every live generator. Evicts members that fail."""
         started_at = self._clock()
         self._applied, self._fetched = {}, {}
-        # Each attempt evicts the members that failed, so the next one runs with the others.
+        # Each attempt evicts the members that failed, so the next attempt runs without them.
         for _ in range(_MAX_ATTEMPTS):
             self.poll(timeout_s=0)
             members = self._broadcast_members()
@@ -157,7 +155,7 @@ class Publisher:
                 break
         if self._fetches:
             self._fetches.request(self._require_staged())
-            # A version that no member holds must not be committed while one is about to hold it.
+            # Don't commit a version that no member holds while a fetch of it is in flight.
             deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
             while not self.num_holding and self._fetches.is_fetching(self.version) and not deadline.is_over:
                 self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
@@ -179,7 +177,7 @@ class Publisher:
     def _broadcast_members(self) -> list[Member]:
         if self._fetches is None:
             return self._members.eligible()
-        # A second broadcast of a version would pause all its holders for the sake of one latecomer, which fetches.
+        # Rebroadcasting would pause every holder for one latecomer. Latecomers fetch instead.
         return self._fetches.broadcast_members() if self.num_holding == 0 else []
 
     def _require_staged(self) -> Staged:
@@ -188,15 +186,15 @@ class Publisher:
 
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
-        # A process group cannot lose or gain a rank, and its members may disagree about a broadcast that failed. So
-        # every change of members gets a group and a number of its own; answers of older epochs are ignored.
+        # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
+        # members opens a new group with a new epoch number, and answers from older epochs are ignored.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
         timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
         host, port = self._sender.address
         try:
-            # Each epoch by the devices of its members: a joined CPU, or a GPU that is shared, leaves only host memory.
+            # Depends on the members' devices: a CPU member or a shared GPU rules out NCCL.
             backend = choose_backend(
                 self._config.backend, self._sender.device, [self._members.device(member) for member in members]
             )
@@ -223,7 +221,7 @@ class Publisher:
         return True
 
     def _broadcast(self, members: list[Member]) -> bool:
-        """Return whether all of `members` hold the version now."""
+        """Return whether all `members` now hold the version."""
         staged = self._require_staged()
         started_at, timeout_s = self._clock(), self._transfer_timeout_s
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
@@ -235,7 +233,7 @@ class Publisher:
             self._transfers_s.append(self._clock() - started_at)
         except WeightTransferError as raised:
             error = str(raised)
-            # A group in which a broadcast failed may hold data of it: the next attempt builds another.
+            # The group may still hold data of the failed broadcast. The next attempt builds a new group.
             self._epoch_members = []
         missing = self._collect(
             self._applied, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
@@ -249,37 +247,37 @@ class Publisher:
 
     @property
     def _transfer_timeout_s(self) -> float:
-        # A member that hangs, or died unseen by its neighbours, delays all others by the whole timeout. Recent
-        # broadcasts show how long a sound one takes, so the configured limit is needed only before the first.
+        # A hung member delays all others by the full timeout. After the first broadcast, derive a tighter limit from
+        # recent transfer times.
         if not self._transfers_s:
             return self._config.transfer_timeout_s
         expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
         return min(self._config.transfer_timeout_s, expected_s)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run an action that blocks until all members take part; abort it when one of them dies meanwhile."""
+        """Run an action that blocks until all members take part. Abort it if a member dies."""
         if self._is_serial:
             action()
             return
-        in_flight = run_beside(action, name="send-weights")
+        in_flight = run_in_thread(action, name="send-weights")
         while not wait([in_flight], timeout=_POLL_EVERY_S).done:
             self.poll(timeout_s=0)
-            if not set(members) <= self._members.living.keys():
+            if not set(members) <= self._members.live.keys():
                 self._sender.abort()
         in_flight.result()
 
     def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
-        """Wait until every living member has answered; return the members that did not."""
+        """Wait until every live member has answered. Returns the members without an answer."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
-            if not missing or deadline.is_over or not self._members.living.keys() & missing:
+            if not missing or deadline.is_over or not self._members.live.keys() & missing:
                 return missing
             self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
     # --- messages ------------------------------------------------------------------------------------------------
     def poll(self, *, timeout_s: float) -> None:
-        """Handle the messages that have arrived; blocks at most `timeout_s` for the first."""
+        """Handle all received messages. Blocks at most `timeout_s` for the first."""
         message = self._inbox.get(timeout_s=timeout_s)
         while message is not None:
             self._handle(message)
@@ -300,14 +298,14 @@ class Publisher:
                 if (epoch, version) == (self._epoch, self.version):
                     self._applied[member] = message
                     if not message.error:
-                        # Valid even after an eviction: a restarted broker does not know its members for a moment.
+                        # Valid even after an eviction: a restarted broker briefly knows no members.
                         self._members.record_applied(member, version, device=message.device)
 
 
 class BackgroundPublisher:
-    """Life: (publish -> take_published)* -> close. In a serial run everything happens within `publish`.
+    """Life: (publish -> take_published)* -> close. In a serial run, everything happens inside `publish`.
 
-    Every method raises what the thread in the background raised.
+    Every method raises the background thread's error.
     """
 
     def __init__(
@@ -326,13 +324,13 @@ class BackgroundPublisher:
         self._published: Published | None = None
 
     def publish(self, *, version: int, step: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
-        """Copy the weights after `step` and start sending them."""
+        """Copy the weights of `step` and start sending them."""
         self._raise_error()
         with self._lock:
             replaced, self._waiting = self._waiting, None
             reuse, self._spare = replaced or self._spare, None
         staged = self._stager.stage(version=version, weights=weights, canary=canary, reuse=reuse)
-        # Before it is sent: the broker refuses trajectories of a version that was not announced.
+        # Announce before sending: the broker rejects trajectories from unannounced versions.
         self._store.announce_version(version)
         with self._lock:
             self._waiting, self._step = staged, step
@@ -341,9 +339,8 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded by the deadlines of publishing: a version has a few attempts, each phase of an attempt (group, buckets,
-        answers) has its limit in `weights`, and a call of the store `buffer.retry_timeout_s`. At most one more version
-        waits behind it.
+        Bounded: at most two versions are outstanding, a version has a few attempts, each phase of an attempt (group,
+        buckets, answers) has a limit in `weights`, and store calls are limited by `buffer.retry_timeout_s`.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -351,18 +348,18 @@ class BackgroundPublisher:
 
     @property
     def probe_limit(self) -> float:
-        """Largest mean difference that a probe may show, nats."""
+        """Largest mean difference allowed in a probe, nats."""
         return self._stager.probe_limit.nats
 
     def take_published(self) -> Published | None:
-        """Result of the newest publish that ended since the last call; None if none did."""
+        """Result of the newest publish that ended since the last call, or None."""
         self._raise_error()
         with self._lock:
             published, self._published = self._published, None
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members that joined or failed since; waits at most `timeout_s` for news."""
+        """Publish the current version to members that lack it. Waits at most `timeout_s` for member reports."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()
@@ -371,20 +368,19 @@ class BackgroundPublisher:
             self._start()
 
     def describe_members(self) -> str:
-        """A phrase about the generators, for the log of a long wait."""
         alive, holding = self._publisher.num_alive, self._publisher.num_holding
         if alive == 0:
             return "no generator is alive (start one with `python -m generators`)"
         return f"{alive} generators alive, {holding} of them hold version {self._publisher.version}"
 
     def close(self) -> None:
-        """Wait for the publish in flight, then tear the weight group down."""
+        """Wait for the publish in flight, then tear down the weight group."""
         try:
             self.flush()
         finally:
             self._publisher.close()
 
-    # --- synchronising -------------------------------------------------------------------------------------------
+    # --- synchronizing -------------------------------------------------------------------------------------------
     def _start(self) -> None:
         if self._in_flight and not self._in_flight.done():
             return
@@ -392,7 +388,7 @@ class BackgroundPublisher:
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
         if self._in_background:
-            # A daemon thread: a learner that is told to stop does not wait for generators.
+            # A daemon thread, so a stopping learner does not wait for generators.
             Thread(target=self._run, args=(in_flight,), name="publish", daemon=True).start()
         else:
             self._run(in_flight)
@@ -406,18 +402,18 @@ class BackgroundPublisher:
             in_flight.set_exception(error)
 
     def _ends(self, in_flight: "Future[None]") -> bool:
-        # Under one lock with the check: a version put down right after it must find no thread and start one.
+        # Check and resolve under one lock, so a version queued right afterward starts a new thread.
         with self._lock:
             if self._waiting is None:
                 in_flight.set_result(None)
             return self._waiting is None
 
     def _synchronize(self) -> None:
-        """Bring the waiting version, or the current one again, into every living generator."""
+        """Deliver the queued version, or else the current one again, to every live generator."""
         with self._lock:
             newest, self._waiting, step = self._waiting, None, self._step
         if newest:
-            # Here, where the learner does not wait for the copy to the host and the checksums.
+            # Done in this thread, because the checksum waits for the copy to the host.
             self._store.record_version(VersionEntry(newest.version, step, newest.checksum))
             with self._lock:
                 self._spare = self._publisher.set_version(newest)

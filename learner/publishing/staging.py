@@ -1,4 +1,4 @@
-"""Staging: copies a version's weights into flat buckets, so that the learner trains on while they are sent."""
+"""Staging: copies a version's weights into flat buckets, so training continues while they are sent."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,9 +31,9 @@ SEQUENCE_TOKENS = 16
 """Length of a canary sequence, tokens."""
 
 Canary = tuple[list[list[int]], list[list[float]]]
-"""Canary sequences, and the learner's log-probability of each token but the first at the version being published.
+"""Canary sequences and the learner's log-probability of every token after the first, at the published version.
 
-An engine whose log-probabilities differ does not hold the learner's weights.
+If an engine's log-probabilities differ, it does not hold the learner's weights.
 """
 
 log = structlog.get_logger(__name__)
@@ -45,8 +45,10 @@ log = structlog.get_logger(__name__)
 def canary_token_ids(
     *, seed: int, vocab_size: int, num_sequences: int, max_length: int, text: Sequence[int] = ()
 ) -> np.ndarray:
-    """Sequences of `text`, or random ones if it is too short: int64[num_sequences, min(16, max_length)], the same for
-    the whole run."""
+    """Cut canary sequences from `text`, or draw random ones if it is too short.
+
+    int64[num_sequences, min(16, max_length)], the same for the whole run.
+    """
     length = min(SEQUENCE_TOKENS, max_length)
     if len(text) >= num_sequences * length:
         return np.array(text[: num_sequences * length], dtype=np.int64).reshape(num_sequences, length)
@@ -55,9 +57,9 @@ def canary_token_ids(
 
 
 def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
-    """First tokens of the prompts that the run trains on; none where this machine has no such file.
+    """First tokens of the training prompts. Empty if this machine cannot read the prompt file.
 
-    On text the two sides of a model in bfloat16 differ less than on random tokens, which are no language.
+    In bfloat16, engine and learner agree more closely on text than on random tokens.
     """
     tokens: list[int] = []
     try:
@@ -77,46 +79,46 @@ def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
 
 
 class ProbeLimit:
-    """Largest mean difference that a probe may show, nats: `max_probe_diff`, or three times that of the first version.
+    """Largest mean difference allowed in a probe, nats: at least `max_probe_diff`, or 3x that of the first version.
 
-    Calibrated only for engines that compute in less than float32, whose kernels round differently from the learner's.
-    Until then their limit is one that no tensor in a wrong place keeps.
+    Calibration applies only to engines below float32, because their kernels round differently from the learner's.
+    Before calibration the limit is 0.3 nats, which still catches any misplaced tensor.
     """
 
     def __init__(self, max_probe_diff: float, *, is_calibrated: bool) -> None:
-        """`is_calibrated`: for float32, where the setting alone counts."""
+        """`is_calibrated`: true for float32, which uses the setting as is."""
         self._is_calibrated = is_calibrated
         self._floor = max_probe_diff
         self.nats = max_probe_diff if is_calibrated else max(max_probe_diff, _UNCALIBRATED_NATS)
 
     def calibrate(self, diff: float) -> None:
-        """Take the difference of the first version that an engine held; later calls change nothing."""
+        """Set the limit from the probe difference of the first version. Later calls are no-ops."""
         if not self._is_calibrated:
             self._is_calibrated, self.nats = True, max(self._floor, _CALIBRATION_FACTOR * diff)
             log.info("probe_calibrated", diff=diff, limit=self.nats)
 
 
 def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) -> None:
-    """Raise SampledLogprobsError unless the learner confirms the log-probabilities of the tokens sampled for step 1.
+    """Raise SampledLogprobsError unless the learner reproduces the generators' log-probabilities for step 1.
 
-    No update lies between sampling and scoring, so only rounding may differ. With r = p_learner / p_generator:
+    Step 1 is sampled and scored with the same weights, so only rounding may differ. With r = p_learner / p_generator:
 
     mean |log r| <= limit        |mean r - 1| <= max_probe_diff + 6 standard errors
 
-    Tokens that are sampled with the reported probabilities have E r = 1 however the two sides round. So the second rule
-    finds a constant error that the first one has to allow in bfloat16.
+    If tokens are sampled with the reported probabilities, E r = 1 regardless of rounding. The second rule therefore
+    finds a constant bias that is within the first rule's bfloat16 tolerance.
 
-    `row`: metrics of the step. `limit`: that of the probe, which version 0 has calibrated.
+    `row`: metrics of the step. `limit`: the probe limit calibrated on version 0.
     """
     sampling, algorithm, prefix = run.generators.sampling, run.algorithm, "learner/by_lag/0/"
     is_comparable = (
         run.mode != "replay"
         and not isinstance(run.generators.engine, ScriptedEngineConfig)
-        # The engine's values are of the truncated distribution, the learner's of the whole one.
+        # Otherwise the engine reports the truncated distribution and the learner the full one.
         and (sampling.top_p, max(sampling.top_k, 0)) == (1, 0)
-        # Otherwise metrics hold values after the first of several updates.
+        # Otherwise some metrics are measured after the first of several updates.
         and (algorithm.updates_per_step == 1 or algorithm.needs_start_logprobs)
-        # A guest must not be able to stop the run; its answers are audited.
+        # A guest must not be able to stop the run. Its answers are audited instead.
         and not run.cluster.guests.names
     )
     if not is_comparable or f"{prefix}tokens" not in row:
@@ -137,15 +139,14 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
 
 @torch.no_grad()
 def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layout) -> list[list[float]]:
-    """The learner's log-probability of token t + 1 given tokens <= t, temperature 1, for each sequence, by the layout
-    that trains. Collective."""
+    """Log-probabilities of tokens 1.. of each sequence at temperature 1, with the training layout. Collective."""
     num_sequences, length = token_ids.shape
     trained = np.arange(1, length)
     samples = [
         Sample(sequence, trained, index * len(trained), group_id=str(index)) for index, sequence in enumerate(token_ids)
     ]
     logprobs = torch.zeros(num_sequences * len(trained))
-    # Every rank computes all of it: a sharded model needs the same calls from each.
+    # Every rank computes all sequences: a sharded model needs the same calls on each rank.
     for microbatch in collate(samples, layout=layout):
         logprobs[microbatch.indices] = engine.forward(microbatch.to(engine.device))["logprobs"].float().cpu()
     return logprobs.reshape(num_sequences, -1).tolist()
@@ -153,30 +154,30 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
 class Staged:
-    """A version that was copied and will be sent.
+    """A copied version that is ready to send.
 
-    Life: stage -> finish, in the thread that sends it: until then its bytes may be on the learner's GPU alone, and have
-    no checksums. `update`, `buckets` and `checksum` finish it.
+    Life: stage -> finish. `finish` runs in the sending thread; before it, the bytes may exist only on the learner's GPU
+    and have no checksums. `update`, `buckets`, and `checksum` call it.
     """
 
     def __init__(self, update: Update, buckets: list[torch.Tensor], *, pull: Callable[[], None] | None = None) -> None:
-        """`pull` fills the buckets, which are in host memory."""
+        """`pull` fills `buckets`, which are in host memory."""
         self.version = update.version
         self._update = update
         self._buckets = buckets
         self._pull = pull
-        # Two, because the next version needs the bytes of this one moved, but not its checksums.
+        # Separate locks: staging the next version needs these bytes pulled, but not the checksums.
         self._pulling, self._summing = Lock(), Lock()
 
     def pull(self) -> None:
-        """Block until the bytes are in host memory. Idempotent; any thread."""
+        """Block until the bytes are in host memory. Idempotent, thread-safe."""
         with self._pulling:
             if self._pull:
                 self._pull()
                 self._pull = None
 
     def finish(self) -> "Staged":
-        """Block until the version has its bytes in host memory, and checksums. Idempotent; any thread."""
+        """Block until the bytes are in host memory and have checksums. Idempotent, thread-safe."""
         self.pull()
         with self._summing:
             if not self._update.checksums:
@@ -186,7 +187,7 @@ class Staged:
 
     @property
     def update(self) -> Update:
-        """Announcement to the members; epoch and members are filled in when it is sent."""
+        """Announcement to the members. The sender fills in epoch and members."""
         return self.finish()._update
 
     @property
@@ -201,10 +202,10 @@ class Staged:
 
 
 class Stager:
-    """Copies weights into buckets that are not being sent. Belongs to the learner's main thread.
+    """Copies weights into buckets that are not in flight. Used by the learner's main thread.
 
-    On a GPU with room for them, into buckets there: the learner waits for a copy within its memory, and the copy to the
-    host runs beside training, on a stream of its own. One such set serves all versions.
+    If the GPU has room, it first copies into buckets there. The learner then waits only for the copy within GPU memory,
+    and a separate stream copies to the host during training. One set of GPU buckets serves all versions.
     """
 
     def __init__(
@@ -215,9 +216,9 @@ class Stager:
         device: torch.device | None = None,
         cuda: Any = torch.cuda,
     ) -> None:
-        """`metadata`: of all tensors of a version, in the order in which they are laid out. `device`: the learner's.
+        """`metadata`: all tensors of a version, in layout order. `device`: the learner's device.
 
-        `cuda`: torch.cuda, or what has its streams.
+        `cuda`: torch.cuda or a substitute with its stream API.
         """
         self._config = config
         tensors = list(metadata)
@@ -237,7 +238,7 @@ class Stager:
         canary: Canary,
         reuse: Staged | None = None,
     ) -> Staged:
-        """Copy all weights as `version`; overwrites the buckets of `reuse`, a version that nobody needs any more."""
+        """Copy all weights as `version`. Overwrites the buckets of `reuse`, a version that is no longer needed."""
         update = Update(
             epoch=0,
             members=[],
@@ -253,11 +254,11 @@ class Stager:
         free = reuse._buckets if reuse else []
         if self._device_buckets is None:
             self._device_buckets = self._allocate_on_device()
-        # One tensor at a time: gathered from shards, all of them together may not fit on this rank.
+        # Packs one tensor at a time: gathered from shards, all weights together may not fit on this rank.
         if not self._device_buckets:
             return Staged(update, buckets.pack(weights, self._slots, sizes=self._sizes, reuse=free))
         if self._newest and self._newest is not reuse:
-            # Its bytes may still be in the device's buckets alone.
+            # The previous version's bytes may exist only in the device buckets, which are overwritten next.
             self._newest.pull()
         packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=self._device_buckets)
         host = buckets.allocate(self._sizes, reuse=free, is_pinned=self._cuda is torch.cuda)
@@ -266,11 +267,11 @@ class Stager:
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
-        """Buckets of a whole version on the GPU; empty where they are not wanted or have no room."""
+        """Allocate buckets for a whole version on the GPU. Empty if disabled or if memory is short."""
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # Half, because the first step has yet to take its memory.
+        # Use at most half of the free memory, because the first step has not allocated its share yet.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         return buckets.allocate(self._sizes, device=self._device)

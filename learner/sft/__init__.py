@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: demonstrations, their trainer, and the run of mode=sft."""
+"""Supervised fine-tuning (mode=sft): demonstrations, trainer, and run."""

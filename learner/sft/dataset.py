@@ -1,4 +1,4 @@
-"""Demonstrations: conversations as token ids, with a mask of those that the model learns, from a Parquet file."""
+"""Demonstrations: conversations from a Parquet file as token ids, with a mask of the tokens that the model learns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ from slipstream.runtime.model_files import answer_token_ids, read_chat_template
 _ROWS_AT_ONCE = 1024
 
 Row = dict[str, Any]
-"""Values of one row by column."""
+"""Values of one row, by column."""
 
 
 # --- one demonstration -----------------------------------------------------------------------------------------------
 Message = dict[str, Any]
-"""`role`, `content`, and whatever else the chat template reads."""
+"""`role`, `content`, and other fields that the chat template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Demonstration:
     """Example: Demonstration(token_ids=[4, 8, 2, 9, 2, 8, 4, 1], model_mask=[0, 0, 0, 0, 1, 1, 1, 1])."""
 
     token_ids: np.ndarray
-    """int32[T], prompt then response."""
+    """int32[T], prompt, then response."""
     model_mask: np.ndarray
-    """bool[T], true where the model learns to write the token."""
+    """bool[T], true for tokens that the model learns to write."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,13 +43,13 @@ class Demonstration:
 
     @property
     def trained(self) -> np.ndarray:
-        """Indices of the trained tokens, int64[N]; never token 0, which nothing predicts."""
+        """int64[N]: indices of the trained tokens. Never 0, which nothing predicts."""
         return np.flatnonzero(self.model_mask[1:]) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, each with the prompt; a reward model learns to score the chosen one higher.
+    """Two answers to one prompt, each including the prompt. A reward model learns to score the chosen one higher.
 
     Example: Pair(chosen=[4, 8, 2, 9, 2, 8, 4, 1], rejected=[4, 8, 2, 9, 2, 2, 4, 1]); int32[T]
     """
@@ -59,22 +59,21 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longer one."""
+        """Tokens of the longer answer."""
         return max(len(self.chosen), len(self.rejected))
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens of both."""
         return np.concatenate([self.chosen, self.rejected])
 
     @property
     def trained(self) -> np.ndarray:
-        """Index of the last token of each, which is scored."""
+        """Index of the last token of each answer, which is scored."""
         return np.array([len(self.chosen) - 1, len(self.rejected) - 1])
 
 
 class Piece(NamedTuple):
-    """Text that is tokenised by itself. Example: Piece("31284", is_model=True)."""
+    """Text that is tokenized separately. Example: Piece("31284", is_model=True)."""
 
     text: str
     is_model: bool
@@ -82,11 +81,11 @@ class Piece(NamedTuple):
 
 
 def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
-    """Cut a conversation where the model's turns begin and end, up to the last of them.
+    """Split a conversation at the start and end of each assistant turn, up to the last one.
 
-    Empty when an assistant turn is empty, or when there is none. Raises ConfigError.
+    Empty if the conversation has no assistant turn or an empty one. Raises ConfigError.
     """
-    # Parquet fills absent fields with null, but templates test whether a field is defined.
+    # Parquet stores absent fields as null, but templates test whether a field is defined.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not all(any(value for key, value in messages[index].items() if key != "role") for index in turns):
@@ -98,8 +97,9 @@ def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
             longer = _render(messages[:end], tokenizer=tokenizer, opens_turn=not is_model)
             if not longer.startswith(rendered):
                 raise ConfigError(
-                    "the chat template must render the beginning of a conversation the same whatever follows, but "
-                    "rewrites it: tokenise the conversation yourself and give the columns token_ids and model_mask."
+                    "the chat template must render the beginning of a conversation the same regardless of later turns, "
+                    "but rewrites it: tokenize the conversation yourself and provide the columns token_ids and "
+                    "model_mask."
                 )
             pieces.append(Piece(longer[len(rendered) :], is_model))
             rendered = longer
@@ -107,14 +107,14 @@ def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
 
 
 def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None = None) -> Demonstration:
-    """Concatenate the token ids of the pieces, with `end_token` appended to each of the model's."""
-    # Piece by piece: a generator's prompt ends where the model's turn begins, so no token may span both.
+    """Tokenize and concatenate the pieces, appending `end_token` to each model piece."""
+    # Tokenize pieces separately: a generator's prompt ends where the model's turn begins, so no token may span both.
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids: list[int] = []
     mask: list[bool] = []
     for piece, ids in zip(pieces, encoded, strict=True):
         own = [*ids, end_token] if piece.is_model and end_token is not None else ids
-        # Generation ends with the end token: what a template writes behind it is not trained.
+        # Generation stops at the end token, so template text after it is not trained.
         ends = [count for count, token_id in enumerate(own, start=1) if token_id == tokenizer.eos_token_id]
         num_trained = (ends[-1] if ends else len(own)) if piece.is_model else 0
         token_ids += own
@@ -125,7 +125,7 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None =
 def _render(messages: Sequence[Message], *, tokenizer: Any, opens_turn: bool) -> str:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=opens_turn, tokenize=False)
-    # A template is a program that came with the model: it may raise anything.
+    # A template is code shipped with the model and may raise anything.
     except Exception as error:
         raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
@@ -133,23 +133,23 @@ def _render(messages: Sequence[Message], *, tokenizer: Any, opens_turn: bool) ->
 # --- a file ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class SftFile:
-    """Content of a file. Every rank reads it and gets the same."""
+    """Content of a file, identical on every rank."""
 
     demonstrations: list[Any] = field(default_factory=list)
-    """Demonstrations, or pairs, in the order of the file."""
+    """Demonstrations or pairs, in file order."""
     num_empty: int = 0
     """Skipped rows with nothing to learn."""
     num_too_long: int = 0
-    """Skipped rows longer than `model.max_length`."""
+    """Skipped rows that exceed `model.max_length`."""
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the training file: at least one demonstration. Raises ConfigError."""
+    """Read the training file. Raises ConfigError, also if it has no usable row."""
     return _read(Path(run.sft.train_path), run=run, max_rows=None)
 
 
 def read_heldout(run: RunConfig) -> SftFile:
-    """Read the held-out file; empty without `sft.heldout_path`. Raises ConfigError."""
+    """Read the held-out file. Empty without `sft.heldout_path`. Raises ConfigError."""
     path = run.sft.heldout_path
     return _read(Path(path), run=run, max_rows=run.sft.heldout_rows) if path else SftFile()
 
@@ -197,8 +197,8 @@ def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunC
 def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
     if not path.is_file():
         raise ConfigError(
-            f"{path} must be a Parquet file of demonstrations, but there is no such file: correct sft.train_path and "
-            "sft.heldout_path, or make what a preset needs with `slipstream prepare` and the same overrides."
+            f"{path} must be a Parquet file of demonstrations, but does not exist: correct sft.train_path and "
+            "sft.heldout_path, or create a preset's files with `slipstream prepare` and the same overrides."
         )
     try:
         file = pq.ParquetFile(path)
@@ -225,17 +225,17 @@ def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[R
 # --- forms -----------------------------------------------------------------------------------------------------------
 class _Form(NamedTuple):
     columns: list[str]
-    """Columns read from the file."""
+    """Columns to read from the file."""
     read: Callable[[Row], Demonstration | Pair | None]
-    """None when the row has nothing to learn. Raises ConfigError."""
+    """Returns None if the row has nothing to learn. Raises ConfigError."""
 
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    """The first form whose columns the file has. Raises ConfigError."""
+    """Find the first form whose columns are in the file. Raises ConfigError."""
     prompt, response = run.sft.prompt, run.sft.response
     if run.sft.objective == "pairs":
         return _find_pairs(schema, run=run)
-    # Also the columns of a run's archive and of exported trajectories. These need no tokenizer.
+    # A run's archive and exported trajectories also have these columns. They need no tokenizer.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
         _check_type(
@@ -302,13 +302,13 @@ def _from_response(row: Row, *, tokenizer: Any, prompt: str, response: str) -> D
     pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], tokenizer=tokenizer)
     if not pieces:
         return None
-    # Assistant turns within the prompt are context: one piece with the rest of the prompt.
+    # Assistant turns in the prompt are context, so join them with the rest of the prompt.
     context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
     return tokenize([context, pieces[-1]], tokenizer=tokenizer)
 
 
 def _value(row: Row, column: str) -> Any:
-    """Value of `column`, or of `record.field`."""
+    """Value of a column or of a nested field `record.field`."""
     return row[column] if column in row else reduce(lambda at, name: at and at[name], column.split("."), row)
 
 
@@ -323,14 +323,13 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
         )
     if not is_chat and tokenizer.eos_token_id is None:
         raise ConfigError(
-            "responses of text need a tokenizer with an end token, but model.path has none: give the columns token_ids "
+            "text responses need a tokenizer with an end token, but model.path has none: provide the columns token_ids "
             "and model_mask."
         )
     return tokenizer
 
 
 def _load(kind: Any, model: ModelConfig) -> Any:
-    """Load the model's configuration or its tokenizer."""
     try:
         return kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -1,22 +1,22 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
-Consumes: demonstrations, which every rank reads by itself.
-Produces: checkpoints, metrics, the final model, the best one.
-Waits for: the other ranks, in collective operations.
-Invariant: the demonstrations of a step are a function of the seed and its number, so a resumed run continues bit for
-bit, and all ranks agree without communication.
+Consumes: demonstrations, which every rank reads.
+Produces: checkpoints, metrics, the final model, and the best model.
+Waits for: the other ranks, in collectives.
+Invariant: the demonstrations of a step depend only on the seed and the step number, so a resumed run continues bit for
+bit and all ranks agree without communication.
 
-SftTrainer: from demonstrations to an optimizer step.
+SftTrainer: one optimizer step on demonstrations.
 
     loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
-A token that the model finds impossible (-inf) has no loss.
+A token with log-probability -inf has no loss.
 
-and of a reward model from pairs
+PairTrainer: one optimizer step of a reward model on pairs.
 
     loss = - mean over pairs of log sigmoid(score(chosen) - score(rejected))
 
-Invariant: the denominator counts the whole step, so its split into microbatches and ranks changes no gradient.
+Invariant: denominators cover the whole step, so the split into microbatches and ranks does not change gradients.
 """
 
 import time
@@ -60,7 +60,7 @@ class SftTrainer:
     """One per rank. Life: (step | loss)*. Every method is collective."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, ranks: Ranks, num_steps: int) -> None:
-        """`trainer` collates and updates the weights, as for trajectories. `num_steps` of the whole run."""
+        """`trainer` collates samples and updates weights, as in RL. `num_steps`: steps of the whole run."""
         self._optimizer = run.learner.optimizer
         self._batch_size = run.sft.trajectories_per_step
         self._trainer = trainer
@@ -68,7 +68,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Make one optimizer update; returns its metrics, the same on all ranks. Raises DivergenceError."""
+        """Run one optimizer update and return its metrics, equal on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         samples = to_samples(demonstrations)
         self._trainer.check_rows(samples, step=step)
@@ -90,7 +90,7 @@ class SftTrainer:
         }
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
-        """Move the parameters; return the metrics of every objective."""
+        """Update the parameters. Returns the metrics common to all objectives."""
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
@@ -104,7 +104,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Mean over all trained tokens but impossible ones, nats; `trajectories_per_step` are in memory at a time."""
+        """Mean loss over trained tokens, without impossible ones, nats. Processes `trajectories_per_step` at a time."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
@@ -114,11 +114,13 @@ class SftTrainer:
         return -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)
 
     def _logprobs(self, microbatch: Microbatch, **prices: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Log-probabilities of the trained tokens, 0 for those that the model finds impossible; their number; all
-        outputs of the forward pass."""
+        """Return log-probabilities of the trained tokens, the number of impossible tokens, and all model outputs.
+
+        Impossible tokens have log-probability -inf in the model and 0 in the result.
+        """
         outputs = self._trainer.engine.forward(microbatch, **prices)
         logprobs = outputs["logprobs"]
-        # One -inf would make the loss infinite. NaN stays, and ends the run, because it is the model that is broken.
+        # One -inf would make the loss infinite. NaN stays and ends the run, because it means that the model is broken.
         is_impossible = logprobs.detach() == -torch.inf
         return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum(), outputs
 
@@ -128,7 +130,7 @@ class SftTrainer:
 
 
 class PairTrainer(SftTrainer):
-    """Trains a reward model on pairs. Life and methods as of SftTrainer.
+    """Trains a reward model on pairs.
 
     Source: Bradley and Terry 1952; InstructGPT, arXiv:2203.02155, eq. 1.
     """
@@ -140,8 +142,8 @@ class PairTrainer(SftTrainer):
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
-            # The two of a pair may be in different microbatches, on different ranks: each is moved by the slope of the
-            # whole step's loss, which is known from a pass without gradient.
+            # The two answers of a pair may be in different microbatches or on different ranks. So each is scaled by the
+            # slope of the step's loss, computed beforehand in a pass without gradients.
             outputs = self._trainer.engine.forward(microbatch, **prices)
             loss_part = (outputs["scores"] * slopes[microbatch.indices]).sum()
             self._trainer.engine.backward(loss_part + outputs.get("aux_loss", 0.0))
@@ -164,7 +166,7 @@ class PairTrainer(SftTrainer):
 
     @torch.no_grad()
     def _compare(self, microbatches: Sequence[Microbatch], *, num_pairs: int) -> tuple[Tensor, float, Tensor]:
-        """Loss of the pairs, share whose chosen one has the higher score, and d loss / d score, float32[2 pairs]."""
+        """Return the loss, the fraction of pairs ranked correctly, and d loss / d score, float32[2 * num_pairs]."""
         scores = torch.zeros(2 * num_pairs, device=self._trainer.engine.device)
         for microbatch in microbatches:
             scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()
@@ -178,7 +180,7 @@ class PairTrainer(SftTrainer):
 
 
 def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
-    """Chosen and rejected in turn; a pair's prompt is computed once. The token after the last is never read."""
+    """Samples of chosen and rejected answers in alternation. The token appended to each is never read."""
     return [
         Sample(np.append(answer, 0), np.array([len(answer)]), 2 * index + place, group_id=str(index))
         for index, pair in enumerate(pairs)
@@ -187,12 +189,12 @@ def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
-    """Trained tokens of all demonstrations together."""
+    """Total number of trained tokens."""
     return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 
 def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """Samples for the collator, each a group of its own: demonstrations share no prompt."""
+    """Samples for the collator, each in a separate group because demonstrations share no prompt."""
     trained = [demonstration.trained for demonstration in demonstrations]
     starts = [0, *accumulate(map(len, trained))]
     return [
@@ -205,7 +207,7 @@ _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 
 class SftLog:
-    """Writes `metrics.jsonl` and `summary.json`, on rank 0: see docs/sft.md. Life: start -> add* -> finish."""
+    """Writes `metrics.jsonl` and `summary.json` on rank 0. See docs/sft.md. Life: start -> add* -> finish."""
 
     def __init__(
         self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
@@ -219,18 +221,18 @@ class SftLog:
         self._started_at = clock()
 
     def start(self, *, step: int) -> None:
-        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
+        """Start the run's clock. A resumed run continues from the rows that its checkpoint covers."""
         kept = self._keep(up_to_step=step if step else -1)
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Write a row; that of step 0 holds only the held-out loss before training."""
+        """Write a row. The row of step 0 holds only the held-out loss before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int, epoch: float) -> None:
-        """Write the summary of all rows; null is what it lacks when somebody has deleted them."""
+        """Write the summary of all rows. Values are null if their rows were deleted."""
         rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
@@ -281,7 +283,7 @@ class SftRun:
         sft_log: SftLog | None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`train` and `heldout`: demonstrations, or pairs; `heldout` may be empty. `sft_log`: None but on rank 0."""
+        """`train` and `heldout`: demonstrations or pairs; `heldout` may be empty. `sft_log`: only on rank 0."""
         self._run = run
         self._train = train
         self._heldout = heldout
@@ -296,14 +298,14 @@ class SftRun:
         self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         best = run.learner.checkpoint.best
-        # Every rank flushes before the first one judges.
+        # Every rank flushes before rank 0 judges.
         self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
 
     def run(self) -> None:
-        """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError, ConfigError."""
+        """Train from the newest checkpoint or the beginning to the end. Raises LearnerError, ConfigError."""
         if self._ranks.is_first:
-            # Others see by it that the run is in progress.
+            # The lock shows other processes that the run is in progress.
             self._folder.lock()
         try:
             self._start()
@@ -316,7 +318,7 @@ class SftRun:
             self._folder.unlock()
 
     def _start(self) -> None:
-        # Rank 0 alone lists the checkpoints: another rank might see one that was finished meanwhile.
+        # Only rank 0 lists the checkpoints, because the ranks might see different ones.
         newest_first = msgspec.json.encode(self._checkpoints.names()[::-1]) if self._ranks.is_first else None
         (found,) = self._ranks.broadcast_bytes([newest_first] if newest_first else None)
         if names := msgspec.json.decode(found):
@@ -353,7 +355,7 @@ class SftRun:
         """Measure rows with the current weights. Raises DivergenceError unless their loss is finite."""
         self._trainer.check_weights(step=self._step)
         measured = self._sft.measure(rows)
-        # Equal on all ranks, which therefore raise together.
+        # Equal on all ranks, so they raise together.
         if not isfinite(loss := measured["eval/loss"]):
             raise DivergenceError(
                 f"the evaluation loss must be finite after step {self._step}, got {loss}: the weights are finite, so "
@@ -370,7 +372,7 @@ class SftRun:
         return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
     def _checkpoint(self) -> CheckpointPointer:
-        # Weights that are finite may still compute NaN.
+        # Finite weights can still produce NaN outputs.
         self._measure((self._heldout or self._train)[:1])
         pinned = self._best.pinned if self._best else set()
         return self._checkpoints.save(
@@ -380,7 +382,7 @@ class SftRun:
         )
 
     def _judge(self, newest: CheckpointPointer, measured: dict[str, float]) -> None:
-        """Compare the newest checkpoint with the best one so far. Collective."""
+        """Compare the newest checkpoint with the best so far. Collective."""
         self._checkpoints.saver.flush()
         if self._best:
             self._best.add(newest)
@@ -407,26 +409,26 @@ class SftRun:
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
-    """Steps of the whole run; the last one is smaller where the passes over the file end within it."""
+    """Steps of the whole run. The last one is smaller if the last epoch ends within it."""
     epochs = run.sft.epochs
     return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
-    """Demonstrations trained on in the first `step` steps; one counts again in every pass."""
+    """Demonstrations trained on in the first `step` steps, counted once per epoch."""
     seen = step * run.sft.trajectories_per_step
     return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
 
 
 def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]:
-    """Demonstrations of step `step`, from 1 on: every row once per pass, in an order drawn from the seed."""
+    """Demonstrations of `step` (>= 1). Every row appears once per epoch, in an order drawn from the seed."""
     first, end = (count_seen(run, num_rows=len(train), step=at) for at in (step - 1, step))
     return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]
 
 
 # --- building --------------------------------------------------------------------------------------------------------
 def check_sft(run: RunConfig) -> None:
-    """Check name, settings and files once, before any rank is started. Raises ConfigError, RunConflictError."""
+    """Check name, settings, and files once, before any rank starts. Raises ConfigError, RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
     check_storage(run, has_folder=folder.has_run)
@@ -447,7 +449,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
     if ranks.is_first:
         folder.begin()
     torch.manual_seed(run.seed)
-    # The default algorithm, of which nothing is used: no critic, teacher or reference may be loaded for it.
+    # Use the default algorithm, so that no critic, teacher, or reference is loaded.
     plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
     trainer = build_trainer(plain, ranks=ranks, device=device)
     return SftRun(
@@ -463,7 +465,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
 
 
 def _check_same_run(run: RunConfig, config_yaml: bytes) -> None:
-    """A resumed run keeps its settings but for those that `check_same_run` lets change."""
+    """Raise unless a resumed run has the stored settings, except those that `check_same_run` allows to change."""
     try:
         stored = msgspec.json.encode(msgspec.yaml.decode(config_yaml)).decode()
     except msgspec.MsgspecError as error:

@@ -1,10 +1,10 @@
-"""Agent loops for whole runs of the digits task."""
+"""Agent loops for end-to-end runs of the digits task."""
 
 from slipstream.generators.agents.episode import Episode
 
 
 async def ask_twice(episode: Episode) -> None:
-    """Four tokens at most, then `=`, then the rest; the first turn earns a tenth of a reward."""
+    """At most four tokens, then `=`, then the rest. The first turn earns a tenth of the reward."""
     await episode.generate(max_tokens=4)
     episode.turn_rewards.append(0.1)
     episode.observe("=")

@@ -14,7 +14,7 @@ from tests.contract.engines import VLLM_CONFIG, make_sampling
 
 
 async def main(folder: str) -> None:
-    """Print the process ids of the engine, then answer one request per line of input."""
+    """Print the engine's process ids, then answer one request per line of input."""
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(ModelConfig(path=folder), VLLM_CONFIG, seed=0)
@@ -31,6 +31,6 @@ def write(**record: object) -> None:
 
 if __name__ == "__main__":
     os.environ.update(engine_environment(VLLM_CONFIG))
-    # A role drains at Ctrl-C; this process ignores it.
+    # A role drains at Ctrl-C. This process ignores it.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
     asyncio.run(main(sys.argv[1]))

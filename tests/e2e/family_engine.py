@@ -1,7 +1,7 @@
-"""python -m tests.e2e.family_engine: a process that loads one tiny model after the other into vLLM and updates it.
+"""python -m tests.e2e.family_engine: a process that loads tiny models into vLLM one by one and updates them.
 
-Engine and worker of vLLM run in this process, so that a family takes seconds. Apart from the tests, because vLLM
-changes classes of transformers when it runs them.
+vLLM's engine and worker run in this process, so that a family takes seconds. Separate from the tests, because vLLM
+modifies classes of transformers.
 """
 
 import gc
@@ -26,7 +26,7 @@ CONFIG = VllmEngineConfig(max_num_seqs=8)
 
 
 def serve() -> None:
-    """Answer one order per line of input: the arguments of `run` as JSON."""
+    """Answer one request per line of input: the arguments of `run` as JSON."""
     for line in sys.stdin:
         try:
             answer = run(**json.loads(line))
@@ -38,11 +38,11 @@ def serve() -> None:
 def run(
     folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, Any]], images: list[str] | None = None
 ) -> dict[str, Any]:
-    """Log-probabilities of the tokens at the start and after each update, and what the worker says of each update.
+    """Log-probabilities of the tokens at the start and after each update, and the worker's report on each update.
 
-    `images`: files of the pictures that stand among the tokens, which are not expanded yet.
+    `images`: files of the pictures in the prompt, which are not expanded yet.
     """
-    # Here, because vLLM reads the environment when it is imported.
+    # Imported here, because vLLM reads the environment at import.
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.inputs import tokens_input
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,7 +60,7 @@ def run(
 
         vision = VisionModel(folder)
         expanded, placed = vision.expand(token_ids, [Path(image).read_bytes() for image in images])
-        # Under one name through all updates: what vLLM keeps of a picture must go with the weights.
+        # Use one name for all updates: vLLM's cached pictures must be dropped with the weights.
         prompt: Any = image_input(expanded, placed, vision=vision, salt="")
     else:
         prompt = tokens_input(token_ids)
@@ -81,7 +81,7 @@ def run(
 
 
 def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype: str) -> list[Any]:
-    """Load fetched buckets as generator and worker do: check the layout, verify, load, compare."""
+    """Load fetched buckets like generator and worker: check the layout, verify, load, compare."""
     from slipstream.generators.engines.vllm.weights import BroadcastInfo
 
     WeightLayout(names, dtype=dtype).check(msgspec.convert(update["slots"], list[TensorSlot]))
@@ -92,7 +92,7 @@ def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype
 
 
 def logprobs(llm: Any, prompt: Any) -> list[float]:
-    """Log-probability of every token but the first."""
+    """Log-probability of every token after the first."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)

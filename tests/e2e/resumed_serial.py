@@ -1,6 +1,6 @@
-"""`python -m tests.e2e.resumed_serial OVERRIDE...`: a serial run that stops behind its first checkpoint and is resumed.
+"""`python -m tests.e2e.resumed_serial OVERRIDE...`: a serial run that stops after its first checkpoint and is resumed.
 
-The store of a serial run ends with the run. Here it outlives the first of two.
+A serial run's store ends with the run. Here it outlives the first of two runs.
 """
 
 import sys

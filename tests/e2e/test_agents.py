@@ -1,4 +1,4 @@
-"""Answers of two turns in whole runs: what the learner computes is what the engine sampled."""
+"""Two-turn answers in end-to-end runs: the learner computes the same values as the engine sampled."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ ANSWERS = "learner/by_source/digits/reverse/"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = runs.make_task(tmp_path_factory.mktemp("agents"), warm=False)
-    # As a user's module: beside the run.
+    # As a user's module, next to the run.
     shutil.copy(Path(__file__).parent / "agents.py", folder / "my_agents.py")
     return folder
 
@@ -52,14 +52,14 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, ad
 
 
 def test_two_turns_go_through_the_whole_pipeline(folder: Path):
-    # With the cache kept, a turn that an update interrupts goes on with keys of the version before.
+    # With the cache kept, a turn interrupted by an update continues with keys of the previous version.
     exact = "generators.engine.kv_on_update=recompute"
     runs.train(folder, *RANDOM, "name=whole", "learner.max_steps=8", exact, *AGENT)
     rows = runs.metrics(folder, "whole")
     assert len(rows) == 8
     assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)
     assert all(1 < row[ANSWERS + "turns_mean"] <= 2 for row in rows)
-    # Tokens of the newest weights: the learner's numbers and the engine's differ by rounding alone, in both turns.
+    # For tokens of the newest weights, the learner and the engine differ only by rounding, in both turns.
     fresh = [row["learner/by_lag/0/mismatch_max"] for row in rows if "learner/by_lag/0/mismatch_max" in row]
     assert fresh
     assert max(fresh) < 1e-3

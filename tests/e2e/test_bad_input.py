@@ -1,4 +1,4 @@
-"""Bad input, given to the real commands: one sentence, an exit code, nothing lost, nothing left running."""
+"""Bad input to the real commands: one error message, an exit code, nothing lost, nothing left running."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        # One key, one preset and one contradiction: tests/unit/configs has all forms of them.
+        # One key, one preset, and one contradiction: tests/unit/configs covers all forms.
         ("learner.max_step=3", ("learner.max_step", "learner.max_steps")),
         ("experiment=digits_gpu", ("experiment=digits_gpu", "experiment=digits_cpu")),
         ("algorithm/advantage=win_rate", ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip")),
@@ -156,7 +156,7 @@ def test_a_role_started_by_hand_says_it_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_role_that_finds_bad_input_is_named_with_its_sentence(folder: Path) -> None:
+def test_a_role_that_finds_bad_input_is_named_with_its_error(folder: Path) -> None:
     done = launch(folder, "name=weightless", "model.path=models/no-weights")
     assert_ends_with_one_sentence(done, folder, "learner: model.path", "models/no-weights", "learner.log")
 
@@ -171,12 +171,12 @@ def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
 @pytest.mark.long
 def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_more(folder: Path) -> None:
     hanging = ("generators.reward.function=bad_rewards:hangs_at_times", "generators.reward.timeout_s=0.3")
-    # Groups that wait for a hanging call are complete later than others: a longer run draws them.
+    # Groups that wait for a hanging call complete later than others. A longer run draws them.
     done = launch(folder, "name=hangs", "learner.max_steps=10", *hanging)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = runs.metrics(folder, "hangs")
     assert 0 < sum(row["learner/failed_fraction"] for row in rows) < len(rows)
-    # What failed is left out of the mean rather than counted as zero.
+    # Failures are excluded from the mean rather than counted as zero.
     assert {row["learner/reward_mean"] for row in rows} == {1.0}
     runs.assert_none_left(folder)
 
@@ -185,7 +185,7 @@ def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_mor
 def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(folder: Path) -> None:
     broken = folder / "broken"
     broken.mkdir()
-    # A broken installation of torch, in the learner alone.
+    # A broken installation of torch, only in the learner.
     learner_alone = 'if sys.orig_argv[2:3] == ["slipstream.learner"]: sys.modules["torch"] = None'
     (broken / "sitecustomize.py").write_text(f"import sys\n{learner_alone}\n")
     address = f"broker.address=ipc://{folder}/broker.sock"

@@ -1,4 +1,4 @@
-"""Whole serial runs that reuse groups, mix in stored ones, drop stale ones, or skip prompts by a curriculum."""
+"""Serial runs that reuse groups, mix in stored groups, drop stale groups, or skip prompts by a curriculum."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float
     rows = train(folder, "mixed", *mixed)
     assert [row["learner/trajectories"] for row in rows] == [row["learner/trajectories"] for row in reused]
     assert len(steps_of_groups(folder, "mixed")) == 4 * 3, "a quarter of each step came from the archive"
-    assert max(row["lag/max"] for row in rows) <= 4, "another run's versions are no lag"
+    assert max(row["lag/max"] for row in rows) <= 4, "another run's versions have no lag"
     assert [row["learner/loss"] for row in train(folder, "mixed-again", *mixed)] == [
         row["learner/loss"] for row in rows
     ]
@@ -75,7 +75,7 @@ def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tupl
     for row in rows:
         assert row["buffer/length_bias"] > 0
         split = row["buffer/lag_in_flight"] + row["buffer/lag_publish"] + row["buffer/lag_queue"]
-        assert split >= row["lag/mean"] - 1e-9, "the oldest token of a trajectory is at least as old as the mean one"
+        assert split >= row["lag/mean"] - 1e-9, "a trajectory's oldest token is at least as old as its mean token"
 
 
 # Of four rows, one is always right and one never.
@@ -86,12 +86,12 @@ def score(sample):
 """
 
 
-def test_a_curriculum_skips_what_is_always_or_never_right_and_counts_it(folder: Path):
+def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(folder: Path):
     (folder / "graded.py").write_text(GRADED)
     pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
     rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
     few = ("data.train=twelve.parquet", "learner.max_steps=8", "buffer.staleness.max_lag=0", "evaluation.every_steps=0")
-    # Too small a rate to learn from the odd tokens: what is right half the time stays so.
+    # Too low a rate to learn from the odd tokens, so prompts that are right half the time stay so.
     fixed = ("generators.reward.function=graded.py:score", "learner.optimizer.learning_rate=1e-6", "learner.stop=null")
     rows = train(folder, "skipping", *rules, *few, *fixed)
     last = rows[-1]

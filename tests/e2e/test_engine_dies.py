@@ -1,4 +1,4 @@
-"""vLLM's process is killed or stopped under the launcher: its generator ends and is restarted."""
+"""vLLM's process is killed or stopped under the launcher. Its generator ends and is restarted."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
 ) -> None:
     name = number.name.lower()
     monkeypatch.setattr("tests.runs.SMALL", SETTINGS)
-    # Published every fifth step, so that the engine is hit between two updates: within a broadcast it is the learner's
-    # deadline that ends the run.
+    # Publish every fifth step, so that the engine is hit between two updates. In a broadcast, the learner's deadline
+    # would end the run.
     overrides = (f"learner.max_steps={STEPS}", "weights.publish_every_steps=5", "generators.engine.stall_timeout_s=4")
     with Run(folder, name, *overrides).ended_at_last() as run:
         until(lambda: run.steps >= 3, timeout_s=180, what="steps")

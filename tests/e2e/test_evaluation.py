@@ -1,4 +1,4 @@
-"""Evaluations of a run: of one version each, kept, and named by what they are best at."""
+"""Evaluations of a run: each of one version, stored, and used to name the best checkpoint."""
 
 import json
 from pathlib import Path

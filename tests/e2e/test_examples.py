@@ -1,4 +1,4 @@
-"""The examples, in a short form: every command of theirs, with fewer steps."""
+"""The examples in a short form: every command, with fewer steps."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ SERIAL = (
     "evaluation.final_prompts=8",
     "evaluation.every_steps=0",
 )
-"""All roles in one process, and small steps."""
+"""All roles in one process, with small steps."""
 SUMS = (
     ("make_digits_data", "--task=addition", "--train-rows=200", "--heldout-rows=40", "--out=data/addition"),
     (
@@ -38,7 +38,7 @@ PRODUCTS = "learner/by_source/multiplication/"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    # The modules and settings of the examples are found from the checkout's root.
+    # The examples' modules and settings are found from the checkout's root.
     (tmp_path / "examples").symlink_to(runs.ROOT / "examples")
     return tmp_path
 
@@ -51,7 +51,7 @@ def test_mathematics(folder: Path):
     rows = runs.metrics(folder, "addition_cpu")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        # A model that knows nothing has some digits right by chance.
+        # An untrained model gets some digits right by chance.
         assert 0 < row["learner/by_source/digits/addition/reward_mean"] < 0.5
         assert row["learner/mismatch_max"] < 1e-4
 
@@ -85,7 +85,7 @@ DIGITS = (
 
 @contextmanager
 def beside(folder: Path, *command: str) -> Iterator[None]:
-    """Run a command in the folder as long as the context lasts."""
+    """Run a command in the folder for the duration of the context."""
     process = subprocess.Popen([sys.executable, *command], cwd=folder)
     try:
         yield
@@ -103,7 +103,7 @@ def test_a_black_box_agent_through_the_door(folder: Path):
     for row in rows:
         assert row[own + "failed_fraction"] == 0
         assert row[own + "turns_mean"] == 1 + row[own + "agent_asked_again"] > 1
-        # What the agent paid, and no reward function of the run: half of a share of five digits.
+        # The agent's reward, not a reward function's: half a share for each of five digits.
         assert 0 < row[own + "reward_mean"] < 0.5
         assert row["learner/mismatch_max"] < 1e-3
 
@@ -121,13 +121,13 @@ def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
     runs.train(folder, "experiment=examples/reward_model/run.yaml", *SERIAL, *random_model, "learner.max_steps=2")
     for row in runs.metrics(folder, run_name):
         assert row[own + "failed_fraction"] == 0
-        # The taste is measured beside the score and not added to it.
+        # The taste is measured separately and not added to the score.
         assert row[own + "reward_mean"] == pytest.approx(row[own + "part_reward_model"])
         assert -1 <= row[own + "part_taste"] <= 1
 
 
 def short_run(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    """Some steps of both kinds of training; returns the rows of the reinforcement."""
+    """Run some steps of both kinds of training. Returns the rows of the reinforcement run."""
     steps = ("sft.epochs=null", "learner.max_steps=60", "learner/engine=torch")
     runs.run_script(folder, "slipstream", "sft", f"experiment=examples/{name}/sft.yaml", *steps)
     runs.train(folder, f"experiment=examples/{name}/run.yaml", *SERIAL, "learner.max_steps=2", *overrides)
@@ -137,7 +137,7 @@ def short_run(folder: Path, name: str, *overrides: str) -> list[dict[str, float]
 def test_search(folder: Path):
     pytest.importorskip("tantivy")
     for row in short_run(folder, "search"):
-        # A quarter of the demonstrations search, and none answers rightly without.
+        # A quarter of the demonstrations search, and no answer is right without a search.
         assert 1.05 < row["learner/by_source/codes/turns_mean"] < 1.6
         assert row["learner/by_source/codes/agent_tool_failures"] == 0
         assert row["learner/mismatch_max"] < 1e-4
@@ -146,7 +146,7 @@ def test_search(folder: Path):
 @pytest.mark.long
 def test_interaction(folder: Path):
     for row in short_run(folder, "interaction"):
-        # Each correction costs a part of the reward.
+        # Each correction costs part of the reward.
         assert 1.2 < row["learner/by_source/correction/turns_mean"] <= 2
         assert -0.6 < row["learner/by_source/correction/part_turns"] < 0
         assert row["learner/mismatch_max"] < 1e-4
@@ -158,7 +158,7 @@ def test_reasoning_gym(folder: Path):
     for row in short_run(folder, "reasoning_gym"):
         own = "learner/by_source/reasoning_gym/spell_backward/"
         assert row[own + "failed_fraction"] == 0
-        # Its verifier gives a share of the reward for each letter in its place.
+        # Its verifier gives a share of the reward for each correctly placed letter.
         assert row[own + "correct_fraction"] < row[own + "reward_mean"] < 0.9
         assert row["learner/mismatch_max"] < 1e-4
 
@@ -175,7 +175,7 @@ def test_a_verifiers_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for row in short_run(folder, "verifiers_environment"):
         own = "learner/by_source/sums_v1/"
         assert (row[own + "failed_fraction"], row[own + "turns_mean"]) == (0, 2)
-        # What its rubric gives, and no reward function of the run.
+        # The rubric's reward, not a reward function's.
         parts = row[own + "part_right"] + row[own + "part_short"]
         assert row[own + "reward_mean"] == pytest.approx(parts)
         assert row["learner/mismatch_max"] < 1e-4

@@ -1,4 +1,4 @@
-"""KV caches across updates of a real vLLM engine: version spans are exact, prefixes never outlive their weights."""
+"""KV caches across updates of a real vLLM engine: version spans are exact, and prefixes never outlive their weights."""
 
 import asyncio
 import time
@@ -22,18 +22,18 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 PATIENCE_S = 30.0
 PROMPT = [2 + (7 * i + i // 5) % 12 for i in range(300)]
-"""Spans two full blocks of the KV cache, of 128 tokens each."""
+"""Spans two full KV-cache blocks of 128 tokens."""
 
 
 def make_version(seed: int) -> Qwen2ForCausalLM:
     module = make_module(seed=seed)
-    # Makes responses long: the end token's logit is zero, others reach far above.
+    # Makes responses long: the end token's logit is zero, and others are far higher.
     module.lm_head.weight[1].zero_()
     return module
 
 
 class Scene:
-    """An engine with a prefix cache; `module` holds the weights it should have."""
+    """An engine with a prefix cache. `module` holds the expected weights."""
 
     def __init__(self, folder: Path, *, kv_on_update: Any) -> None:
         config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, kv_on_update=kv_on_update)
@@ -68,7 +68,7 @@ class Scene:
             await asyncio.sleep(0.002)
 
     async def num_cached(self) -> int:
-        """Number of the prompt's tokens that a request finds in the cache now."""
+        """Number of the prompt's tokens that a request finds in the cache."""
         self._num_requests += 1
         params = SamplingParams(max_tokens=1, detokenize=False)
         output = await self.rig.engine._final_output(PROMPT, params, f"request-{self._num_requests}")
@@ -146,7 +146,7 @@ def test_queued_requests_start_under_the_new_version_only(scene: Scene):
 
 
 def test_more_prompts_than_fit_into_one_step_are_all_answered(scene: Scene):
-    # 32 x 300 tokens; one step of vLLM takes 8192.
+    # 32 x 300 tokens. One vLLM step takes 8192.
     rotated = [PROMPT[start:] + PROMPT[:start] for start in range(48)]
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Families of models: published by the learner, adopted by vLLM, and the log-probabilities of both agree."""
+"""Model families: published by the learner and loaded by vLLM, with matching log-probabilities."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from tests.families import make_family
 pytestmark = pytest.mark.slow
 
 IN_CI = ("qwen3_moe", "gemma2", "glm4_moe")
-"""Experts that are split, a tied head that must not be sent, a routing bias beside the weights."""
+"""Split experts, a tied head that must not be sent, and a routing bias next to the weights."""
 FAMILIES = [
     name if name in IN_CI else pytest.param(name, marks=pytest.mark.long)
     for name in (
@@ -40,7 +40,7 @@ _MOVE = 0.1
 
 
 class Engines:
-    """The process in which vLLM runs one model after the other."""
+    """The process in which vLLM runs one model after another."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.e2e.family_engine"]
@@ -99,7 +99,7 @@ def write(staged: Staged, path: Path) -> dict[str, Any]:
 
 
 def publish_and_adopt(engines: Engines, folder: Path, name: str, *, dtype: str) -> list[float]:
-    """Adopt two versions; returns the mean differences of log-probabilities, at the start and after each."""
+    """Load two versions. Returns the mean log-probability differences at the start and after each version."""
     path = make_family(folder, name)
     policy = load_policy(ModelConfig(path=str(path)), device=torch.device("cpu"))
     policy.eval()
@@ -114,7 +114,7 @@ def publish_and_adopt(engines: Engines, folder: Path, name: str, *, dtype: str) 
         updates.append(write(stager.stage(version=version, weights=weights, canary=([], [])), folder / str(version)))
     answer = engines.run(folder=str(path), dtype=dtype, token_ids=TOKEN_IDS, updates=updates)
     assert "failure" not in answer, answer
-    # No error, the model changed, and no parameter that could not be compared.
+    # No error, a changed model, and no parameter that could not be compared.
     assert answer["outcomes"] == [["", True, []]] * 2
     moved = [float((one - other).abs().mean()) for one, other in pairwise(expected)]
     assert min(moved) > 0.5
@@ -133,5 +133,5 @@ def test_a_family_is_adopted_as_it_was_published(engines: Engines, tmp_path: Pat
 
 @pytest.mark.long
 def test_a_hybrid_is_adopted_in_the_only_dtype_that_the_cpu_computes(engines: Engines, tmp_path: Path):
-    # Bit for bit, as compared by the worker; the log-probabilities are those of another precision.
+    # Compared bit for bit by the worker. The log-probabilities are of another precision.
     assert max(publish_and_adopt(engines, tmp_path, "qwen3_next", dtype="bfloat16")) < 3

@@ -1,4 +1,4 @@
-"""The whole pipeline with real vLLM, DeepSpeed and Redis on a CPU."""
+"""The whole pipeline with real vLLM, DeepSpeed, and Redis on a CPU."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
-    """The output of a run of 40 steps, `learns`."""
+    """The output of a 40-step run, `learns`."""
     return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", "profile.steps=[20,21]", timeout_s=400)
 
 
@@ -57,10 +57,10 @@ def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
     assert summary["times"]["step_s"] * 40 == pytest.approx(summary["train_seconds"], rel=0.02)
     shares = times["learner"]["shares"]
     trained_s = sum(shares[phase] for phase in ("batch", "compute", "optimizer", "committing"))
-    # What happens between the phases is `rest`: more of it on a machine that does other work, too.
+    # Time between the phases is `rest`. It is larger on a busy machine.
     measured = sum(row["learner/train_s"] for row in rows) / 40 / summary["times"]["step_s"]
     assert trained_s - 0.01 <= measured <= trained_s + shares["rest"] + 0.01
-    # vLLM's engine process computes most of all.
+    # vLLM's engine process computes the most.
     assert times["generator"]["cpu_s"] > times["learner"]["cpu_s"] > times["broker"]["cpu_s"] > 0
     assert f"where the wall time went: 40 steps of {summary['times']['step_s']:.3g} s" in printed
 
@@ -78,7 +78,7 @@ def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     output = runs.train(folder, "evaluate", model, "--json", "generators/engine=hf", *SMALL)
     found = {each["set"]: each["score"] for each in json.loads(output)["evaluations"]}
     assert found["greedy"]["num_answers"] == 64
-    # Engines that round differently may decide a tie differently: one answer of 64.
+    # Engines that round differently may break a tie differently: one answer of 64.
     assert found["greedy"]["metrics"]["accuracy"]["mean"] == pytest.approx(
         runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64
     )
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
             start_new_session=True,
         )
     try:
-        wait_for(lambda: metrics_exist(folder, "interrupted"), timeout_s=180)
+        runs.until(lambda: metrics_exist(folder, "interrupted"), timeout_s=180, what="the first step")
         started.send_signal(signal.SIGINT)
         sent_at = time.monotonic()
         assert started.wait(timeout=30) == 130
@@ -118,11 +118,3 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
 
 def metrics_exist(folder: Path, name: str) -> bool:
     return (folder / "runs" / name / "metrics.jsonl").exists()
-
-
-def wait_for(condition, *, timeout_s: float) -> None:
-    """Until a run has got somewhere; its own deadlines are shorter than ours."""
-    ends_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_at, "the run did not get there in time"
-        time.sleep(0.2)

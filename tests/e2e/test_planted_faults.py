@@ -1,4 +1,4 @@
-"""Faults planted into updates of a real vLLM engine: each is caught, none is sampled from, the next update heals."""
+"""Faults planted into updates of a real vLLM engine: each is caught before sampling, and the next update recovers."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def test_a_planted_fault_is_caught_not_sampled_from_and_healed_by_the_next_updat
     outcome = scene.run(fault)
     assert outcome.caught_by == fault.caught_by
     assert outcome.is_loaded == fault.is_loaded
-    # Verified means still under the previous version, when nothing was loaded.
+    # If nothing was loaded, the previous version is still verified.
     assert outcome.is_verified == (not fault.is_loaded)
     # Unsynced before the release: no prompt is requested in between.
     assert outcome.states == ["updating", "unsynced", *(["released"] if fault.is_loaded else [])]

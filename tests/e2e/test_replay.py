@@ -1,4 +1,4 @@
-"""Training from stored rollouts alone: on one rank and on two, without vLLM, and with other rewards."""
+"""Training only from stored rollouts: on one rank and on two, without vLLM, and with other rewards."""
 
 import json
 import os
@@ -26,7 +26,7 @@ REPLAY = ("experiment=digits_replay", "replay.path=elsewhere", *SMALL)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A serial run, of which nothing is left but its archive and its metrics; and a vLLM that must not be imported."""
+    """A serial run of which only the archive and metrics remain, and a vLLM that must not be imported."""
     made = runs.make_task(tmp_path_factory.mktemp("replay"), warm=False)
     runs.train(made, "experiment=digits_serial", "name=first", *SMALL)
     (made / "runs" / "first" / "archive").rename(made / "elsewhere")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(folder: Path, name: str, *overrides: str, timeout_s: float = 240) -> list[dict[str, Any]]:
-    """The rows of a replay in whose processes vLLM cannot be imported."""
+    """The rows of a replay whose processes cannot import vLLM."""
     done = subprocess.run(
         runs.command(*REPLAY, f"name={name}", *overrides),
         cwd=folder,
@@ -58,7 +58,7 @@ def weights(folder: Path, name: str) -> dict[str, Any]:
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
 
 
-def test_an_archive_alone_gives_the_losses_of_its_run_bit_for_bit_and_each_step_its_own_accuracy(folder: Path):
+def test_a_replay_of_an_archive_reproduces_the_losses_bit_for_bit_and_evaluates_each_step(folder: Path):
     rows = replay(folder, "again", "evaluation.every_steps=2")
     assert losses(rows) == losses(runs.metrics(folder, "first"))
     assert [(row["step"], row["eval/version"]) for row in rows if "eval/accuracy_sampled" in row] == [(2, 2)]
@@ -79,7 +79,7 @@ def test_two_ranks_make_the_weights_of_one(folder: Path, engine: str):
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
-def test_the_same_reward_function_changes_nothing_and_another_does(folder: Path):
+def test_the_same_reward_function_changes_nothing_and_a_different_one_does(folder: Path):
     first = runs.metrics(folder, "first")
     same = "replay.rescore=slipstream.generators.rewards.functions:position_match"
     assert losses(replay(folder, "same", same)) == losses(first)

@@ -1,4 +1,4 @@
-"""A mixture of experts through the real vLLM, which records the experts that it chose."""
+"""A mixture of experts in real vLLM, which records its chosen experts."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from tests.unit.learner.training.test_routers import LAYOUTS, logprobs
 
 pytestmark = pytest.mark.slow
 
-# Blocks of cached prefixes that the short prompts of this test fill.
+# Blocks of cached prefixes that fit this test's short prompts.
 CONFIG = VllmEngineConfig(max_num_seqs=8, kv_on_update="recompute", extra={"block_size": 32})
 PROMPT = [6, 10, 4, 3, 5, 12, 7, 8, 2, 20, 21, 33, 14, 15, 16, 17, 30, 31, 9, 11] * 2
 
@@ -47,7 +47,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def routed(module: Any, token_ids: list[int]) -> tuple[np.ndarray, torch.Tensor]:
-    """Experts of all tokens but the last, and log-probabilities of all but the first, by transformers."""
+    """Experts of every token except the last, and log-probabilities of every token after the first, by transformers."""
     policy = Policy(module)
     with torch.no_grad():
         logits = policy.causal_lm(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False).logits[0]
@@ -57,7 +57,7 @@ def routed(module: Any, token_ids: list[int]) -> tuple[np.ndarray, torch.Tensor]
 
 
 def check(module: Any, prompt: list[int], answer: Completion, *, first: int = 0) -> None:
-    """The engine's experts, from token `first` on, and its log-probabilities are the module's."""
+    """The engine's experts from token `first` on and its log-probabilities match the module's."""
     experts, values = routed(module, prompt + answer.token_ids)
     # vLLM does not sort a token's experts.
     assert np.array_equal(np.sort(answer.experts[first:]), np.sort(experts[first:]))
@@ -65,7 +65,7 @@ def check(module: Any, prompt: list[int], answer: Completion, *, first: int = 0)
 
 
 def test_experts_are_those_that_the_learner_would_choose(rig: Rig):
-    """Together, alone, and with prompts that are cached."""
+    """Together, alone, and with cached prompts."""
     samplings = [make_sampling(seed, max_tokens=8 + 6 * seed) for seed in range(4)]
     for prompts in ([PROMPT, PROMPT[:3], PROMPT[2:], PROMPT], [PROMPT] * 4, [PROMPT]):
         for prompt, answer in zip(prompts, rig.run(rig.generate(prompts, samplings[: len(prompts)])), strict=True):
@@ -73,7 +73,7 @@ def test_experts_are_those_that_the_learner_would_choose(rig: Rig):
 
 
 def test_turns_and_updates_between_them_keep_what_sampled_each_token(rig: Rig):
-    """The second turn under other weights: its own tokens' experts are new, those before are the first turn's."""
+    """The second turn runs under other weights: its tokens have new experts, earlier tokens keep the first turn's."""
     transcript, before = Transcript(PROMPT), rig.module
     for seed in (0, 1):
         prompt = list(transcript.token_ids)
@@ -93,7 +93,7 @@ def test_turns_and_updates_between_them_keep_what_sampled_each_token(rig: Rig):
 
 
 def test_an_update_amid_an_answer_keeps_the_experts_that_sampled_its_tokens(rig: Rig):
-    """Also where the cache is computed anew: the tokens before it keep the experts of the weights that sampled them."""
+    """Also if the cache is recomputed: earlier tokens keep the experts of the weights that sampled them."""
     before, after = rig.module, make_module(3)
     samplings = [make_sampling(seed, max_tokens=60) for seed in range(8)]
 
@@ -117,7 +117,7 @@ def test_an_update_amid_an_answer_keeps_the_experts_that_sampled_its_tokens(rig:
 
 
 def test_the_learner_replays_what_the_engine_recorded(rig: Rig):
-    """Log-probabilities as the engine's with its experts; with those of the token before, others."""
+    """Log-probabilities match the engine's with its experts, and differ with those of the previous token."""
     module, sampling = rig.module, make_sampling(5)
     answer = rig.run(rig.generate([PROMPT], [sampling]))[0]
     policy = Policy(module)

@@ -1,4 +1,4 @@
-"""The serial run is deterministic, and stays what it is."""
+"""The serial run is deterministic and reproduces its golden values."""
 
 import json
 from operator import itemgetter
@@ -49,7 +49,7 @@ def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
 @pytest.mark.core
 def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
     golden = json.loads(GOLDEN.read_text())
-    # On another processor, sums have another order: each of fewer than 8,192 operations between a token and a metric
+    # On another processor, sums have another order. Each of fewer than 8,192 operations between a token and a metric
     # rounds by at most eps / 2 (kernels without AVX differ by 3e-7). A changed formula shows in the first digits.
     for row, expected in zip(first, golden, strict=True):
         assert row == pytest.approx(expected, rel=8192 * torch.finfo(torch.float32).eps)
@@ -57,7 +57,7 @@ def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
 
 @pytest.mark.core
 def test_two_runs_with_one_seed_are_equal_bit_for_bit(folder: Path, first: list[dict[str, float]]):
-    # Recording changes no number.
+    # Recording changes no value.
     assert train(folder, "second", "profile.steps=[2,3]") == first
     roles = ("trajectories", "broker (", "generator-0 (", "learner (", "learner torch (")
     runs.assert_traced(folder, "second", steps=(2, 3), per_step=4 * 8, processes=roles)
@@ -74,8 +74,8 @@ def test_an_adapter_is_published_and_saved(folder: Path):
     assert load_file(folder / FINAL / "adapter/adapter_model.safetensors")
 
 
-def test_a_version_is_applied_at_once_so_that_no_token_depends_on_threads(folder: Path):
-    # Of the first max_lag + 1 steps all tokens are of version 0, and those of the next ones of version 5.
+def test_a_version_is_applied_immediately_so_no_token_depends_on_threads(folder: Path):
+    # All tokens of the first max_lag + 1 steps are of version 0, those of the next steps of version 5.
     rows = train(folder, "later", "learner.max_steps=8")
     assert [row["lag/mean"] for row in rows] == [0, 1, 2, 3, 4, 0, 1, 2]
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_resumed_at_a_checkpoint_equals_one_without_a_break_bit_fo
     runs.run_script(folder, "tests.e2e.resumed_serial", *SMALL, *changes)
     assert [{key: row[key] for key in KEYS} for row in runs.metrics(folder, "resumed")] == synchronous
     straight, resumed = (folder / "runs" / name for name in ("synchronous", "resumed"))
-    # The order of prompts, the tokens that were sampled, and their log-probabilities.
+    # The order of prompts, the sampled tokens, and their log-probabilities.
     columns = ["id", "prompt_uid", "token_ids", "generator_logprobs", "version_spans", "steps"]
     groups = [
         sorted(read_table(path / "archive/shard-00000001.parquet", columns=columns).to_pylist(), key=itemgetter("id"))
@@ -115,7 +115,7 @@ def test_max_lag_zero_is_exactly_on_policy(folder: Path):
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["learner/mismatch_max"] < 1e-4
         assert row["generators/tokens_per_s"] > 0
-    # What the pages of trajectories show of each token.
+    # The values that trajectory pages show for each token.
     with open_catalog(str(folder / "runs/synchronous/archive")) as catalog:
         trained = catalog.page(CatalogQuery(TrajectoryFilter(step=3))).rows
         for member in catalog.group(trained[0].group_id):
@@ -124,5 +124,5 @@ def test_max_lag_zero_is_exactly_on_policy(folder: Path):
             assert is_known == [number is not None for number in entropies] == member.model_mask
             assert max(abs(number) for number in log_ratios if number is not None) < 1e-3
             assert min(number for number in entropies if number is not None) > 0
-    # With max_lag > 0 so short a run has generated everything before its first step begins.
+    # With max_lag > 0, such a short run generates everything before its first step.
     assert runs.summary(folder, "synchronous")["generated_tokens_per_s"] > 0

@@ -1,4 +1,4 @@
-"""Models that are given images: published by the learner, adopted by vLLM with their visual encoder, and learnt."""
+"""Vision models: published by the learner, loaded by vLLM with their visual encoder, and trained."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ PICTURES = [make_picture(24, 16), make_picture(40, 8, seed=1)]
 
 
 def logprobs(policy: Policy, vision: VisionModel) -> torch.Tensor:
-    """Log-probabilities of transformers, from its own positions."""
+    """Log-probabilities from transformers, with its own positions."""
     expanded, placed = vision.expand(TOKEN_IDS, PICTURES)
     ids = torch.tensor([expanded])
     with torch.no_grad():
@@ -38,7 +38,7 @@ def logprobs(policy: Policy, vision: VisionModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.long)])
-def test_a_model_is_adopted_with_its_visual_encoder(engines: Engines, tmp_path: Path, family: str) -> None:
+def test_a_model_is_loaded_with_its_visual_encoder(engines: Engines, tmp_path: Path, family: str) -> None:
     folder = make_vision_model(tmp_path / "model", family)
     policy, vision = load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu")), VisionModel(str(folder))
     policy.eval()
@@ -49,7 +49,7 @@ def test_a_model_is_adopted_with_its_visual_encoder(engines: Engines, tmp_path: 
         before = {name: tensor.clone() for name, tensor in policy.causal_lm.state_dict().items()}
         move(policy, seed=version)
         if version:
-            # The visual encoder alone: a stale one, or a picture kept from before, would show.
+            # Only the visual encoder, so that a stale encoder or cached picture shows.
             kept = {name: tensor for name, tensor in before.items() if "visual" not in name}
             policy.causal_lm.load_state_dict(kept, strict=False)
         expected.append(logprobs(policy, vision))
@@ -93,11 +93,11 @@ def test_a_run_in_one_process_is_replayed_from_its_archive_bit_for_bit(tmp_path:
     runs.run_script(tmp_path, "slipstream.scripts.make_digits_data", *task)
     runs.train(tmp_path, *SERIAL, "name=first")
     rows, folder = runs.metrics(tmp_path, "first"), tmp_path / "runs" / "first"
-    # The engine's log-probabilities, over pictures, against the learner's in packed rows.
+    # The engine's log-probabilities over pictures against the learner's in packed rows.
     assert rows[0]["learner/mismatch_max"] < 1e-4
-    assert len(list((folder / "archive" / "images").iterdir())) == 12, "each picture once, for eight answers"
+    assert len(list((folder / "archive" / "images").iterdir())) == 12, "each picture once for eight answers"
     assert (folder / "final_model" / "preprocessor_config.json").is_file()
-    # Nothing but archive and settings: the pictures come from there, too.
+    # Only archive and settings: the pictures also come from there.
     (folder / "archive").rename(tmp_path / "elsewhere")
     runs.train(tmp_path, *SERIAL, "name=again", "mode=replay", "replay.path=elsewhere", "buffer.archive.enabled=false")
     losses = [[row["learner/loss"] for row in found] for found in (rows, runs.metrics(tmp_path, "again"))]
@@ -112,5 +112,5 @@ def test_digits_in_pictures_are_learnt(tmp_path: Path) -> None:
     assert summary["accuracy_sampled"] > summary["accuracy_before"] + 0.4
     assert summary["accuracy_greedy"] > 0.85
     first = runs.metrics(tmp_path, "vision")[0]
-    assert first["learner/mismatch_max"] < 1e-4, "log-probabilities of vLLM and of the learner, at the same version"
+    assert first["learner/mismatch_max"] < 1e-4, "log-probabilities of vLLM and of the learner at the same version"
     assert any((folder / "archive" / "images").iterdir())

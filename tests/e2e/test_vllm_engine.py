@@ -1,4 +1,4 @@
-"""VllmEngine beyond the contract of all engines: tied embeddings, late answers, dead and orphaned processes."""
+"""VllmEngine beyond the contract of all engines: tied embeddings, late answers, and dead and orphaned processes."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def probe_diff(rig: Rig, prompt: list[int] = PROMPT) -> float:
-    """Largest difference of prompt log-probabilities between the engine and the module it should hold."""
+    """Largest difference of prompt log-probabilities between the engine and the expected module."""
     logprobs = reference_logits(rig.module, prompt).log_softmax(-1)
     expected = logprobs.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
     return (torch.tensor(rig.run(rig.engine.prompt_logprobs(prompt))) - expected).abs().max().item()
@@ -209,7 +209,7 @@ def start_engine(folder: Path, *, start_timeout_s: float = 200.0) -> None:
 def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
     kind: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # In its eager mode vLLM's CPU worker lacks the buffers that pass from one stage of a pipeline to the next.
+    # In eager mode, vLLM's CPU worker lacks the buffers between pipeline stages.
     config = VllmEngineConfig(max_num_seqs=64, enforce_eager=kind == "tensor", **{f"{kind}_parallel_size": 2})
     for name, value in engine_environment(config).items():
         monkeypatch.setenv(name, value)

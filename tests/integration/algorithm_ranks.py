@@ -35,17 +35,17 @@ KEYS = (
 )
 
 SMOOTH = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
-"""With Adam's usual epsilon a gradient that cancels to rounding moves its weight as far as any other."""
+"""With Adam's usual epsilon, a gradient that cancels to rounding moves its weight as far as any other gradient."""
 SUPERVISED = {
     "sft": (SftTrainer, SftConfig("a", trajectories_per_step=8), make_demonstrations),
     "pairs": (PairTrainer, SftConfig("a", objective="pairs", trajectories_per_step=8), make_pairs),
 }
 FAMILY = "family-"
-"""Begin of a name that means the default algorithm with a model of that family."""
+"""Prefix of names that mean the default algorithm with a model of that family."""
 
 
 def make_models(folder: Path, names: list[str]) -> None:
-    """Write the models of these names, with heads for four ranks, and key/value heads for two."""
+    """Write the models for these names, with attention heads for four ranks and key/value heads for two."""
     for seed in (0, 7):
         config = make_model(folder, seed=seed) / "config.json"
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,7 +58,7 @@ def make_models(folder: Path, names: list[str]) -> None:
 def train(
     folder: Path, name: str, *, ranks: Ranks, **learner: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Two steps with the algorithm of that name, or of a supervised run: metrics and weights."""
+    """Run two steps with the named algorithm, or of a supervised run. Returns metrics and weights."""
     settings = {"optimizer": SMOOTH} | learner
     torch.manual_seed(0)
     if name in SUPERVISED:
@@ -75,7 +75,7 @@ def train(
         trainer = build_trainer(run, ranks=ranks, device=CPU)
         metrics = [trainer.step(groups, learner_version=0, step=1)]
         if numbers := trainer.step_tokens:
-            # Weighted by place, so that no token can stand at that of another.
+            # Weighted by position, so that swapped tokens are detected.
             metrics[0] |= {
                 name: float(np.mean(column * np.cos(np.arange(len(column)))))
                 for name, column in numbers.columns.items()

@@ -1,4 +1,4 @@
-"""A rank that ends as it is told, the others after it: `python -m tests.integration.ending_rank END`."""
+"""A rank that ends as instructed, then the others: `python -m tests.integration.ending_rank END`."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import psutil
 
 if __name__ == "__main__":
     if sys.argv[1] == "listen":
-        # 20 if no rank of the group, nor what started them, listens beyond the loopback interface.
+        # 20 if no rank of the group, nor its launcher, listens beyond the loopback interface.
         import torch
 
         from slipstream.learner.ranks import join_ranks

@@ -1,4 +1,4 @@
-"""Scene of a router and a generator over the in-memory transport, with a scripted engine."""
+"""A router and a generator over the in-memory transport, with a scripted engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,18 +26,18 @@ from tests.fakes import write_rows
 from tests.tiny_model import make_tokenizer
 
 CANARY = [-1.0, -2.0]
-"""Log-probabilities of the fake engine for any canary."""
+"""The fake engine's log-probabilities for any canary."""
 
 
 class FakeEngine(ScriptedEngine):
-    """A scripted engine with known log-probabilities of the canary, so that a probe can fail."""
+    """A scripted engine with known canary log-probabilities, so that a probe can fail."""
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return CANARY
 
 
 class GeneratorScene:
-    """A router, a generator and a learner that the test drives, on one clock."""
+    """A router, a generator, and a learner driven by the test, on one clock."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GeneratorScene:
         self.generator = make_generator(self)
 
     def start_broker(self) -> None:
-        """Put a router in the place of the one before, which knows nothing but what is in the store."""
+        """Replace the router with a new one that knows only the store."""
         self.channel = self.hub.server()
         self.router = Router(
             self.channel,

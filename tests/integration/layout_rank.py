@@ -1,7 +1,7 @@
-"""One learner rank in a layout of its own, started as `python -m tests.integration.layout_rank`.
+"""One learner rank in some layout, started as `python -m tests.integration.layout_rank`.
 
-Without `--resume` it trains two steps, saves, and goes on: the uninterrupted run. With it, it loads the checkpoint of
-each layout named, writes the moments that it holds then, and makes the same last step.
+Without `--resume`, it trains two steps, saves, and continues: the uninterrupted run. With `--resume`, it loads the
+checkpoint of each named layout, writes its moments, and makes the same last step.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from slipstream.learner.training.trainer import Trainer
 from tests.integration.learner_rank import TIMEOUT_S, share_groups
 from tests.unit.learner.builders import CPU, make_groups, make_run, weights, zero
 
-# So large that the update is as smooth a function of the gradient as the loss: Adam amplifies rounding otherwise.
+# Large enough that the update is as smooth a function of the gradient as the loss. Otherwise Adam amplifies rounding.
 SMOOTH = {"epsilon": 1.0, "learning_rate": 1.0}
 
 

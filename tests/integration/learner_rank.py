@@ -1,6 +1,6 @@
-"""One learner rank of a test, started as `python -m tests.integration.learner_rank`; trains two steps and saves.
+"""One learner rank of a test, started as `python -m tests.integration.learner_rank`. Trains two steps and saves.
 
-Rank 0 alone has the trajectories, as the store would hand them over; the others get them from it.
+Only rank 0 has the trajectories, as if from the store. The others receive them from it.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def share_groups(ranks: Ranks, groups: list[list[Trajectory]]) -> list[list[Traj
 
 
 def count_gathered(path: Path, *, is_whole: bool) -> None:
-    """Write the bytes that forward and backward passes gather, and keep no parameter gathered. `is_whole`: float32."""
+    """Write the bytes gathered by forward and backward passes, and keep no parameter gathered. `is_whole`: float32."""
     import deepspeed.runtime.zero.partition_parameters as zero_parameters
 
     original, configure = zero_parameters._dist_allgather_fn, deepspeed_engine.deepspeed_config
@@ -109,7 +109,7 @@ def main() -> None:
     trainer = build_trainer(run, ranks=ranks, device=CPU)
     where = args.folder / args.machine / "checkpoints" if args.machine else args.folder / f"{args.out}-checkpoints"
     checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=ranks)
-    # Rank 0 alone knows which ones all machines have finished.
+    # Only rank 0 knows which checkpoints all machines have finished.
     found = ranks.broadcast_bytes([name.encode() for name in checkpoints.names()] if ranks.is_first else None)
     if found:
         checkpoints.restore_finite([found[-1].decode()])

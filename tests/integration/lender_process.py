@@ -1,6 +1,6 @@
-"""python -m tests.integration.lender_process LEARNER ADDRESS: a lender in a process of its own, to be killed.
+"""python -m tests.integration.lender_process LEARNER ADDRESS: a lender in a separate process, for tests that kill it.
 
-It fetches version 1 from the learner's address, lends it at its own, slowly, and prints a line once it does.
+Fetches version 1 from the learner's address, lends it slowly at ADDRESS, and then prints a line.
 """
 
 import sys
@@ -29,7 +29,6 @@ class SlowWeights(HostWeights):
 
 
 def main(learner: str, address: str) -> None:
-    """Fetch, lend, and wait for the end."""
     fetcher = Fetcher(KEYS, lend_at=address, host_weights=SlowWeights())
     update, _ = make_version(1, num_columns=COLUMNS)
     source = SnapshotSource(learner, "/not/shared", is_lent=True)

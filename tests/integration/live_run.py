@@ -1,4 +1,4 @@
-"""LiveRun: a run in a folder with a real store, whose roles are threads that report, die and answer on command."""
+"""LiveRun: a run folder with a real store. Its roles are threads that report, die, and answer on command."""
 
 import threading
 from pathlib import Path
@@ -74,7 +74,7 @@ class LiveRun:
         }
 
     def step(self, **values: Any) -> int:
-        """Make a step; return its number."""
+        """Make a step and return its number."""
         self.steps += 1
         append_rows(self.path, make_row(self.steps, **values))
         return self.steps
@@ -83,11 +83,11 @@ class LiveRun:
         self.store.record_event(role, text)
 
     def kill(self, name: str) -> None:
-        """Let a role fall silent."""
+        """Silence a role."""
         self.alive.discard(name)
 
     def release(self) -> None:
-        """Let go of the run, as its launcher does when it dies."""
+        """Release the run, as its launcher does when it dies."""
         self._folder.unlock()
 
     def kill_store(self) -> None:

@@ -1,7 +1,7 @@
-"""`python -m tests.integration.ray_cluster ADDRESS CPUS...`: a Ray cluster of this machine, one node for each number.
+"""`python -m tests.integration.ray_cluster ADDRESS CPUS...`: a Ray cluster on this machine, one node for each number.
 
-Prints one JSON object, then waits for the end of its input, and ends the cluster. Every process of it works in a folder
-of its own under /tmp, which is removed.
+Prints one JSON object, waits for the end of its input, and stops the cluster. All its processes work in a private
+folder under /tmp, which is removed.
 """
 
 import json
@@ -22,7 +22,7 @@ def pid_of(node: Any, kind: str) -> int:
 
 
 def main(address: str, cpus: list[int]) -> None:
-    # A short path: Ray puts unix sockets into it.
+    # A short path, because Ray puts Unix sockets into it.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     common = {"object_store_memory": 80 * 2**20, "node_ip_address": address, "include_dashboard": False}
     cluster = Cluster(

@@ -1,4 +1,4 @@
-"""Simulated time: an asyncio loop that jumps to the next timer instead of waiting for it, so that seconds are exact."""
+"""Simulated time: an asyncio loop that jumps to the next timer instead of waiting, so that times are exact."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never waits for a timer; `now` is what the loop takes for the time."""
+    """Never waits for a timer. `now` is the loop's time."""
 
     now = 0.0
 
@@ -22,18 +22,17 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 s. Nothing that runs on it may block."""
+    """Starts at 0 s. Code on this loop must not block."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Seconds of the simulation."""
+        """Simulated seconds."""
         return self._jumping.now
 
 
 def simulate(work: Coroutine[Any, Any, T], *, loop: SimulatedLoop) -> T:
-    """Run `work` to its end."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(work)

@@ -1,4 +1,4 @@
-"""A generator whose engine runs out of room lowers its concurrency, visibly in its status."""
+"""A generator whose engine runs out of memory lowers its concurrency and shows it in its status."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tests.integration.generator_scene import CANARY, FakeEngine, GeneratorScene
 
 
 class CrowdedEngine(FakeEngine):
-    """Reports the load set by the test, and answers only while its gate is open."""
+    """Reports the load set by the test. Answers only while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig())
@@ -67,7 +67,7 @@ def test_the_limit_follows_the_engine_and_is_the_capacity_in_the_status(scene: G
         await scene.turn(1)
         scene.engine.gate.clear()
         await scene.turn(50)
-        # Room for 6 admits three rows, room for 3 one more, room for 2 another.
+        # Space for 6 admits three rows, space for 3 one more, space for 2 another.
         assert gauges() == (5, 6, 0.951, 3)
         scene.engine.gate.set()
 

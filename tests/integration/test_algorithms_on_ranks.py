@@ -1,10 +1,7 @@
-"""Ranks over Gloo, with shares of the batch and slices of sequences, make the weights of one process."""
+"""Ranks over Gloo, with shares of the batch and slices of sequences, produce the same weights as one process."""
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from tests.families import FAMILIES
 from tests.integration.algorithm_ranks import SUPERVISED, make_models, train
+from tests.integration.rank_processes import run_ranks
 from tests.unit.learner.builders import CPU, make_alone
 from tests.unit.learner.test_every_algorithm import SETTINGS
 
@@ -38,44 +36,25 @@ FEW_SLICED = [
     "family-gemma3_text",
     "family-qwen3_moe",
 ]
-"""Losses of whole sequences, a second model of each kind, numbers that go from one to another, windows."""
+"""Losses of whole sequences, a second model of each kind, values that pass between ranks, and windows."""
 SLICED_FAMILIES = [
     f"family-{name}"
     for name, (kind, _) in FAMILIES.items()
     if kind == "shared_rows" and name not in ("gemma2", "gpt_oss", "falcon")
 ]
 AT_ONCE = 20
-"""Algorithms per pair of processes: after some sixty DeepSpeed engines in one process, which keeps their groups, a
-collective of ZeRO 3 hangs."""
+"""Algorithms per pair of processes. After about sixty DeepSpeed engines in one process, which keeps their groups, a
+ZeRO-3 collective hangs."""
 TOLERANCE = 5e-6
-"""Largest difference of a weight after two steps, which move each by up to 1e-3."""
+"""Largest difference of a weight after two steps. Each step moves weights by up to 1e-3."""
 pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
 def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
     sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
-    command = [sys.executable, "-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
+    command = ["-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
     (folder / "rendezvous").unlink(missing_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [*command, f"--rank={rank}", *names],
-            cwd=root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]
-    ends_at = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, ends_at - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join(output.decode()[-2000:] for output in outputs)
-    assert [process.returncode for process in processes] == [0] * ranks, logs
+    run_ranks([[*command, f"--rank={rank}", *names] for rank in range(ranks)], timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
-"""The archiver on a real store: both are killed and starved, and every group is in the archive once."""
+"""The archiver on a real store: both are killed and starved, and the archive has every group once."""
 
 import errno
-import shutil
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +19,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import ArchiveConfig
 from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
+from tests.runs import until
 
 pytestmark = pytest.mark.core
 
@@ -29,13 +27,11 @@ CONFIG = ArchiveConfig(groups_per_shard=4, flush_s=0.2)
 
 
 @pytest.fixture
-def server() -> Iterator[EmbeddedRedis]:
-    folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    started = EmbeddedRedis(folder, durability="strict", max_memory_mib=64)
+def server(short_folder: Path) -> Iterator[EmbeddedRedis]:
+    started = EmbeddedRedis(short_folder, durability="strict", max_memory_mib=64)
     started.start(timeout_s=20)
     yield started
     started.stop()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def start_archiver(server: EmbeddedRedis, folder: Path) -> ArchiverThread:
 
 
 def retire(store: RedisStore, *, step: int, count: int) -> list[str]:
-    """One step, from lease to checkpoint; the groups it used."""
+    """One step, from lease to checkpoint. Returns the groups it used."""
     make_ready(store, count)
     claimed = claim(store, step, count)
     commit(store, claimed)
@@ -65,22 +61,15 @@ def retire(store: RedisStore, *, step: int, count: int) -> list[str]:
     return claimed.group_ids
 
 
-def wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, f"waited 20 s for {what}"
-        threading.Event().wait(0.02)
-
-
 def groups_in(folder: Path) -> list[str]:
-    """Every trajectory's group, in the order archived."""
+    """Group of every trajectory, in archive order."""
     return [stored.trajectory.group_id for stored in Archive(folder).read()]
 
 
 def test_retired_groups_move_from_the_store_to_the_archive(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
     archiver = start_archiver(server, tmp_path)
     group_ids = retire(store, step=1, count=3) + retire(store, step=2, count=2)
-    wait_for(lambda: store.counts().unarchived == 0, "the archiver")
+    until(lambda: store.counts().unarchived == 0, what="the archiver")
     assert archiver.stop(timeout_s=10)
     assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
     assert {tuple(stored.steps) for stored in Archive(tmp_path).read()} == {(1,), (2,)}
@@ -97,7 +86,7 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
     claimed = claim(store, 1, 1)
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
     archiver = start_archiver(server, tmp_path)
-    assert archiver.stop(timeout_s=10), "stopping archives what is over"
+    assert archiver.stop(timeout_s=10), "a stopping archiver archives finished groups"
     assert {(stored.state, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
         ("rejected", "all_equal")
     }
@@ -106,13 +95,13 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
 def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
     archiver = start_archiver(server, tmp_path)
     first = retire(store, step=1, count=2)
-    wait_for(lambda: archiver.status().groups == 2, "the first shard")
+    until(lambda: archiver.status().groups == 2, what="the first shard")
     assert server.pid is not None
     psutil.Process(server.pid).kill()
-    wait_for(lambda: "does not answer" in archiver.status().reason, "the archiver to say why it waits")
+    until(lambda: "does not answer" in archiver.status().reason, what="the archiver to say why it waits")
     server.start(timeout_s=20)
     second = retire(store, step=2, count=2)
-    wait_for(lambda: archiver.status().groups == 4, "the second shard")
+    until(lambda: archiver.status().groups == 4, what="the second shard")
     assert archiver.status().reason == ""
     assert archiver.stop(timeout_s=10)
     assert groups_in(tmp_path) == [group for group in first + second for _ in range(2)]
@@ -123,9 +112,9 @@ def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis
     other = ShardWriter(tmp_path)
     archiver = start_archiver(server, tmp_path)
     retire(store, step=1, count=2)
-    wait_for(lambda: "must have one writer" in archiver.status().reason, "the archiver to say why it waits")
+    until(lambda: "must have one writer" in archiver.status().reason, what="the archiver to say why it waits")
     other.close()
-    wait_for(lambda: archiver.status().groups == 2, "the shard")
+    until(lambda: archiver.status().groups == 2, what="the shard")
     assert archiver.stop(timeout_s=10)
 
 
@@ -133,7 +122,7 @@ def test_groups_archived_but_not_forgotten_are_not_archived_again(
     server: EmbeddedRedis, store: RedisStore, tmp_path: Path
 ):
     retire(store, step=1, count=3)
-    # A crash between the manifest and `forget` leaves exactly this behind.
+    # The state after a crash between the manifest and `forget`.
     dying = ShardWriter(tmp_path)
     dying.write(store.finished(limit=2))
     dying.close()
@@ -144,7 +133,7 @@ def test_groups_archived_but_not_forgotten_are_not_archived_again(
 
 
 class FullDisk(ShardWriter):
-    """A writer whose disk is full until somebody makes room."""
+    """A writer with a full disk until space is freed."""
 
     has_room = threading.Event()
 
@@ -159,11 +148,13 @@ def test_a_full_disk_is_reported_and_loses_nothing(server: EmbeddedRedis, store:
     archiver = ArchiverThread(lambda: connect_to(server), tmp_path, CONFIG, tick_s=0.02, open_writer=FullDisk)
     archiver.start()
     group_ids = retire(store, step=1, count=3)
-    wait_for(lambda: "No space left" in store.roles().get("archiver", {}).get("reason", ""), "the store to be told why")
+    until(
+        lambda: "No space left" in store.roles().get("archiver", {}).get("reason", ""), what="the store to be told why"
+    )
     assert store.roles()["archiver"]["state"] == "stuck"
     assert store.counts().unarchived == 3
     FullDisk.has_room.set()
-    wait_for(lambda: store.counts().unarchived == 0, "the archiver to go on")
+    until(lambda: store.counts().unarchived == 0, what="the archiver to go on")
     assert archiver.stop(timeout_s=10)
     assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
     assert store.roles()["archiver"]["reason"] == ""

@@ -1,5 +1,6 @@
-"""Peers that must not join, with the real commands: one sentence and exit code 2 on their side, the reason in the
-broker's log and the run's events, and the run continues unharmed."""
+"""Invalid peers, with the real commands: one error message and exit code 2 on their side, the reason in the broker's
+log and the run's events, and an unharmed run.
+"""
 
 import json
 import os
@@ -35,18 +36,18 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Joiner:
-    """A peer that must not join."""
+    """A peer that must be rejected."""
 
     command: tuple[str, ...]
-    """Arguments of Python."""
+    """Python's arguments."""
     error: str
     """Pattern of its error."""
     token: str = TOKEN
     """Token in its environment."""
     home: str = "."
-    """Working folder below the test's folder, in which it finds its model."""
+    """Working folder below the test's folder, which contains its model."""
     event: str = "refused: "
-    """Beginning of the run's event; empty if it never reached the broker."""
+    """Start of the run's event; empty if the peer never reached the broker."""
 
 
 GENERATOR = ("-m", "slipstream.generators", "--id", "stranger")
@@ -105,9 +106,9 @@ def change(path: Path, pattern: str, replacement: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Run]:
-    """A run in training, whose roles have the token from broker.token_file."""
+    """A run in training. Its roles have the token from broker.token_file."""
     address = f"broker.address=ipc://{folder}/guarded.sock"
-    # So slow that it leaves the processor to those who join.
+    # Slow, to leave the processor to the joiners.
     pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.3")
     started = Run(folder, "guarded", address, *pace, "broker.token_file=private_token")
     with started.ended_at_last():
@@ -184,7 +185,7 @@ def test_the_status_of_the_run_shows_rejected_peers(folder: Path, run: Run) -> N
 
 
 def files_of(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Paths and contents; the run goes on meanwhile, so that files and folders of the listing may be gone."""
+    """Paths and contents. The run continues meanwhile, so listed files and folders may have disappeared."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             with suppress(OSError):
@@ -205,7 +206,7 @@ def test_the_token_is_in_no_file_of_the_run_and_in_no_command_line(folder: Path,
 LEARNERS = {
     "settings of another run": Joiner(
         ("-m", "slipstream.learner", *SMALL),
-        r"settings must be the broker's, got differences in name",
+        r"settings must match the broker's, got differences in name",
         event="left: ",
     ),
     "another model": Joiner(
@@ -219,7 +220,7 @@ LEARNERS = {
 
 @pytest.fixture(scope="module")
 def lone_broker(folder: Path) -> Iterator[Path]:
-    """The log of a broker that was started by hand and has no peers."""
+    """The log of a broker that was started manually and has no peers."""
     log = folder / "lone.log"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end at its smallest size, and writes its figures."""
+"""Every benchmark runs to completion at its smallest size and writes its figures."""
 
 import json
 import os
@@ -21,7 +21,7 @@ RUN = [
     "evaluation.final_prompts=4",
 ]
 REAL = pytest.mark.long
-"""Marks what starts vLLM, DeepSpeed or a whole run, or takes a quarter of a minute."""
+"""Mark benchmarks that start vLLM, DeepSpeed, or a whole run, or take 15 s."""
 BENCHMARKS = [
     pytest.param(
         "first_minute", ["--seeds=0", "--here", "--", *RUN, "learner.max_steps=11", "learner.stop=null"], marks=REAL

@@ -1,4 +1,4 @@
-"""Router and generator over the in-memory transport: leases become trajectories, updates are applied and probed."""
+"""Router and generator over the in-memory transport: leases become trajectories, and updates are applied and probed."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def scene(tmp_path: Path) -> GeneratorScene:
     return GeneratorScene(tmp_path)
 
 
-def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_ready(scene: GeneratorScene):
+def test_leases_start_after_weights_are_verified_and_groups_become_ready(scene: GeneratorScene):
     async def script() -> None:
         await scene.turn()
         assert scene.store.counts().admitted == 0
@@ -64,7 +64,7 @@ def test_a_drained_generator_returns_its_leases(scene: GeneratorScene):
 
 
 class InterruptedEngine(FakeEngine):
-    """Drains the generator during `moment`: start | probe."""
+    """Drains the generator at `moment`: start | probe."""
 
     def __init__(self, moment: str) -> None:
         super().__init__(ScriptedEngineConfig())
@@ -77,7 +77,7 @@ class InterruptedEngine(FakeEngine):
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._moment == "probe":
-            # Until the serving loop sleeps: it must not see the drain before the update completes.
+            # Wait until the serving loop sleeps: it must not see the drain before the update completes.
             for _ in range(5):
                 await asyncio.sleep(0)
             self.drain("stop signal")
@@ -85,7 +85,7 @@ class InterruptedEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("moment", ["start", "probe"])
-def test_a_drain_is_final_whatever_completes_after_it(scene: GeneratorScene, moment: str):
+def test_a_drain_is_final_regardless_of_later_completions(scene: GeneratorScene, moment: str):
     scene.engine = InterruptedEngine(moment)
     scene.generator = make_generator(scene)
     scene.engine.drain = scene.generator.drain

@@ -1,4 +1,4 @@
-"""Two brokers on one store: one is killed under load, and every trajectory is trained on once and archived once."""
+"""Two brokers on one store. One is killed under load, and every trajectory is trained on once and archived once."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def join_run(role: Any, run: RunConfig, keys: Keys, name: str, board: StatusBoar
 
 
 class ScriptedGenerator:
-    """Asks for one group at a time and puts its members one by one, over the real client."""
+    """Requests one group at a time and puts its members one by one, over the real client."""
 
     def __init__(self, name: str, run: RunConfig, keys: Keys) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class ScriptedGenerator:
         self._is_draining = True
 
     def end(self) -> bool:
-        """Leave; returns whether all was acknowledged."""
+        """Leave, and return whether everything was acknowledged."""
         self._thread.join(timeout=30)
         self._session.clients.stop(flush_s=20)
         return not len(self._session.client.outbox)
@@ -106,7 +106,7 @@ class ScriptedGenerator:
                 self._session.client.put(*packed)
                 self.put.append(packed[0].id)
                 self._asked_at = None
-                # Only now, so that the lease is held by the work or by the outbox at any moment.
+                # Only now, so that either the work or the outbox always holds the lease.
                 del self._work[0]
             elif self._session.client.is_joined and (not self._asked_at or time.monotonic() - self._asked_at > 5):
                 self._asked_at = time.monotonic()
@@ -114,7 +114,7 @@ class ScriptedGenerator:
 
 
 class ScriptedLearner:
-    """Claims and commits every group that is ready, checkpoints, and follows the members of all brokers."""
+    """Claims and commits every ready group, checkpoints, and follows the members of all brokers."""
 
     def __init__(self, run: RunConfig, keys: Keys, store: RedisStore) -> None:
         self._store = store
@@ -156,7 +156,7 @@ class ScriptedLearner:
 
 
 class Scene:
-    """The store, two brokers as processes, ten generators and a learner."""
+    """The store, two broker processes, ten generators, and a learner."""
 
     def __init__(self, folder: Path) -> None:
         rows = write_rows(folder / "rows.parquet")
@@ -176,7 +176,7 @@ class Scene:
         for name in self.run.broker.names:
             self.start(name)
         self.store = open_run_store(self.server.url, self.run.name, timeout_s=20)
-        until(lambda: len(self.living()) == 2, timeout_s=30, what="both brokers report")
+        until(lambda: len(self.live()) == 2, timeout_s=30, what="both brokers report")
         self.generators = [ScriptedGenerator(name, self.run, self.keys) for name in GENERATORS]
         self.learner = ScriptedLearner(self.run, self.keys, self.store)
 
@@ -187,8 +187,8 @@ class Scene:
         with (self.folder.path / f"{name}.log").open("ab") as log:
             self.brokers[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
-    def living(self) -> dict[str, bool]:
-        """Names of the brokers that have reported within 3 s, and whether each is the chief."""
+    def live(self) -> dict[str, bool]:
+        """Brokers that reported within 3 s, and whether each is the chief."""
         with suppress(RunConflictError):
             roles, now = self.store.roles(), self.store.now()
             fresh = [(name, each) for name, each in roles.items() if now - each["reported_at"] < 3]
@@ -240,10 +240,10 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     scene.await_(lambda: scene.learner.applied[1] == len(GENERATORS), "an order reaches the generators of both")
     scene.await_(lambda: len(list(scene.folder.archive.glob("*.parquet"))) > 0, "the chief archives")
 
-    chief, other = sorted(living := scene.living(), key=lambda name: not living[name])
+    chief, other = sorted(live := scene.live(), key=lambda name: not live[name])
     scene.brokers[chief].kill()
     scene.brokers[chief].wait()
-    scene.await_(lambda: scene.living() == {other: True}, "the other one is the chief")
+    scene.await_(lambda: scene.live() == {other: True}, "the other one is the chief")
     scene.await_(lambda: set(scene.brokers_of_generators().values()) == {other}, "the generators leave the dead one")
     put = {each.name: len(each.put) for each in scene.generators}
     archived = len(list(scene.folder.archive.glob("*.parquet")))
@@ -256,7 +256,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     assert [role.name for role in status.roles if role.is_chief and role.is_alive] == [other]
 
     scene.start(chief)
-    scene.await_(lambda: scene.living() == {other: True, chief: False}, "the restarted one serves, and the chief stays")
+    scene.await_(lambda: scene.live() == {other: True, chief: False}, "the restarted one serves, and the chief stays")
     scene.await_(lambda: scene.brokers_of_generators() == own, "its generators come back")
 
     for generator in scene.generators:
@@ -273,7 +273,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
 def assert_books_reconcile(scene: Scene) -> None:
     put = Counter(each for generator in scene.generators for each in generator.put)
     trained = Counter(scene.learner.trained)
-    assert (len(put - trained), len(trained - put)) == (0, 0), "lost, or from nowhere"
+    assert (len(put - trained), len(trained - put)) == (0, 0), "lost, or of unknown origin"
     assert max(trained.values()) == 1, "trained on twice"
     archived = Counter(stored.trajectory.id for stored in Archive(scene.folder.archive).read())
     assert archived == trained

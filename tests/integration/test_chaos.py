@@ -1,4 +1,4 @@
-"""Runs under chaos; `python -m tests.chaos` does the same with any number of kills."""
+"""Runs under chaos. `python -m tests.chaos` does the same with any number of kills."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.runs import ROOT, processes_of, until
 
 
 def run_chaos(*, seed: int, kills: int, timeout_s: float) -> None:
-    """Raise AssertionError with everything that the command printed unless the run is sound."""
+    """Raise AssertionError with the command's whole output unless the run is sound."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", f"--seed={seed}", f"--kills={kills}"],
         cwd=ROOT,
@@ -36,7 +36,7 @@ def test_a_run_whose_roles_are_killed_has_the_outcome_of_an_uninterrupted_one() 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_was_acknowledged_is_accounted_for_after_acts_at_points_and_cut_connections() -> None:
-    # Few kills: two acts or three of the thirteen, which takes half a minute.
+    # Few kills: two or three of the thirteen acts, which takes half a minute.
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", "--engine=light", "--seed=5", "--kills=3"],
         cwd=ROOT,
@@ -95,7 +95,7 @@ def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_act_leaves_what_was_acknowledged_accounted_for(seed: int) -> None:
+def test_every_act_leaves_acknowledged_trajectories_accounted_for(seed: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", "--engine=light", f"--seed={seed}", "--kills=20"],
         cwd=ROOT,

@@ -1,8 +1,4 @@
-"""Shards that two ranks have written, converted into one model."""
-
-import os
-import subprocess
-import sys
+"""Shards written by two ranks, converted into one model."""
 
 import pytest
 from safetensors.torch import load_file
@@ -10,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs.base import ConfigError
 from slipstream.launch.convert import convert
+from tests.integration.rank_processes import run_ranks
 from tests.integration.test_learner_ranks import train
-from tests.runs import ROOT
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
 FSDP_RANK = """
@@ -34,14 +30,7 @@ torch.distributed.barrier()
 def test_fsdp_shards_of_two_ranks_are_joined(tmp_path):
     for kind in ("fsdp", "ddp"):
         make_tiny_model(tmp_path / kind / "actor" / "huggingface")
-    command = [sys.executable, "-c", FSDP_RANK, str(tmp_path)]
-    loopback = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=loopback) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks([["-c", FSDP_RANK, str(tmp_path), str(rank)] for rank in range(2)], timeout_s=120)
     expected = make_tiny_module(seed=5).state_dict()
     for kind in ("fsdp", "ddp"):
         convert(tmp_path / kind, tmp_path / f"{kind}-model", base=None, dtype=None, max_shard_size="5GB")

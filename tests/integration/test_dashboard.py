@@ -1,4 +1,4 @@
-"""`slipstream watch` in a browser: headless Chromium, driven by Playwright, on a live run and on finished ones."""
+"""`slipstream watch` in headless Chromium, driven by Playwright, on a live run and on finished runs."""
 
 import os
 import re
@@ -39,7 +39,7 @@ PAGES = ("", "/pipeline", "/trajectories", "/events", "/settings")
 
 @pytest.fixture(scope="module")
 def runs_dir() -> Iterator[Path]:
-    # A short path: the length of a socket's path is limited.
+    # A short path, because socket paths are limited in length.
     folder = Path(tempfile.mkdtemp(prefix="slip-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +56,7 @@ def run(runs_dir: Path) -> Iterator[LiveRun]:
 
 @pytest.fixture(scope="module")
 def address(runs_dir: Path, run: LiveRun) -> Iterator[str]:
-    """Address that `slipstream watch` prints."""
+    """Address printed by `slipstream watch`."""
     done = record_run(runs_dir, "done", steps=40, seed=3)
     write_archive(done / "archive", [make_finished(str(number), members=4) for number in range(30)])
     record_run(runs_dir, "long", steps=0)
@@ -77,7 +77,7 @@ def address(runs_dir: Path, run: LiveRun) -> Iterator[str]:
 
 
 class Watched:
-    """A page of the browser, with what it asked for and complained of."""
+    """A browser page with its requests and complaints."""
 
     def __init__(self, page: Any, address: str) -> None:
         self.page = page
@@ -99,7 +99,7 @@ class Watched:
         return self.page.evaluate("selector => document.querySelector(selector)?.innerText ?? ''", selector)
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        # Not wait_for_function, which evaluates strings: the policy of the pages forbids that.
+        # Not wait_for_function, which evaluates strings: the pages' policy forbids that.
         ends_at = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < ends_at, f"{what}; the page shows: {self.text()[:1500]}; {self.complaints}"
@@ -117,7 +117,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory, address: str) -> Iterator[
         )
         page = context.new_page()
         page.goto(address)
-        # The token leaves the address at once.
+        # The token leaves the address immediately.
         page.wait_for_url(lambda url: "token" not in url)
         page.close()
         yield context
@@ -132,11 +132,11 @@ def watched(browser: Any, address: str) -> Iterator[Watched]:
     yield found
     page.close()
     assert found.complaints == []
-    assert found.hosts == {urlsplit(address).netloc}, "a page asks nobody else for anything"
+    assert found.hosts == {urlsplit(address).netloc}, "pages make no requests to other hosts"
 
 
 def drawn_charts(watched: Watched) -> int:
-    """Charts with more than one colour in them."""
+    """Charts with more than one color."""
     return watched.page.evaluate(
         """() => [...document.querySelectorAll('.chart canvas')].filter((canvas) => {
             const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -258,7 +258,7 @@ def test_a_browser_without_the_token_sees_nothing(browser: Any, watched: Watched
     root = watched.root
     watched.open("/")
     assert browser.request.get(f"{root}/runs/mine").status == 200
-    assert watched.page.evaluate("document.cookie") == "", "no script reads the cookie"
+    assert watched.page.evaluate("document.cookie") == "", "scripts cannot read the cookie"
     cookies = browser.cookies()
     assert TOKEN not in str(cookies)
     browser.clear_cookies()
@@ -290,7 +290,7 @@ def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser
         urlopen(Request(f"{watched.root}/api/runs", headers={"cookie": heard[0]}), timeout=DEADLINE_S)
 
 
-def test_the_page_goes_on_while_every_role_dies_and_the_store_after_them(watched: Watched, run: LiveRun):
+def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched: Watched, run: LiveRun):
     watched.open("/runs/mine/pipeline")
     for name in ("generator-0", "generator-1", "learner", "broker"):
         run.kill(name)

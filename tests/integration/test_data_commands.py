@@ -1,8 +1,6 @@
-"""`slipstream data` on the store of a run in progress, of one that is over, and of a damaged one."""
+"""`slipstream data` on the store of a live run, a finished run, and a damaged run."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,16 +24,13 @@ from tests.unit.buffer.cli.run import run as run_command
 
 
 @pytest.fixture
-def config() -> Iterator[RunConfig]:
-    # A short path: the store's socket lies in the run folder.
-    folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    yield make_run(name="mine", runs_dir=str(folder))
-    shutil.rmtree(folder, ignore_errors=True)
+def config(short_folder: Path) -> RunConfig:
+    return make_run(name="mine", runs_dir=str(short_folder))
 
 
 @pytest.fixture
 def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
-    """A run with groups 0 and 1 retired, 2 used, 3 claimed, 4 ready and 5 open."""
+    """A run with groups 0 and 1 retired, 2 used, 3 claimed, 4 ready, and 5 open."""
     opened = RedisStore(connect(server.url), "mine")
     open_run(opened, config_json=msgspec.json.encode(config).decode(), keeps_finished=True)
     make_ready(opened, 5)
@@ -50,7 +45,7 @@ def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    """(exit code, lines with blanks between words made one)."""
+    """(exit code, lines with runs of blanks collapsed)."""
     code = run_command(*arguments)
     return code, [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
@@ -73,7 +68,7 @@ LISTED = [
 def test_a_live_run_is_listed_by_its_name(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
     before = store.counts()
     assert run(capsys, "ls", *where(config)) == (0, LISTED)
-    assert store.counts() == before, "looking changes nothing"
+    assert store.counts() == before, "reading changes nothing"
 
 
 def test_a_server_is_read_by_its_address(store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
@@ -87,7 +82,7 @@ def test_a_run_whose_store_was_stopped_is_listed_too(
     assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
 
 
-def test_a_reader_that_ends_leaves_its_server_to_a_run_that_goes_on(
+def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
     store: RedisStore, server: EmbeddedRedis, config: RunConfig
 ):
     server.stop()
@@ -117,7 +112,7 @@ def test_groups_that_left_the_store_are_read_from_the_archive(
     store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
     assert run(capsys, "ls", *where(config), "--where", "reward>=7") == (0, ["nothing matches"])
-    # Group 0 is being moved: it is in both.
+    # Group 0 is being moved, so it is in both places.
     archive = write_archive(RunFolder(config).path / "archive", [make_finished("0"), make_finished("9")])
     code, (*lines, last) = run(capsys, "ls", *where(config))
     assert (code, lines) == (0, LISTED)
@@ -274,7 +269,7 @@ def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore
         groups = store.finished(limit=9)
         write_archive(folder / "archive", groups)
         assert catalog.refresh()
-        assert outcomes(catalog) == before, "in both, and counted once"
+        assert outcomes(catalog) == before, "in both places, and counted once"
         store.forget([group.id for group in groups])
         assert catalog.refresh()
         assert outcomes(catalog) == before

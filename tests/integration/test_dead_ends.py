@@ -1,4 +1,4 @@
-"""Dead ends with real processes, store and sockets: one message, an exit code, nothing lost, and a resume."""
+"""Dead ends with real processes, store, and sockets: one message, an exit code, nothing lost, and a resume."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def launch(folder: Path, name: str, *overrides: str) -> Run:
 
 
 def final_message(run: Run) -> str:
-    """Last line of the launcher, which exits with the code of an error that the user can fix."""
+    """Last line of the launcher, which exits with the code of a user-fixable error."""
     with run.ended_at_last():
         assert run.await_end() == 2, run.printed[-3000:]
     *_, last = run.printed.strip().splitlines()
@@ -63,7 +63,7 @@ def final_message(run: Run) -> str:
 
 
 def assert_sound_and_failed(run: Run, *, step: int) -> None:
-    """Nothing is lost, every step is in a checkpoint, and the run state has the cause."""
+    """Check that nothing is lost, every step is in a checkpoint, and the run state has the cause."""
     counts, state, audit = left_behind(run)
     assert audit.is_sound, audit
     assert (counts.claimed, state.phase, state.step) == (0, "failed", step)
@@ -110,7 +110,7 @@ def test_rewards_that_all_fail_end_the_run_before_it_trains_on_nothing(folder: P
 
 # --- manual runs -----------------------------------------------------------------------------------------------------
 class ManualRun:
-    """Roles that are started one by one, as on several machines."""
+    """Roles that are started separately, as on several machines."""
 
     def __init__(self, folder: Path, name: str, *overrides: str) -> None:
         self._folder = folder
@@ -120,7 +120,7 @@ class ManualRun:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: str, *overrides: str, program: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        """`program`: what Python runs instead of the module `role`."""
+        """`program`: Python program to run instead of the module `role`."""
         settings = [word for word in self._settings if role != "generators" or word.startswith("name=")]
         identity = ["--id", "mine"] if role == "generators" else []
         with self.log(role).open("ab") as output:
@@ -160,7 +160,7 @@ def test_weights_that_no_generator_applies_are_a_dead_end_until_a_sound_one_join
         faulty = run.start("generators", program=("-c", FAULTY))
         assert learner.wait(timeout=DEADLINE_S) == 2, run.log("learner").read_text()[-3000:]
         line = run.last_line("learner")
-        assert "error: the evaluation 'before' must come, but no living generator holds verified weights" in line
+        assert "error: the evaluation 'before' must come, but no live generator holds verified weights" in line
         assert "mine is unsynced" in line
         assert "must agree with the learner's" in line
         assert re.search(r"Last events: .*s ago mine: evicted", line), line
@@ -188,7 +188,7 @@ def test_a_manual_run_names_the_dead_generator_keeps_its_steps_and_resumes_with_
         assert "mine has been gone for" in line
         assert re.search(r"Last events: .*s ago mine: silent for 3 s", line), line
         state = run.state()
-        # Weights of an odd step were not published: they are not those of the version before.
+        # The weights of an odd step were not published and differ from the previous version.
         covered = CheckpointPointer(state.step, (state.step + 1) // 2, f"step-{state.step:08d}")
         assert (state.phase, state.checkpoint) == ("failed", covered)
         assert run.status()["detail"] == state.detail

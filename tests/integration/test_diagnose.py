@@ -1,5 +1,6 @@
-"""`slipstream diagnose` on a real store and in a process of its own; `slipstream diagnose cluster` against a real
-broker's sockets: each fault is named, and nothing joins."""
+"""`slipstream diagnose` on a real store and in a separate process, and `slipstream diagnose cluster` against a real
+broker's sockets: each fault is named, and no member joins.
+"""
 
 import json
 import subprocess
@@ -45,7 +46,7 @@ CHECKS += ["interface", "ports", "shared memory", "open files", "locked memory"]
 
 
 class ServedRun:
-    """A router over ZeroMQ, stepped by a thread of its own."""
+    """A router over ZeroMQ, stepped by a separate thread."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self.store = MemoryStore()
@@ -102,7 +103,7 @@ def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: Served
     assert findings["broker"].found == f"run 'test' at {served.channel.address}"
     assert "the broker reaches 127.0.0.1:231" in findings["way back"].found
     assert findings["way back"].verdict == findings["clock"].verdict == findings["bandwidth"].verdict == "ok"
-    assert findings["interface"].found == "127.0.0.1 (lo) in 127.0.0.0/8", "that of the run, not given here"
+    assert findings["interface"].found == "127.0.0.1 (lo) in 127.0.0.0/8", "the run's setting, not given here"
     assert served.store.counts().refused == {}
     assert set(served.store.roles()) <= {"broker"}
     assert served.store.quarantined_frames() == []
@@ -200,7 +201,7 @@ def test_a_wrong_token_no_token_and_no_broker_are_named(
     assert (nobody.verdict, nobody.found) == ("fail", "nothing accepts a connection at tcp://127.0.0.1:23119")
 
 
-def test_the_command_prints_a_table_or_json_and_its_code_tells_whether_a_check_has_failed(
+def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(
     served: ServedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["diagnose", "cluster", f"broker.address={served.channel.address}"])
@@ -215,7 +216,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_tells_whether_a_check_h
     assert checks[1]["fix"].startswith("correct broker.address, start the broker, or open its port")
 
 
-def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     findings = found(*HERE)
@@ -249,7 +250,7 @@ def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_i
     after = {each.name: each for each in check_last_run(folder.path, is_live=False)}
     assert "learner died (signal SIGKILL)" in after["events"].found
     assert "`oom_kill`" in after["events"].fix
-    assert not server.is_listening, "it was started to be read, and stopped again"
+    assert not server.is_listening, "it was started for reading and stopped again"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Group filters, curriculum and greedy baselines through router and generator, with both stores."""
+"""Group filters, curriculum, and greedy baselines through router and generator, with both stores."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,7 +24,7 @@ WINDOW = 4
 
 
 def mixed(sample) -> Reward:
-    """Even rows give no signal (all members right); in the others the first token decides."""
+    """Even rows give no signal, because all members are right. In odd rows, the first token decides."""
     is_right = int(sample.ground_truth) % 2 == 0 or sample.response_token_ids[0] % 2 == 0
     return Reward(total=float(is_right), is_correct=is_right)
 
@@ -34,14 +34,14 @@ def hopeless(sample) -> Reward:
 
 
 async def begin(scene: GeneratorScene) -> None:
-    """Bring version 0 into the generator."""
+    """Deliver version 0 to the generator."""
     await scene.turn()
     scene.send(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
     scene.send(make_update(scene.peer.member, 0, CANARY))
 
 
 async def train(scene: GeneratorScene, *, step: int) -> list[list[Trajectory]]:
-    """Claim a batch, commit it, publish the next version; returns the batch's groups."""
+    """Claim a batch, commit it, and publish the next version. Returns the batch's groups."""
     version, claim = step - 1, None
     for _ in range(200):
         await scene.turn(times=1)
@@ -60,7 +60,7 @@ async def train(scene: GeneratorScene, *, step: int) -> list[list[Trajectory]]:
 
 
 def assert_paced(scene: GeneratorScene) -> None:
-    """Check that rejected groups never let more groups out than pacing allows."""
+    """Check that rejected groups never admit more groups than pacing allows."""
     counts, state = scene.store.counts(), scene.store.run_state()
     assert counts.leased + counts.returned + counts.ready + counts.claimed <= WINDOW
     assert counts.admitted <= state.consumed + WINDOW
@@ -128,7 +128,7 @@ BAND = {"curriculum": {"low": 0.2, "high": 0.8, "explore": 0.1, "min_answers": 2
 
 
 def graded(sample) -> Reward:
-    """Rows 0 to 2 are always right, 3 to 5 never; in a group of the others, one member is and one is not."""
+    """Rows 0 to 2 are always right, 3 to 5 never. In groups of other rows, one of two members is right."""
     row = int(sample.ground_truth)
     ANSWERS[row] += 1
     is_right = row < 3 or (row > 5 and ANSWERS[row] % 2 == 0)
@@ -154,12 +154,12 @@ def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_
             rows.extend(int(group[0].prompt_uid.rpartition("/")[2]) for group in await train(scene, step=step))
 
     play(scene, script)
-    # Each row once before anything is known, and what was on its way by then.
+    # Each row once before anything is known, plus those in flight by then.
     settled, counts = rows[16:], scene.store.counts()
     outside = sum(row <= 5 for row in settled)
     assert Counter(rows[:16]) >= Counter(range(10)), "rows that were never measured are always generated"
     assert {6, 7, 8, 9} <= set(settled)
-    # Of ten rows six lie outside; of those, one in ten is explored: 0.6 * 0.1 / (0.4 + 0.6 * 0.1) = 13 %, not 60 %.
+    # Of ten rows, six are outside, and one in ten of those is explored: 0.6 * 0.1 / (0.4 + 0.6 * 0.1) = 13 %, not 60 %.
     assert 0 < outside <= 0.25 * len(settled), rows
     curriculum = counts.curriculum
     assert {name: curriculum[name] for name in ("rows", "rows_too_easy", "rows_too_hard")} == {
@@ -171,12 +171,12 @@ def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_
     assert outside <= curriculum["explored"] <= outside + WINDOW
     metrics = counts.curriculum_metrics
     assert metrics["buffer/in_band_fraction"] == pytest.approx(0.4)
-    assert (counts.outcomes, counts.used, counts.superseded) == ({}, 80, 0), "a skipped prompt is no group"
+    assert (counts.outcomes, counts.used, counts.superseded) == ({}, 80, 0), "a skipped prompt makes no group"
     assert scene.store.audit().is_sound, scene.store.audit()
 
 
 @STORES
-def test_a_run_without_a_row_in_the_band_goes_on_and_says_so_once(tmp_path: Path, make_store):
+def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path: Path, make_store):
     data = {"curriculum": {"explore": 0.0, "min_answers": 2}}
     scene = GeneratorScene(
         tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", data=data, learner={"max_steps": 20}
@@ -195,7 +195,9 @@ def test_a_run_without_a_row_in_the_band_goes_on_and_says_so_once(tmp_path: Path
     assert "every row of data.train lies outside data.curriculum.low and high" in warning["reason"]
     assert [event.text for event in scene.store.events(limit=99)] == [warning["reason"]]
     assert counts.curriculum["explored"] >= 20
-    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, "skips end with the last row in the band"
+    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, (
+        "skipping ends with the last row in the band"
+    )
     assert scene.store.audit().is_sound
 
 

@@ -1,4 +1,4 @@
-"""EmbeddedRedis: starts, is adopted, stops, dies, and comes back with everything it had acknowledged."""
+"""EmbeddedRedis: starts, is adopted, stops, dies, and returns with everything that it acknowledged."""
 
 import os
 import shutil
@@ -82,7 +82,7 @@ def test_a_second_start_adopts_the_running_server_and_may_stop_it(server, folder
     second.start(timeout_s=20)
     assert second.pid == server.pid
     client = connect(second.url)
-    assert client.config_get("appendfsync")["appendfsync"] == "always", "the newest settings hold"
+    assert client.config_get("appendfsync")["appendfsync"] == "always", "the newest settings apply"
     process = psutil.Process(server.pid)
     second.stop()
     assert not process.is_running()
@@ -109,7 +109,7 @@ def test_a_restart_finds_the_run_again(server, folder):
     store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
     server.stop()
     server.start(timeout_s=20)
-    assert store.counts().ready == 1, "and an open store finds the new server by itself"
+    assert store.counts().ready == 1, "an open store finds the new server without help"
 
 
 @pytest.mark.parametrize("durability", ["standard", "strict"])
@@ -124,7 +124,7 @@ def test_a_killed_server_has_lost_nothing_it_acknowledged(folder, durability):
 
 
 def insert_until_it_dies(store: RedisStore, groups: list[str], *, kill: Callable[[], None]) -> list[tuple]:
-    """Insert without pause while another thread kills the server; returns what was acknowledged."""
+    """Insert without pause while another thread kills the server. Returns the acknowledged trajectories."""
     acknowledged: list[tuple] = []
     enough = threading.Event()
     killer = threading.Thread(target=lambda: enough.wait(timeout=30) and kill())
@@ -151,17 +151,17 @@ def kill(server: EmbeddedRedis) -> None:
 
 
 def audit_after(store: RedisStore, acknowledged: list[tuple]) -> None:
-    """Everything acknowledged is there, once, and the sums agree."""
+    """Check that everything acknowledged is stored once and the sums agree."""
     again = store.insert(acknowledged)
     assert {insertion.outcome for insertion in again} == {"duplicate"}
     counts = store.counts()
     assert counts.accepted == counts.open_members + GROUP_SIZE * counts.ready
-    # The one insert that was under way when the server died may be in as well, unacknowledged.
+    # The insert in flight when the server died may also be stored, unacknowledged.
     assert counts.accepted - len(acknowledged) in (0, 1)
 
 
 def cut_transaction(*, in_command: bool) -> bytes:
-    """The start of a transaction as the log has it: a value is set, and maybe half of another."""
+    """The start of a transaction as in the log: a set value, and possibly half of another."""
     whole = b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1\r\n1\r\n"
     return whole + b"*3\r\n$3\r\nSET\r\n$5\r\nother\r\n$100\r\nabc" if in_command else whole
 
@@ -170,7 +170,7 @@ def cut_transaction(*, in_command: bool) -> bytes:
 def test_half_a_transaction_at_the_end_of_the_log_is_never_executed_however_often_it_dies(folder, in_command, has_room):
     server = EmbeddedRedis(folder, max_memory_mib=64)
     if not has_room:
-        # As on a full disk: nothing of what the server says is kept.
+        # As on a full disk: the server's output is lost.
         server.log_path = Path(os.devnull)
     server.start(timeout_s=20)
     client = connect(server.url)
@@ -211,7 +211,7 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
 
         admin = connect(server.url)
         limit = admin.config_get("maxmemory")["maxmemory"]
-        admin.config_set("maxmemory", 1)  # full for the smallest write too
+        admin.config_set("maxmemory", 1)  # full even for the smallest write
         with pytest.raises(redis.OutOfMemoryError):
             admin.set("anything", 1)
         ready = store.counts().ready
@@ -244,7 +244,7 @@ def test_a_directory_too_deep_for_a_socket_gets_a_short_one(tmp_path):
     assert not Path(socket).parent.exists()
 
 
-def test_the_short_folder_of_somebody_else_is_refused(tmp_path):
+def test_another_users_short_folder_is_rejected(tmp_path):
     server = EmbeddedRedis(tmp_path / ("d" * 60) / ("e" * 60))
     socket = Path(server.url.removeprefix("unix://"))
     socket.parent.symlink_to(tmp_path)
@@ -349,7 +349,7 @@ def test_a_server_that_cannot_be_watched_is_not_left_behind(tmp_path: Path, monk
     assert processes_of(tmp_path) == []
 
 
-# --- nobody uses it any more -----------------------------------------------------------------------------------------
+# --- unused servers --------------------------------------------------------------------------------------------------
 def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()
@@ -371,7 +371,7 @@ def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path:
 def test_a_server_is_watched_by_a_python_that_cannot_open_a_pidfd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As those of uv and conda, which are built for old kernels.
+    # Like those of uv and conda, which are built for old kernels.
     lacking = "import os, signal\nfor each in os, signal:\n    each.pidfd_open = each.pidfd_send_signal = None\n"
     program = tmp_path / "idle_stop.py"
     program.write_text(lacking + embedded._IDLE_STOP.read_text())
@@ -382,7 +382,7 @@ def test_a_server_is_watched_by_a_python_that_cannot_open_a_pidfd(
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Path, is_suspended: bool) -> None:
+def test_an_unused_server_with_a_deleted_folder_ends(tmp_path: Path, is_suspended: bool) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()
     with open_run_store(server.url, "run", timeout_s=10) as store:
@@ -393,7 +393,7 @@ def test_a_server_whose_folder_was_deleted_ends_when_nobody_uses_it(tmp_path: Pa
             os.kill(server.pid, signal.SIGSTOP)
         shutil.rmtree(tmp_path / "store")
     if is_suspended:
-        # Longer than an answer is waited for: the connection is given up.
+        # Longer than the response timeout, so the connection is dropped.
         time.sleep(0.5)
         os.kill(server.pid, signal.SIGCONT)
     until(lambda: not psutil.wait_procs(found, timeout=0)[1], timeout_s=10, what="the end of the server and its watch")

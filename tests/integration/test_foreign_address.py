@@ -1,11 +1,10 @@
-"""At an address without this run's broker a peer logs what it waits for and ends in time with one sentence."""
+"""If this run's broker is not at an address, a peer logs what it waits for and ends in time with one error message."""
 
 import os
 import re
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,13 +26,6 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1.5
 NO_LISTENER, NO_ANSWER = "no process listens there", "a process listens there but does not answer"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # A short path: the length of a socket's path is limited.
-    with tempfile.TemporaryDirectory(prefix="slip-") as made:
-        yield Path(made)
 
 
 @contextmanager
@@ -114,19 +106,19 @@ def try_to_join(address: str) -> None:
 
 @pytest.mark.parametrize(("other", "missing"), OTHERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_wait_ends_in_time_and_names_what_is_missing(
-    folder: Path, other: Callable[[Path], AbstractContextManager[str]], missing: str
+    short_folder: Path, other: Callable[[Path], AbstractContextManager[str]], missing: str
 ) -> None:
-    with other(folder) as address, pytest.raises(WaitTimeoutError) as caught:
+    with other(short_folder) as address, pytest.raises(WaitTimeoutError) as caught:
         try_to_join(address)
     assert f"waited {TIMEOUT_S:g} s for the welcome of the broker at {address}; missing: {missing}" in str(caught.value)
 
 
-def test_an_answer_in_another_protocol_ends_the_wait_at_once(folder: Path) -> None:
+def test_an_answer_in_another_protocol_ends_the_wait_immediately(short_folder: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
-        # With this run's keys: nobody else is heard at all.
+        # With this run's keys, no other peer gets through.
         bound.curve_server = True
         bound.curve_publickey, bound.curve_secretkey = KEYS.server_public, KEYS.server_secret
-        bound.bind(f"ipc://{folder}/other.sock")
+        bound.bind(f"ipc://{short_folder}/other.sock")
 
         def answer() -> None:
             identity, *_ = bound.recv_multipart()
@@ -135,16 +127,16 @@ def test_an_answer_in_another_protocol_ends_the_wait_at_once(folder: Path) -> No
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(RefusedByBrokerError, match="same version"):
-            try_to_join(f"ipc://{folder}/other.sock")
+            try_to_join(f"ipc://{short_folder}/other.sock")
         thread.join()
 
 
 @pytest.mark.slow
-def test_the_command_logs_what_is_missing_and_ends_with_exit_code_2(folder: Path) -> None:
-    with a_web_server(folder) as address:
+def test_the_command_logs_what_is_missing_and_ends_with_exit_code_2(short_folder: Path) -> None:
+    with a_web_server(short_folder) as address:
         process = subprocess.run(
             [sys.executable, "-m", "slipstream.generators", f"broker.address={address}", "broker.join_timeout_s=6"],
-            cwd=folder,
+            cwd=short_folder,
             env=os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN},
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""A generator gets SIGTERM during work, with a real store, sockets and processes and a scripted engine."""
+"""A generator gets SIGTERM during work, with a real store, sockets, and processes, and a scripted engine."""
 
 import subprocess
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Start broker, learner and one slow generator."""
+    """Start a broker, a learner, and one slow generator."""
     settings = (*SMALL, f"name={NAME}", "learner.max_steps=100000", "generators.engine.seconds_per_token=0.5")
     roles = [
         start_role(folder, "broker", *settings),
@@ -49,7 +49,7 @@ def opened_store(folder: Path) -> Iterator[Store]:
 def is_at_work(folder: Path) -> bool:
     try:
         with opened_store(folder) as store:
-            # What a generator reports of itself is older than its leases: it may have answered them all since.
+            # The generator's last report is older than its leases, so it may have answered them all since.
             running = store.roles().get("first", {}).get("running", 0) > 0
             return running and store.counts().leased > 0 and store.run_state().step > 0
     except (ReplayBufferError, ConfigError):
@@ -72,8 +72,8 @@ def test_sigterm_during_work_returns_the_leases_and_sends_bye(folder: Path):
             assert counts.leased == 0
             assert counts.returned > 0
             assert counts.admitted == num_groups(counts)
-            # A Bye is no event, unlike silence and lapsed leases. A generator that left during a broadcast is evicted;
-            # the learner may raise alerts about the scripted responses.
+            # A Bye is no event, unlike silence and expired leases. A generator that leaves in a broadcast is evicted,
+            # and the learner may raise alerts about the scripted responses.
             texts = [event.text for event in store.events(limit=9) if event.role != "learner"]
             assert [text for text in texts if not text.startswith("evicted: ")] == []
     runs.assert_none_left(folder)

@@ -1,4 +1,4 @@
-"""`make gpu-check` at small sizes, with the device replaced by the CPU, and the wheels of `make gpu-bundle`."""
+"""`make gpu-check` at small sizes on the CPU instead of the device, and the wheels of `make gpu-bundle`."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_all_but_the_device_runs_here(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "gpu check: figures done, tests passed" in done.stdout
-    # Streams and NCCL have no twin on a CPU.
+    # Streams and NCCL have no CPU equivalent.
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert all("test_weight_group.py" in line for line in skipped), skipped
     figures = json.loads((tmp_path / "figures.json").read_text())
@@ -46,7 +46,7 @@ def test_the_wheels_are_small_and_whole(tmp_path: Path) -> None:
     assert sum(Path(wheel).stat().st_size for wheel in wheels) < 60 * 2**20
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
     subprocess.run([*install, *wheels], timeout=120, check=True)
-    # Of the libraries of the product, these come with PyTorch and transformers.
+    # Libraries of the product that come with PyTorch and transformers.
     there = {"PIL", "httpx", "huggingface_hub", "jinja2", "matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers"}
     product = [path for path in paths(".py") if path.startswith(("broker/", "buffer/", "configs/", "learner/"))]
     imported = {name for path in product for name in imports(path)} - sys.stdlib_module_names - there

@@ -1,9 +1,8 @@
-"""A real run with guests on models of their own: the one that lies is found and ended, the honest one goes on."""
+"""A real run with guests that use their own models: the lying one is detected and removed, the honest one continues."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests import runs
 from tests.runs import SMALL, Run, end, left_behind, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -48,14 +46,8 @@ main(sys.argv[1:])
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 def start_guest(run: Run, folder: Path, name: str, *program: str) -> "subprocess.Popen[str]":
-    """A guest knows an address and its token, and has no run folder."""
+    """A guest has an address and a token, but no run folder."""
     token = (run.path / "guests" / name).read_text().strip()
     address = f"broker.address=ipc://{(run.path / 'sockets').resolve()}/broker.sock"
     with (folder / f"{name}.log").open("w") as output:
@@ -111,6 +103,6 @@ def test_a_liar_among_guests_is_quarantined_and_nothing_of_it_is_trained_on_any_
     found = [*Archive(run.path / "archive").read()]
     lies = [stored for stored in found if stored.trajectory.generator_id == "mallory"]
     assert lies
-    # A step that was under way ends.
+    # A step in progress completes.
     assert max((step_of for stored in lies for step_of in stored.steps), default=0) <= step + 1
     assert {stored.state for stored in found if stored.trajectory.generator_id == "alice"} == {"retired"}

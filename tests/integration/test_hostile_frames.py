@@ -1,4 +1,5 @@
-"""A real broker under mutated frames survives, serves a regular peer, counts every refusal and keeps its store intact.
+"""A real broker under mutated frames survives, serves a regular peer, counts every rejection, and keeps its store
+intact.
 
 `python -m tests.hostile` runs the same test with any number of frames and any seed.
 """

@@ -1,16 +1,13 @@
-"""A checkpoint of any engine, ZeRO stage and number of ranks is resumed with any other."""
+"""A checkpoint from any engine, ZeRO stage, and number of ranks can be resumed with any other."""
 
 import itertools
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.rank_processes import run_ranks
 from tests.integration.test_learner_ranks import DEADLINE_S
 from tests.tiny_model import make_tiny_model
 from tests.tolerance import largest_difference
@@ -19,27 +16,16 @@ ALL = ["torch-1", *(f"{stage}-{ranks}" for stage in range(4) for ranks in (1, 2)
 
 
 def launch(folder: Path, out: str, *extra: str) -> None:
-    """Run all ranks of a layout such as `2-4`, stage 2 on four ranks, to their end."""
+    """Run all ranks of a layout to completion. Example: `2-4` is stage 2 on four ranks."""
     layout, _, ranks = out.partition("-")
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
+    command = ["-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
     command += [f"--folder={folder}", f"--out={out}", *extra]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": Path(__file__).parents[2]}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen([*command, f"--rank={rank}"], env=environment, **options) for rank in range(int(ranks))
-    ]
-    end = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * int(ranks), "\n".join(outputs)
+    run_ranks([[*command, f"--rank={rank}"] for rank in range(int(ranks))], timeout_s=DEADLINE_S)
 
 
 def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:
-    """The whole flattened moments by field and parameter; each element once."""
+    """The flattened moments by field and parameter, with each element once."""
     pieces = sorted(
         (f"{field}/{name}", int(begin), tensor)
         for file in files
@@ -70,7 +56,7 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
 
 
 @pytest.mark.long
-def test_policy_and_critic_go_on_with_other_ranks_and_stages(tmp_path: Path) -> None:
+def test_policy_and_critic_resume_with_other_ranks_and_stages(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     for source in ("torch-1", "3-2", "2-2"):
         launch(tmp_path, source, "--critic")
@@ -82,7 +68,7 @@ def test_policy_and_critic_go_on_with_other_ranks_and_stages(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", ["", "--critic", "--lora"], ids=["policy", "critic", "lora"])
-def test_every_layout_goes_on_from_every_other(tmp_path: Path, extra: str) -> None:
+def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> None:
     make_tiny_model(tmp_path / "model")
     layouts = ALL if extra == "" else ["torch-1", "0-2", "1-2", "2-4", "3-1", "3-2"]
     options = [extra] if extra else []

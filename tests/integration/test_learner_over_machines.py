@@ -1,4 +1,4 @@
-"""A learner with a rank on each of two machines, each a network namespace with a run folder of its own, over S3."""
+"""A learner with one rank on each of two machines (network namespaces) with separate run folders, over S3."""
 
 import socket
 import subprocess
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SUBNET = "10.78.0"
 HOST = f"{SUBNET}.254"
-"""This process, at which the object store and Redis listen."""
+"""This process, where the object store and Redis listen."""
 SETTINGS = (
     *SMALL,
     "name=mine",
@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 class Scene(NamedTuple):
-    """Four machines that see nothing of each other's folders, an S3 server and a Redis server."""
+    """Four machines that cannot see each other's folders, an S3 server, and a Redis server."""
 
     machines: list[Machine]
     environment: dict[str, str]
@@ -45,7 +45,7 @@ class Scene(NamedTuple):
     store_url: str
 
     def train(self, first: Machine, second: Machine, *overrides: str) -> None:
-        """Broker, generator and rank 0 on one machine, rank 1 on another, until both ranks end."""
+        """Run broker, generator, and rank 0 on one machine and rank 1 on another until both ranks end."""
         settings = (*SETTINGS, *self.settings, *overrides)
         with ExitStack() as started:
 
@@ -78,7 +78,7 @@ class Scene(NamedTuple):
             until(lambda: is_whole(archive, steps=len(self.ledger())), timeout_s=60, what="an archive of all steps")
 
     def newest(self) -> str:
-        """Name of the checkpoint that the store points at."""
+        """Name of the checkpoint in the store's pointer."""
         with open_run_store(self.store_url, "mine", timeout_s=10) as store:
             pointer = store.run_state().checkpoint
         assert pointer
@@ -150,6 +150,6 @@ def test_a_run_of_two_machines_goes_on_on_two_others_from_the_object_store(scene
     scene.train(c, d, "learner.max_steps=8", "resume=true")
     assert scene.ledger()[:6] == ledger
     assert [entry.step for entry in scene.ledger()] == [1, 2, 3, 4, 5, 6, 7, 8]
-    # What both machines began with: all files of both of the others, bit for bit.
+    # The state that both machines started from: all files of the other two machines, bit for bit.
     assert checkpoint(c, name) == checkpoint(d, name) == first | second
     assert (c.folder / "runs/mine/final_model/config.json").is_file()

@@ -1,11 +1,8 @@
-"""Learner ranks as processes of their own, over Gloo."""
+"""Learner ranks in separate processes, over Gloo."""
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors.torch import load_file
 
 from slipstream.buffer.archive.step_tokens import read_steps, write_step
 from tests.families import make_family
+from tests.integration.rank_processes import run_ranks, start_rank
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.tolerance import largest_difference
@@ -21,18 +19,9 @@ from tests.unit.learner.builders import make_groups, make_run, make_trainer, wei
 DEADLINE_S = 150.0
 
 
-def start(folder: Path, *, rank: int, ranks: int, zero: int, out: str, extra: tuple[str, ...] = ()) -> subprocess.Popen:
+def command(folder: Path, rank: int, *, ranks: int, zero: int, out: str, extra: Sequence[str] = ()) -> list[str]:
     arguments = {"rank": rank, "ranks": ranks, "zero": zero, "folder": folder, "out": out}
-    command = [sys.executable, "-m", "tests.integration.learner_rank"]
-    command += [f"--{name}={value}" for name, value in arguments.items()]
-    return subprocess.Popen(
-        [*command, *extra],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    return ["-m", "tests.integration.learner_rank", *(f"--{name}={value}" for name, value in arguments.items()), *extra]
 
 
 def train(
@@ -44,23 +33,17 @@ def train(
     extra: tuple[str, ...] = (),
     machines: tuple[str, ...] = (),
 ) -> tuple[dict, list]:
-    """Returns the saved weights and the metrics of every rank. `machines`: the one of each rank, with its own files."""
+    """Return the saved weights and the metrics of every rank. `machines`: machine of each rank, with separate files."""
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    own = [(*extra, f"--machine={name}") for name in machines] or [extra] * ranks
-    processes = [start(folder, rank=rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
-    end = time.monotonic() + DEADLINE_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+    own = [[*extra, f"--machine={name}"] for name in machines] or [extra] * ranks
+    commands = [command(folder, rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
+    run_ranks(commands, timeout_s=DEADLINE_S)
     metrics = [ast.literal_eval((folder / f"{out}.rank-{rank}.metrics").read_text()) for rank in range(ranks)]
     return load_file(folder / out / "model.safetensors"), metrics
 
 
 def train_alone(folder: Path) -> tuple[list, dict]:
-    """The same two steps in this process, with plain torch; writes the numbers of the tokens of the second."""
+    """The same two steps in this process with plain torch. Writes the second step's token statistics."""
     trainer = make_trainer(make_run(folder / "model"))
     batches = [make_groups(num_groups=4, group_size=4, seed=seed) for seed in range(2)]
     metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
@@ -69,7 +52,7 @@ def train_alone(folder: Path) -> tuple[list, dict]:
 
 
 def read_numbers(folder: Path) -> dict:
-    """The numbers of all tokens of the second step, by trajectory and name."""
+    """Statistics of all tokens of the second step, by trajectory and name."""
     return read_steps(folder, {f"{group}-0-{index}": 2 for group in range(4) for index in range(4)})
 
 
@@ -108,7 +91,7 @@ def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
     base = load_file(tmp_path / "model" / "model.safetensors")
     assert largest_difference(alone, together) < 1e-5 < largest_difference(base, together)
     assert metrics[0] == metrics[1]
-    # Values, losses and norms of gradients, also those of the critic; `computed_tokens` counts padding.
+    # Values, losses, and gradient norms, including the critic's. `computed_tokens` counts padding.
     for one, two in zip(expected[0], metrics[0], strict=True):
         assert two == pytest.approx(
             one | {"learner/computed_tokens": two["learner/computed_tokens"]}, abs=1e-4, rel=1e-4
@@ -120,7 +103,7 @@ def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
 @pytest.mark.parametrize(
     "extra", ["", *(pytest.param(each, marks=pytest.mark.long) for each in ("--critic", "--lora"))]
 )
-def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
+def test_gathering_bfloat16_weights_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
     make_tiny_model(tmp_path / "model")
     found, num_bytes = [], []
     for gathered in ("whole", "rounded"):
@@ -130,13 +113,13 @@ def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_pa
     (whole, expected), (rounded, metrics) = found
     assert largest_difference(whole, rounded) == 0
     assert metrics == expected
-    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved with all their bits"
+    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved without rounding"
     assert num_bytes[1] < 0.6 * num_bytes[0]
 
 
 @pytest.mark.slow
 def test_two_ranks_balance_experts_as_one(tmp_path):
-    """The share of each expert is of all ranks and microbatches, so a rank's own would not do."""
+    """Each expert's share covers all ranks and microbatches, so one rank's share would be wrong."""
     make_family(tmp_path, "qwen3_moe").rename(tmp_path / "model")
     (alone, one), (together, two) = (
         train(tmp_path, ranks=ranks, zero=3, out=f"ranks-{ranks}", extra=("--aux-loss=5", f"--microbatch={size}"))
@@ -153,7 +136,7 @@ def test_two_ranks_balance_experts_as_one(tmp_path):
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_two_ranks_train_the_visual_encoder_of_one(tmp_path, zero):
     make_vision_model(tmp_path / "model")
-    # Small, so that some microbatches have images and others none.
+    # Small, so that only some microbatches have images.
     extra = ("--pictures", "--microbatch=64")
     (alone, expected), (together, metrics) = (
         train(tmp_path, ranks=ranks, zero=zero, out=f"ranks-{ranks}", extra=extra) for ranks in (1, 2)
@@ -168,7 +151,7 @@ def test_two_ranks_train_the_visual_encoder_of_one(tmp_path, zero):
 
 @pytest.mark.long
 def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
-    """On the same machines, with the ranks the other way round, and on new ones from an object store."""
+    """On the same machines with the ranks swapped, and on new machines from an object store."""
     make_tiny_model(tmp_path / "model")
     straight, _ = train(tmp_path, ranks=2, zero=2, out="straight", extra=("--steps", "0", "1"))
     storage = f"--storage=file://{tmp_path}/remote"
@@ -201,8 +184,8 @@ def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path, zero, critic):
 @pytest.mark.slow
 def test_a_dead_rank_raises_in_the_others(tmp_path):
     make_tiny_model(tmp_path / "model")
-    first = start(tmp_path, rank=0, ranks=2, zero=0, out="dying")
-    second = start(tmp_path, rank=1, ranks=2, zero=0, out="dying", extra=("--die",))
+    first = start_rank(command(tmp_path, 0, ranks=2, zero=0, out="dying"))
+    second = start_rank(command(tmp_path, 1, ranks=2, zero=0, out="dying", extra=["--die"]))
     try:
         output, _ = first.communicate(timeout=DEADLINE_S)
     finally:

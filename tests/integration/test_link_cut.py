@@ -1,4 +1,4 @@
-"""A run over three machines, each a network namespace: a link that is cut for 20 s costs time, and no trajectory."""
+"""A run over three machines (network namespaces): a link that is cut for 20 s costs time but no trajectory."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ SETTINGS = (
 
 
 class Scene(NamedTuple):
-    """A launcher on the first of three machines, and a generator on each of the others."""
+    """A launcher on the first of three machines and a generator on each of the others."""
 
     machines: list[Machine]
     launcher: "subprocess.Popen[str]"
@@ -104,24 +104,24 @@ def test_a_link_cut_for_20_s_loses_nothing_and_repeats_nothing(scene: Scene) -> 
     until(lambda: scene.roles()["far-0"]["liveness"] != "alive", timeout_s=CUT_S, what="the broker's notice")
     steps = scene.steps()
     until(lambda: time.monotonic() >= at + CUT_S, timeout_s=2 * CUT_S, what="the end of the cut")
-    assert scene.steps() > steps, "the other generator's work goes on"
+    assert scene.steps() > steps, "the other generator continues to work"
     scene.set_link(first, "up")
     cut_ended_at = time.time()
     until(lambda: scene.is_at_work("far-0"), timeout_s=60, what="the return of the generator")
-    # Then the only other one is away: whatever trains now comes from the one that was.
+    # Now the other generator is cut off, so new training data must come from the one that was cut off before.
     scene.set_link(second, "down")
     steps = scene.steps()
     until(lambda: scene.steps() > steps + 5, timeout_s=90, what="steps with what was cut off")
     scene.set_link(second, "up")
     until(lambda: scene.is_at_work("far-1"), timeout_s=60, what="the return of the other")
-    assert [each.poll() for each in scene.generators] == [None, None], "neither was started again"
+    assert [each.poll() for each in scene.generators] == [None, None], "neither was restarted"
     scene.launcher.send_signal(signal.SIGINT)
     assert scene.launcher.wait(timeout=60) == 130, scene.machines[0].printed("launcher")[-3000:]
     assert_whole(scene, since=cut_ended_at)
 
 
 def assert_whole(scene: Scene, *, since: float) -> None:
-    """Every prompt is in one place, every group in one step, every trajectory there once: lost=0 dup=0."""
+    """Check that each prompt is in one place, each group in one step, and each trajectory there once: lost=0 dup=0."""
     server = EmbeddedRedis(scene.run_folder / "store")
     server.start()
     try:

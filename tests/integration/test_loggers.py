@@ -1,4 +1,4 @@
-"""Loggers from hell beside a run: one hangs, one raises, one fills its disk, one ends its process; the run is whole."""
+"""Misbehaving loggers: one hangs, one raises, one fills its disk, one ends its process. The run is unaffected."""
 
 import json
 import signal
@@ -98,7 +98,7 @@ def test_a_run_with_loggers_from_hell_makes_every_step_and_leaves_nothing(folder
     assert "No space left on device" in run.log("logger-hell.py-Fills")
     assert "logger-hell.py-Hangs was ended before it had passed on everything" in run.printed
     assert "logger-hell.py-Dies died (exit code 3)" in run.printed
-    # Nobody has waited for them: no part of the learner's time is theirs.
+    # Nothing has waited for them: they take none of the learner's time.
     phases = {role["role"]: role["shares"] for role in runs.summary(folder, "hell")["times"]["roles"]}["learner"]
     known = {"waiting", "batch", "compute", "optimizer", "publishing", "committing", "evaluating", "checkpoint", "rest"}
     assert set(phases) <= known
@@ -117,7 +117,7 @@ def test_a_killed_launcher_leaves_no_logger_and_status_shows_what_one_does(folde
         run.launcher.send_signal(signal.SIGKILL)
         run.launcher.wait(timeout=10)
         runs.until(lambda: not of_loggers(folder), timeout_s=30, what="the end of all loggers")
-        # The store outlives its launcher for minutes, and holds what a resume needs.
+        # The store outlives its launcher for minutes and holds the state that a resume needs.
         runs.until(lambda: all(of_store(each) for each in runs.processes_of(folder)), timeout_s=30, what="all roles")
     runs.kill_processes_of(folder)
 

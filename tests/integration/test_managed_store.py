@@ -1,4 +1,4 @@
-"""A store that somebody else runs: TLS, a user limited to the run's keys, and one sentence for whatever is wrong."""
+"""An externally managed store: TLS, a user limited to the run's keys, and one clear error message for each problem."""
 
 import shutil
 import socket
@@ -27,7 +27,7 @@ TIMEOUT_S = 10.0
 
 
 class Certificate(NamedTuple):
-    """A self-signed certificate for `localhost`, which is its own authority."""
+    """A self-signed certificate for `localhost` that is its own authority."""
 
     file: Path
     key: Path
@@ -44,7 +44,7 @@ def make_certificate(folder: Path, name: str) -> Certificate:
 
 
 class TlsDoor:
-    """A port with TLS in front of the unix socket of a server: the wheel's redis-server is built without TLS."""
+    """A TLS port in front of the server's Unix socket: the wheel's redis-server is built without TLS."""
 
     def __init__(self, server: EmbeddedRedis, certificate: Certificate) -> None:
         self._path = unquote(server.url.removeprefix("unix://"))
@@ -99,7 +99,7 @@ def certificate(tmp_path: Path) -> Certificate:
 
 @pytest.fixture
 def door(server: EmbeddedRedis, certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsDoor]:
-    """A managed store of run `mine`: TLS, and a user with a password that is in the environment."""
+    """A managed store for run `mine`: TLS, and a user whose password is in the environment."""
     as_limited_user(server, keys="{mine}:*", password=PASSWORD)
     monkeypatch.setenv(STORE_PASSWORD_VARIABLE, PASSWORD)
     opened = TlsDoor(server, certificate)

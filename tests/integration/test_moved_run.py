@@ -1,8 +1,7 @@
-"""A run goes on elsewhere: other folders, addresses and stores, the same ledger; everything is killed before."""
+"""A run continues elsewhere: other folders, addresses, and stores but the same ledger, after a kill of all roles."""
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 STEPS = 24
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 def ledger_in(server: EmbeddedRedis) -> list[StepEntry]:
     with open_run_store(server.url, "mine", timeout_s=10) as store:
         return store.ledger()
 
 
 def assert_went_on(server: EmbeddedRedis, before: list[StepEntry], *, from_step: int) -> None:
-    """The steps that the checkpoint covers are those of before, and every group was trained on in one step."""
+    """Check that the steps covered by the checkpoint are unchanged and every group was trained on in one step."""
     with open_run_store(server.url, "mine", timeout_s=10) as store:
         after, audit, counts = store.ledger(), store.audit(), store.counts()
     assert [entry.step for entry in after] == list(range(1, STEPS + 1))
@@ -50,7 +43,7 @@ def assert_went_on(server: EmbeddedRedis, before: list[StepEntry], *, from_step:
 
 
 def run_until_killed(folder: Path, *settings: str) -> None:
-    """Make some steps after a checkpoint, then kill every process of the test's folder, servers included."""
+    """Run some steps past a checkpoint, then kill every process of the test's folder, including servers."""
     with Run(folder, "mine", f"learner.max_steps={STEPS}", *settings).ended_at_last() as run:
         until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
         assert_secret(folder, run)
@@ -58,9 +51,9 @@ def run_until_killed(folder: Path, *settings: str) -> None:
 
 
 def resumed_from(folder: Path, *settings: str) -> tuple[int, Run]:
-    """Go on to the end; returns the step from which."""
+    """Continue to the end. Returns the step that it resumed from."""
     with Run(folder, "mine", f"learner.max_steps={STEPS}", "resume=true", *settings).ended_at_last() as run:
-        # Where `runs_dir` puts it, and not where the run was.
+        # At the new `runs_dir`, not the old one.
         run.path = find_run(["name=mine", f"runs_dir={folder}/elsewhere"], command="status")
         assert run.await_end() == 0, run.printed[-3000:]
     begun_at = re.findall(r"starting groups_returned=\d+ role=learner step=(\d+)", run.log("learner"))
@@ -68,7 +61,7 @@ def resumed_from(folder: Path, *settings: str) -> tuple[int, Run]:
 
 
 def assert_secret(folder: Path, run: Run) -> None:
-    """The store's password is in no file of the run and in no command line."""
+    """Check that the store's password is in no file of the run and in no command line."""
     for path in (path for path in [*run.path.rglob("*"), folder / "mine.out"] if path.is_file()):
         assert PASSWORD.encode() not in path.read_bytes(), path
     for process in runs.processes_of(folder):
@@ -76,7 +69,7 @@ def assert_secret(folder: Path, run: Run) -> None:
 
 
 def move(folder: Path) -> None:
-    """Copy the run folder and delete the one of before."""
+    """Copy the run folder and delete the old one."""
     shutil.copytree(folder / "runs/mine", folder / "elsewhere/mine", ignore=shutil.ignore_patterns("*.sock", "sockets"))
     shutil.rmtree(folder / "runs")
 
@@ -113,7 +106,7 @@ def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_co
         run_until_killed(folder, *store)
     door.close()
     move(folder)
-    # Its log, as the kill has left it.
+    # Its log, as left by the kill.
     shutil.copytree(folder / "first", folder / "second", ignore=shutil.ignore_patterns("*.sock", "redis.pid"))
     shutil.rmtree(folder / "first")
     second, other = EmbeddedRedis(folder / "second"), make_certificate(folder, "second")

@@ -1,4 +1,4 @@
-"""Two machines, each a network namespace: a generator joins with an address and a token alone."""
+"""Two machines (network namespaces): a generator joins with only an address and a token."""
 
 import json
 import os
@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class Machine(NamedTuple):
-    """A network namespace with one address, and mounts of its own."""
+    """A network namespace with one address and private mounts."""
 
     name: str
     address: str
 
     def start(self, folder: Path, *command: str, hidden: Path, **variables: str) -> subprocess.Popen[str]:
-        """Start a command there that sees nothing of the folder `hidden`; its output is in `NAME.out`."""
+        """Start a command there that cannot see the folder `hidden`. Its output is in `NAME.out`."""
         script = f'mount -t tmpfs none "{hidden}" && exec "$@"'
         with (folder / f"{self.name}.out").open("w") as output:
             return subprocess.Popen(
@@ -46,7 +46,7 @@ def ip(*words: str) -> bool:
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines in one network, 10.77.0.0/24."""
+    """Two machines in the network 10.77.0.0/24."""
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "ss", "unshare"))):
         pytest.skip("network namespaces need root, ip, ss and unshare")
     pair = (Machine(f"slip{os.getpid()}a", "10.77.0.1"), Machine(f"slip{os.getpid()}b", "10.77.0.2"))
@@ -68,14 +68,8 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
             ip("netns", "del", machine.name)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 def listening(machine: Machine) -> list[tuple[str, int]]:
-    """Addresses and ports at which any process of a machine listens."""
+    """Addresses and ports on which processes of a machine listen."""
     listed = subprocess.run(
         ["ip", "netns", "exec", machine.name, "ss", "-ltnH"], capture_output=True, text=True, check=True
     ).stdout
@@ -84,7 +78,7 @@ def listening(machine: Machine) -> list[tuple[str, int]]:
 
 
 def assert_fit(machine: Machine, folder: Path, address: str, *, token: str) -> None:
-    """`slipstream diagnose cluster` on this machine finds nothing that fails, and is reached by the broker."""
+    """Check that `slipstream diagnose cluster` finds no failure on this machine and is reached by the broker."""
     words = ["-m", "slipstream", "diagnose", "cluster", "--json", address, "runs_dir=elsewhere"]
     asked = machine.start(folder, sys.executable, *words, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
     code, printed = asked.wait(timeout=60), (folder / f"{machine.name}.out").read_text()
@@ -120,11 +114,11 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
         generator = there.start(folder, *command, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
         log = folder / f"{there.name}.out"
         until(lambda: launcher.poll() is not None or "joined" in log.read_text(), timeout_s=60, what="the joining")
-        # Whatever listens beyond the loopback interface is one of the two sockets with CURVE.
+        # Listeners beyond the loopback interface are the two CURVE sockets.
         beyond = {each for each in listening(here) if not each[0].startswith("127.")}
         assert {address for address, _ in beyond} == {here.address}
         assert all(port in range(21000, 21010) for _, port in beyond)
-        # All that is left is answered there.
+        # All remaining work is answered there.
         drain = [sys.executable, "-m", "slipstream", "drain", "generator-0", "mine"]
         subprocess.run(drain, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=90)
         assert launcher.wait(timeout=150) == 0, printed.read_text()[-3000:]

@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster of several nodes on this machine; the engine alone is scripted."""
+"""Runs on a real Ray cluster of several nodes on this machine. Only the engine is scripted."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 120.0
 TOKEN = "a-token-that-appears-nowhere-at-all"
 ADDRESS = "127.0.0.2"
-"""Address of all nodes. Ray has drivers replace 127.0.0.1 by an address that others reach."""
+"""Address of all nodes. Ray makes drivers replace 127.0.0.1 with an address that others can reach."""
 DEMAND = """
 import json, sys
 from ray._raylet import GcsClient
@@ -38,7 +38,7 @@ ACCESS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 class Cluster:
-    """A cluster in a process of its own."""
+    """A cluster in a separate process."""
 
     def __init__(self, *cpus: int, access: Mapping[str, str] = ACCESS) -> None:
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Cluster:
         self.gcs: int = facts["gcs"]
 
     def demand(self) -> list[list[dict[str, float]]]:
-        """Bundles of each placement group that waits for machines, as Ray's autoscaler gets them."""
+        """Bundles of each pending placement group, as seen by Ray's autoscaler."""
         asked = subprocess.run(
             [sys.executable, "-c", DEMAND, self.address],
             env=os.environ | ACCESS,
@@ -83,14 +83,8 @@ def cluster_of(*cpus: int, access: Mapping[str, str] = ACCESS) -> Iterator[Clust
         cluster.end()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield runs.make_task(tmp_path, warm=False)
-    runs.kill_processes_of(tmp_path)
-
-
 class Run:
-    """A run whose generators Ray places."""
+    """A run with generators placed by Ray."""
 
     def __init__(self, folder: Path, cluster: Cluster, *overrides: str) -> None:
         self.folder = folder
@@ -128,7 +122,7 @@ class Run:
         return done.stdout if done.returncode == 0 else ""
 
     def at_work(self) -> dict[str, int]:
-        """Process ids of the generators that work, by name."""
+        """Process ids of the working generators, by name."""
         roles = runs.status(self.folder, "placed")["roles"]
         return {
             role["name"]: role["pid"]
@@ -137,7 +131,7 @@ class Run:
         }
 
     def rows(self) -> list[int]:
-        """Steps of its metrics."""
+        """Steps in its metrics."""
         is_there = (self.path / "metrics.jsonl").exists()
         return [row["step"] for row in runs.metrics(self.folder, "placed")] if is_there else []
 
@@ -150,7 +144,7 @@ class Run:
 
 
 def host_of(role: int) -> psutil.Process:
-    """The process that holds the other end of the pipe of a role's keeper."""
+    """The process at the other end of the pipe of a role's keeper."""
     keeper = psutil.Process(role).ppid()
     pipe = Path(f"/proc/{keeper}/fd/0").readlink()
     for process in psutil.process_iter():
@@ -175,7 +169,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         run.until(lambda: run.at_work().get("generator-1", before["generator-1"]) != before["generator-1"])
         assert "generator-1 died (signal SIGKILL); last line of its log: the place of generator-1 is" in run.printed
         assert run.at_work()["generator-2"] == before["generator-2"]
-        # Three generators and the core fill the cluster: what is missing beyond is what the autoscaler is asked for.
+        # Three generators and the core fill the cluster. The autoscaler is asked for the rest.
         assert cluster.demand() == []
         assert run.call("scale", "generators=5", "name=placed")
         run.until(lambda: cluster.demand() == [[{"CPU": 1.0}], [{"CPU": 1.0}]])
@@ -188,7 +182,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         assert "the cluster has 127.0.0.2 with 0 of 2 CPU, 0 of 0 GPU free" in run.printed
         assert run.call("scale", "generators=1", "name=placed")
         run.until(lambda: set(run.at_work()) == {"generator-0"})
-        # Where the secret must not be: command lines, and all that Ray keeps of its jobs and workers.
+        # Places where the secret must not appear: command lines, and everything Ray keeps about jobs and workers.
         for process in runs.processes_of(folder):
             with suppress(psutil.Error):
                 assert TOKEN not in " ".join(process.cmdline())
@@ -224,7 +218,7 @@ def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_anot
 
 
 def learners_of(folder: Path) -> dict[str, psutil.Process]:
-    """The learner's process of each machine, which has started the ranks there, by the machine's number."""
+    """On each machine, by number: the learner's process, which has started the ranks there."""
     found = {}
     for process in runs.processes_of(folder):
         with suppress(psutil.Error):
@@ -247,14 +241,14 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
         before = learners_of(folder)
         assert set(before) == {"0", "1"}
         raylet = host_of(before["1"].pid).ppid()
-        assert raylet in cluster.raylets[1:], "another machine than the core's"
+        assert raylet in cluster.raylets[1:], "a machine other than the core's"
         (worker,) = before["1"].children()
         worker.kill()
         run.until(lambda: not before["0"].is_running() and not before["1"].is_running())
         steps = len(run.rows())
         run.until(lambda: trains(steps + 3))
         assert "learner died (exit code " in run.printed
-        # The machine of the second rank is lost, and another one takes its place.
+        # The machine of the second rank is lost and replaced by another.
         os.kill(host_of(learners_of(folder)["1"].pid).ppid(), signal.SIGKILL)
         steps = len(run.rows())
         run.until(lambda: "learner died" in run.printed.partition("learner restarted")[2])
@@ -288,7 +282,7 @@ def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) 
         os.kill(cluster.gcs, signal.SIGKILL)
         ends_at = time.monotonic() + 75
         runs.until(lambda: run.launcher.poll() is not None, timeout_s=75, what="the end of the launcher")
-        # The store waits for whoever resumes, and so does the process that ends it at last.
+        # The store waits for a resume, and so does the process that eventually ends it.
         kept = ("redis", "idle_stop")
         runs.until(
             lambda: all(any(word in " ".join(each.cmdline()) for word in kept) for each in runs.processes_of(folder)),

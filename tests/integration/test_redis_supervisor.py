@@ -1,7 +1,7 @@
-"""RedisSupervisor: restarts a server that dies, makes its log durable, and ends when a restart would not help."""
+"""RedisSupervisor: restarts a server that dies, makes its log durable, and gives up when a restart would not help."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from tests.runs import until
 
 
 @pytest.fixture
@@ -44,14 +45,7 @@ def kill(server: EmbeddedRedis) -> None:
     psutil.Process(server.pid).kill()
 
 
-def until(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
-    ends_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_at, "not in time"
-        time.sleep(0.01)
-
-
-def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone(server, supervisor):
+def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(server, supervisor):
     store = opened(supervisor.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
@@ -62,22 +56,22 @@ def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone
     store.set_phase("finishing")
     assert took_s < 10
     assert server.pid != first
-    until(lambda: supervisor.num_restarts == 1)
+    until(lambda: supervisor.num_restarts == 1, what="a restart")
     died, back = supervisor.poll()
     assert died == "the store died (signal SIGKILL); restarting it"
     assert back.startswith("the store is back after ")
     assert back.endswith("restart 1)")
-    assert supervisor.poll() == [], "said once"
+    assert supervisor.poll() == [], "reported once"
 
 
-def test_a_store_that_another_process_started_is_supervised_as_well(server, folder):
-    # Its parent is not the supervisor's process, so nobody but the supervisor's look tells of its end.
+def test_a_store_started_by_another_process_is_also_supervised(server, folder):
+    # Its parent is not the supervisor's process, so only the supervisor's polling notices its end.
     server.start(timeout_s=20)
     supervisor = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
     supervisor.start()
     try:
         kill(server)
-        until(lambda: supervisor.num_restarts == 1)
+        until(lambda: supervisor.num_restarts == 1, what="a restart")
         assert "the store died" in supervisor.poll()[0]
         assert opened(supervisor.url).counts().accepted == 0
     finally:
@@ -90,7 +84,7 @@ def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
     supervisor.start()
     kill(server)
     with pytest.raises(StoreLostError, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
-        until(supervisor.poll)
+        until(supervisor.poll, what="news")
     supervisor.stop()
     assert not server.is_alive
 
@@ -100,11 +94,11 @@ def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(serve
     kill(server)
     said: list[str] = []
     with pytest.raises(StoreLostError, match=r"died 5 times within 60 s .*redis\.log: .*Bad file format"):
-        until(lambda: said.extend(supervisor.poll()))
+        until(lambda: said.extend(supervisor.poll()), what="the end")
     assert any("died at its start" in sentence for sentence in said)
 
 
-def test_what_a_kill_left_half_written_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
+def test_half_written_data_of_a_kill_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
     opened(supervisor.url).set_phase("training")
     with (folder / "appendonly.aof").open("ab") as log:
         log.write(b"*3\r\n$3\r\nSET\r\n$3\r\nhal")
@@ -117,7 +111,7 @@ def test_rewrites_of_the_log_that_a_kill_left_behind_are_removed(server, supervi
     leftover = folder / "temp-rewriteaof-12345.aof"
     leftover.write_bytes(b"x" * 1000)
     kill(server)
-    until(lambda: supervisor.num_restarts == 1)
+    until(lambda: supervisor.num_restarts == 1, what="a restart")
     assert not leftover.exists()
 
 
@@ -125,21 +119,21 @@ def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervis
     log = folder / "appendonly.aof"
     store, admin = opened(supervisor.url), connect(supervisor.url)
     before = log.stat().st_ino
-    until(lambda: before in synced_inodes())
+    until(lambda: before in synced_inodes(), what="the log")
     admin.bgrewriteaof()
-    until(lambda: log.stat().st_ino != before)
+    until(lambda: log.stat().st_ino != before, what="a new log")
     store.set_phase("training")
-    until(lambda: synced_inodes() & {before, log.stat().st_ino} == {log.stat().st_ino})
+    until(lambda: synced_inodes() & {before, log.stat().st_ino} == {log.stat().st_ino}, what="the new log alone")
 
 
 def synced_inodes() -> set[int]:
-    """Inodes of the files that this process holds open."""
+    """Inodes of the files open in this process."""
     files = (Path(file.path) for file in psutil.Process().open_files())
     return {file.stat().st_ino for file in files if file.exists()}
 
 
 def test_a_suspended_store_delays_a_client_without_retries_rarely(server, supervisor):
-    # Its loop must answer pings meanwhile.
+    # Its loop must keep answering pings.
     store = open_run_store(supervisor.url, "run", timeout_s=10, answer_timeout_s=0.3)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     process = psutil.Process(server.pid)
@@ -157,5 +151,5 @@ def test_a_suspended_store_delays_a_client_without_retries_rarely(server, superv
         except StoreUnavailableError:
             return False
 
-    until(answers)
+    until(answers, what="an answer")
     assert supervisor.num_restarts == 0

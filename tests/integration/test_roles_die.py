@@ -1,4 +1,4 @@
-"""Roles are killed in mid-run, with a real store, real sockets and real processes; the engine alone is scripted."""
+"""Roles are killed during a run, with a real store, sockets, and processes. Only the engine is scripted."""
 
 import fcntl
 import os
@@ -55,7 +55,7 @@ def test_a_killed_generator_and_a_killed_broker_are_restarted_and_no_prompt_is_l
         for name, module in (("generator-0", "slipstream.generators"), ("broker", "slipstream.broker")):
             killed_at = run.kill(module)
             until(lambda: f"{name} restarted" in run.printed, timeout_s=30, what="a restart")  # noqa: B023
-            # What the dead one had delivered may carry some more steps.
+            # Trajectories that the dead generator delivered may cover a few more steps.
             waiting_from = run.steps + 8
             print(name, "back to work after", round(recovery_s(run, killed_at, from_steps=waiting_from), 1), "s")
             assert f"{name} died (signal SIGKILL)" in run.printed
@@ -163,7 +163,7 @@ def test_runs_side_by_side_have_a_socket_each_and_a_second_broker_of_one_is_refu
         (refused,) = [line for line in logs["second"].read_text().splitlines() if line.startswith("error: ")]
         assert f"must have one launcher, or one broker started by hand, but process {brokers['left'].pid} " in refused
         assert is_listening(addresses[0])
-        # Killed, it leaves its socket, which its successor takes over.
+        # After a kill, its socket remains, and its successor takes it over.
         brokers["left"].kill()
         brokers["left"].wait()
         assert Path(addresses[0].removeprefix("ipc://")).is_socket()
@@ -247,7 +247,7 @@ def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not
     assert cause in run.printed
     assert "step-00000002/model." in run.printed.replace("\n", "")
     assert ("resume=true" in run.printed) == (mode == "async")
-    # No generator is blamed, and what was committed is finite.
+    # No generator is blamed, and all committed numbers are finite.
     assert "evicted" not in run.printed + (run.log("learner") if mode == "async" else "")
     assert [path.name for path in (run.path / "checkpoints").glob("step-*")] == ["step-00000002"]
     assert run.steps == 3
@@ -262,12 +262,12 @@ def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not
 
 @contextmanager
 def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A run in a terminal of its own, which is closed by the end of the block."""
+    """A run in a terminal that is closed at the end of the block."""
     ours, theirs = pty.openpty()
 
     def take_terminal() -> None:
         os.setsid()
-        # Ignored where these tests run under nohup.
+        # Ignored if these tests run under nohup.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 

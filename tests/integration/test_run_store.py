@@ -1,4 +1,4 @@
-"""open_run_store on a run folder: live, over, and of another key layout."""
+"""open_run_store on a run folder: of a live run, of a finished run, and with another key layout."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from slipstream.configs.load import load
 
 
 def make_run_folder(folder: Path) -> EmbeddedRedis:
-    """A run folder with a store that has been opened; returns its server, running."""
+    """A run folder with an opened store. Returns its server, running."""
     run = load(["name=looked-into"])
     (folder / "store").mkdir(parents=True)
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))
@@ -36,7 +36,7 @@ def test_the_store_of_a_run_that_is_over_is_started_and_stopped_again(tmp_path):
         open_run_store(server.url, "looked-into", timeout_s=0)
 
 
-def test_the_store_of_a_live_run_goes_on(tmp_path):
+def test_the_store_of_a_live_run_keeps_running(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
         with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:

@@ -1,4 +1,4 @@
-"""Generators are added and drained by command while a run trains; the engine alone is scripted."""
+"""Generators are added and drained by command during training. Only the engine is scripted."""
 
 import re
 import signal
@@ -20,12 +20,12 @@ PATIENCE_S = 120.0
 
 
 class Run:
-    """A run under the launcher, steered by commands."""
+    """A run under the launcher, controlled by commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = folder / "scaled.out"
-        # So slow that it leaves the processor to the commands.
+        # Slow, to leave the processor to the commands.
         pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2")
         with self.output.open("w") as output:
             self.launcher = subprocess.Popen(
@@ -76,7 +76,7 @@ def here(status: dict[str, Any]) -> set[str]:
 
 
 def assert_no_port_is_open(run: Run) -> None:
-    """No role listens at a port, but the learner's Gloo, at a loopback address; nothing is broadcast in this run."""
+    """No role opens a port except the learner's Gloo, on loopback. Nothing is broadcast in this run."""
     roles = psutil.Process(run.launcher.pid).children(recursive=True)
     assert len(roles) >= 5
     listening = [
@@ -102,7 +102,7 @@ def assert_steps_are_recorded(run: Run) -> None:
     recorded = re.search(r"stage=events steps=\((\d+), (\d+)\)", run.log("learner"))
     assert recorded
     first, last = map(int, recorded.groups())
-    # The second request replaces the first one, if the learner had not read that yet.
+    # The second request replaces the first if the learner had not read it yet.
     assert last - first + 1 in ((2,) if again.returncode == 2 else (2, 3))
     roles = ("trajectories", "broker (", "generator-0 (", "learner (", "learner torch (")
     runs.assert_traced(run.folder, "scaled", steps=(first, last), per_step=4 * 8, processes=roles)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, started as a user starts it, on the digits task and a tiny model."""
+"""Supervised fine-tuning, started like a user would, on the digits task and a tiny model."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ TWO_RANKS = (
     "learner.num_ranks=2",
     "learner/engine=deepspeed_zero2",
     "learner.tokens_per_microbatch=64",
-    # A limit of rank 0's waits, not of the collectives in which the others wait for it.
+    # Limits only rank 0's waits, not the collectives in which the others wait for it.
     "learner.wait_timeout_s=0.1",
 )
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict:
-    """The weights that one rank makes without a stop."""
+    """Weights that one rank trains without interruption."""
     return train(folder, "alone")
 
 
@@ -64,7 +64,7 @@ def learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def train(folder: Path, name: str, *overrides: str) -> dict:
-    """Returns the final weights."""
+    """Return the final weights."""
     done = learner(folder, f"name={name}", *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
@@ -117,12 +117,12 @@ def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict)
     runs.train(folder, *SMALL, "name=launched")
     launched = load_file(folder / "runs" / "launched" / "final_model" / "model.safetensors")
     assert largest_difference(alone, launched) == 0
-    # It held the run while it lasted, and holds it no more.
+    # It held the lock on the run until it ended.
     assert (folder / "runs" / "launched" / "run.lock").read_text()
     assert not is_held(folder / "runs" / "launched")
 
 
-def test_a_run_goes_on_elsewhere_with_its_object_store_alone(folder: Path, alone: dict) -> None:
+def test_a_run_resumes_elsewhere_from_its_object_store(folder: Path, alone: dict) -> None:
     storage = f"storage_uri=file://{folder}/remote"
     train(folder, "moved", storage, "learner.max_steps=3")
     weights = learner(folder, "name=moved", storage, "runs_dir=elsewhere", "resume=true")

@@ -1,4 +1,4 @@
-"""The documentation site, built from the tree as it is."""
+"""The documentation site, built from the current tree."""
 
 import re
 
@@ -9,7 +9,7 @@ from docs.tools.site import HTML, build
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_every_page_is_built_and_asks_nobody_else() -> None:
+def test_every_page_is_built_and_makes_no_external_requests() -> None:
     assert build() == HTML / "index.html"
     pages = {str(path.relative_to(HTML)): path.read_text() for path in HTML.rglob("*.html")}
     assert {"index.html", "docs/settings/index.html", "examples/calculator/index.html"} <= set(pages)

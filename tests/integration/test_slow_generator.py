@@ -39,7 +39,7 @@ FAST, SLOW = 0.1, 1.0
 
 
 class SimulatedPeer:
-    """A role's client and the messages it received."""
+    """A role's client and its received messages."""
 
     def __init__(self, hub: MemoryBroker, role: str, name: str, loop: SimulatedLoop) -> None:
         self.member = Member(name, "1")
@@ -52,7 +52,7 @@ class SimulatedPeer:
 
 
 class SimulatedRun:
-    """A generator for each of `speeds` (name -> seconds per token), and a learner whose steps take no time."""
+    """A generator for each of `speeds` (name -> seconds per token), and a learner with instant steps."""
 
     def __init__(self, folder: Path, speeds: dict[str, float], *, max_lag: int, max_concurrency: int) -> None:
         self.loop = SimulatedLoop()
@@ -99,7 +99,7 @@ class SimulatedRun:
         return generator
 
     def play(self) -> float:
-        """Run all steps; returns seconds per step after the warm-up."""
+        """Run all steps. Returns seconds per step after the warm-up."""
         simulate(self._play(), loop=self.loop)
         return (self.committed_at[-1] - self.committed_at[WARM_UP]) / (len(self.committed_at) - 1 - WARM_UP)
 

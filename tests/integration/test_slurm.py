@@ -68,7 +68,7 @@ SETTINGS = (
 
 
 class Job:
-    """A batch job in a folder of its own."""
+    """A batch job in a private folder."""
 
     def __init__(self, folder: Path, *overrides: str, python: str) -> None:
         self.calls = folder / "calls"
@@ -115,13 +115,13 @@ def test_a_job_starts_every_role_restarts_what_fails_and_ends_with_the_learner(t
     assert sorted(started) == [f"{own}0", f"{own}1"]
     steps = re.findall(r"^srun (--het-group=\d) ", called, re.MULTILINE)
     assert sorted(steps) == ["--het-group=0", "--het-group=0", "--het-group=1"]
-    # The broker takes leave of the generators, which have heard of the end before it.
+    # The broker says goodbye to the generators, which have already heard of the end.
     assert called.index("slipstream.generators heard SIGTERM") < called.index("slipstream.broker heard SIGTERM")
     assert "scontrol" not in called
     assert TOKEN not in called + job.printed
     assert (tmp_path / "runs/mine/token").stat().st_mode & 0o077 == 0
     told = (tmp_path / "calls.env").read_text()
-    assert told.count(f"SLIPSTREAM_TOKEN={TOKEN}") == 6, "four ranks, of two starts, and two generators"
+    assert told.count(f"SLIPSTREAM_TOKEN={TOKEN}") == 6, "four ranks from two starts, and two generators"
 
 
 def test_before_its_limit_a_job_ends_its_roles_and_is_queued_again(tmp_path: Path):
@@ -135,7 +135,7 @@ def test_before_its_limit_a_job_ends_its_roles_and_is_queued_again(tmp_path: Pat
     heard = [f"{role} heard SIGTERM" for role in roles]
     assert all(each in called for each in heard), called
     assert called.splitlines()[-1] == "scontrol requeue 77"
-    assert called.count("\npython -m slipstream.learner") == 4, "none is started again"
+    assert called.count("\npython -m slipstream.learner") == 4, "none is restarted"
     runs.assert_none_left(tmp_path)
 
 

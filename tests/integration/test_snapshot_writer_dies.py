@@ -1,4 +1,4 @@
-"""A learner killed while it writes versions leaves only complete ones, from which its successor continues."""
+"""A learner killed while it writes versions leaves only complete ones. Its successor continues from them."""
 
 import random
 import subprocess
@@ -29,12 +29,12 @@ for version in itertools.count(int(sys.argv[2])):
 
 
 def kill_after(folder: Path, *, first: int, num_versions: int, delay_s: float) -> None:
-    """Kill the writer `delay_s` after it has put `num_versions`."""
+    """Kill the writer `delay_s` after it has written `num_versions`."""
     command = [sys.executable, "-c", WRITER, str(folder), str(first)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         for _ in range(num_versions):
-            assert writer.stdout.readline(), "the writer ended by itself"
+            assert writer.stdout.readline(), "the writer ended without the kill"
         with pytest.raises(subprocess.TimeoutExpired):
             writer.wait(delay_s)
         writer.kill()

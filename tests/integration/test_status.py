@@ -1,13 +1,11 @@
-"""`slipstream status` on a real store, with living and dead roles, and without a store."""
+"""`slipstream status` on a real store with live and dead roles, and without a store."""
 
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,12 +30,10 @@ DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def config() -> Iterator[RunConfig]:
-    # A short path: the length of a socket's path is limited.
-    folder = Path(tempfile.mkdtemp(prefix="slip-"))
-    # Longer than any start of a Python process takes on a busy machine.
-    yield make_run(name="mine", runs_dir=str(folder), broker={"peer_timeout_s": 300.0}, learner={"max_steps": 200})
-    shutil.rmtree(folder, ignore_errors=True)
+def config(short_folder: Path) -> RunConfig:
+    # Longer than any start of a Python process on a busy machine.
+    timeouts = {"peer_timeout_s": 300.0}
+    return make_run(name="mine", runs_dir=str(short_folder), broker=timeouts, learner={"max_steps": 200})
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ def test_reading_the_status_changes_nothing(config, store):
 
 
 def test_a_read_only_store_is_read(config, store):
-    # As after a failover that made its machine a replica.
+    # As after a failover that demoted its machine to a replica.
     store._client.replicaof("127.0.0.1", 1)
     try:
         done = status(config)
@@ -189,14 +185,14 @@ def test_a_watch_shows_changes_and_ends_cleanly_at_ctrl_c(config, store):
 
 
 def wait_for_text(terminal: int, text: str) -> None:
-    """Read the terminal until `text` appears. Blocks at most for pytest's own timeout."""
+    """Read the terminal until `text` appears. Bounded only by pytest's timeout."""
     shown = b""
     while text.encode() not in shown:
         shown += os.read(terminal, 65536)
 
 
 def read_to_end(terminal: int) -> None:
-    """Read until the process on the other side has closed it; a process that writes to a full terminal waits."""
+    """Read until the other side has closed it, because a process that writes to a full terminal blocks."""
     with suppress(OSError):
         while select.select([terminal], [], [], DEADLINE_S)[0] and os.read(terminal, 65536):
             pass

@@ -1,4 +1,4 @@
-"""A whole run with its checkpoints, archive and models in an object store."""
+"""A whole run with checkpoints, archive, and models in an object store."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ with ended_beside("checkpoint"):
 """
 
 
-def test_a_process_ends_beside_an_object_store_that_takes_connections_and_does_not_answer() -> None:
+def test_a_process_ends_while_its_object_store_accepts_connections_but_does_not_answer() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -1,4 +1,4 @@
-"""A real server is killed under load, again and again: nothing acknowledged is lost, and runs go on."""
+"""A real server is repeatedly killed under load: nothing acknowledged is lost, and runs continue."""
 
 import random
 import re
@@ -30,7 +30,7 @@ SEED = 11
 
 
 class Inserter:
-    """Does as generators and broker do: sends each batch again until it is acknowledged."""
+    """Behaves like generators and broker: sends each batch until it is acknowledged."""
 
     def __init__(self, url: str, number: int) -> None:
         self._store = opened(url)
@@ -97,7 +97,7 @@ def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("durability", ["standard", "strict"])
 def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_path, durability, monkeypatch):
-    monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # here, dying often is what is wanted
+    monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # frequent deaths are intended here
     instants = random.Random(SEED)
     with kept(tmp_path / "store", durability) as (server, supervisor):
         store = opened(supervisor.url, retry_timeout_s=30)
@@ -124,7 +124,7 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
 
 
 def wait_for_progress(inserters: list[Inserter], *, seconds: float) -> None:
-    """Until every thread has inserted something since now, and for at least so long: a kill meets a busy server."""
+    """Wait for an insert from every thread and for a minimum time, so that a kill hits a busy server."""
     ends_at, before = time.monotonic() + seconds, [len(each.acknowledged) for each in inserters]
     until(
         lambda: (
@@ -138,7 +138,7 @@ def wait_for_progress(inserters: list[Inserter], *, seconds: float) -> None:
 
 def assert_stored(store: RedisStore, acknowledged: list[Packed]) -> None:
     outcomes = {insertion.outcome for insertion in store.insert(acknowledged)}
-    assert outcomes <= {"duplicate"}, "something acknowledged was not there"
+    assert outcomes <= {"duplicate"}, "an acknowledged trajectory is missing"
 
 
 # --- whole runs --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill_store(run_folder: Path) -> int:
-    """SIGKILL; returns the process id it had."""
+    """Send SIGKILL. Returns the old process id."""
     pid = int((run_folder / "store" / "redis.pid").read_text())
     psutil.Process(pid).kill()
     return pid
@@ -167,7 +167,7 @@ def test_a_run_goes_on_by_itself_after_its_store_was_killed(folder):
     assert run.printed.count("the store died (signal SIGKILL); restarting it") == 3
     assert "Traceback" not in run.printed + run.log("broker") + run.log("learner") + run.log("generator-0")
     assert " died (" not in run.printed.replace("the store died (", ""), "no role ended with it"
-    # Every step is committed once; a row of metrics is the learner's own and was never at stake.
+    # Every step is committed once. Metric rows belong to the learner and were never at risk.
     assert [row["step"] for row in runs.metrics(folder, "killed-store")] == list(range(1, steps + 1))
     assert_reconciled(run)
     runs.assert_none_left(folder)

@@ -1,4 +1,4 @@
-"""A store that refuses writes: trajectories are deferred and nothing is lost; when there is room, all goes on."""
+"""A store that refuses writes: trajectories are deferred, nothing is lost, and work continues when space is freed."""
 
 import contextlib
 import threading
@@ -30,7 +30,7 @@ NO_LIMIT = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
 
 @pytest.fixture
 def limitable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers whose files can be limited: past the limit a write fails as on a full disk, and the process lives on."""
+    """Servers with a file size limit. Beyond it, writes fail as on a full disk, and the process stays alive."""
     wrapper = tmp_path / "bin" / "redis-server"
     wrapper.parent.mkdir()
     wrapper.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {find_redis_binary()} \"$@\"\n")
@@ -58,7 +58,7 @@ def opened(server: EmbeddedRedis, *, retry_timeout_s: float = 0.0) -> RedisStore
 
 
 def fill_disk(server: EmbeddedRedis) -> None:
-    """From now on the log may not grow by more than 20 kB."""
+    """From here on, the log may grow by at most 20 kB."""
     log = server.directory / "appendonly.aof"
     limit_files(server, (log.stat().st_size + 20_000, psutil.RLIM_INFINITY))
 
@@ -83,7 +83,7 @@ def fill_disk_and_notice(server: EmbeddedRedis, store: RedisStore) -> None:
 
 
 def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
-    """Put a batch; returns the answers to its sender."""
+    """Put a batch. Returns the answers to its sender."""
     ingest.add(SENDER, Put([header for header, _ in batch]), [payload for _, payload in batch])
     return [answer for _, answer in ingest.flush()]
 
@@ -106,7 +106,7 @@ def test_a_full_disk_defers_trajectories_and_loses_none(server, store):
     assert "MISCONF" in said[0]
 
     limit_files(server, NO_LIMIT)
-    retrying = opened(server, retry_timeout_s=20)  # waits until the server has noticed
+    retrying = opened(server, retry_timeout_s=20)  # wait until the server has noticed
     retrying.set_phase("training")
     assert put(ingest, batch) == [Ack([header.id for header, _ in batch])]
     assert ingest.reason == ""
@@ -171,7 +171,7 @@ def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_
                 store.insert(batch)
                 acknowledged += batch
         assert 0 < len(acknowledged) < 200 * GROUP_SIZE
-        # The supervisor's next server has no limit: there is room again.
+        # The supervisor's next server has no limit, so it has space again.
         assert {insertion.outcome for insertion in retrying.insert(acknowledged)} == {"duplicate"}
         died = supervisor.poll()[0]
         assert "exit code 1, last line of its log: " in died
@@ -187,7 +187,7 @@ def limit_all(processes: list[psutil.Process], size: int) -> None:
 
 
 def waits_for(folder: Path) -> dict[str, str]:
-    """Return waiter -> the side it waits for and the reason, as `status` shows them."""
+    """Waiting role -> the awaited role and the reason, as `status` shows them."""
     waits = runs.status(folder, "full").get("waits", [])
     return {wait["waiter"]: f"{wait['blocked_on']}: {wait['reason']}" for wait in waits}
 

@@ -1,4 +1,4 @@
-"""The tutorials are true: every file in them is written, every command runs and ends well, in a folder of its own."""
+"""The tutorials work: their files are written and their commands succeed in a fresh folder."""
 
 import os
 import re

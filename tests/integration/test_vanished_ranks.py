@@ -1,4 +1,4 @@
-"""Two real ranks over Gloo: one stands still, as one whose machine has vanished, and the other ends with its name."""
+"""Two real ranks over Gloo: one is suspended, as if its machine had vanished, and the other ends and names it."""
 
 import os
 import signal
@@ -52,19 +52,19 @@ def start(folder: Path, started: list, *, timeout_s: float, step_s: float) -> No
 def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     tmp_path: Path, started: list, stopped: int
 ) -> None:
-    """Rank 0 holds the rendezvous, so that nothing at all answers when it stands still."""
+    """Rank 0 holds the rendezvous, so nothing answers while it is suspended."""
     start(tmp_path, started, timeout_s=3.0, step_s=600.0)
     started[stopped].send_signal(signal.SIGSTOP)
     _, errors = started[1 - stopped].communicate(timeout=DEADLINE_S)
     assert started[1 - stopped].returncode == TRY_AGAIN, errors
-    (sentence,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert "within learner.rank_timeout_s (3 s), got nothing" in sentence
-    assert f"rank {stopped}" in sentence
-    assert socket.gethostname() in sentence
+    (message,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert "within learner.rank_timeout_s (3 s), got no" in message
+    assert f"rank {stopped}" in message
+    assert socket.gethostname() in message
     assert "Traceback" not in errors
 
 
-def test_a_step_longer_than_the_limit_ends_nobody(tmp_path: Path, started: list) -> None:
+def test_a_step_longer_than_the_limit_ends_no_rank(tmp_path: Path, started: list) -> None:
     start(tmp_path, started, timeout_s=1.5, step_s=4.0)
     for process in started:
         _, errors = process.communicate(timeout=DEADLINE_S)

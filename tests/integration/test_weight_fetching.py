@@ -1,4 +1,4 @@
-"""Generators fetch weights as deltas if possible, else whole, and always end up with the right version."""
+"""Generators fetch weights as deltas if possible, otherwise whole, and always end with the right version."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -52,7 +52,7 @@ class Scene:
         return msgspec.structs.replace(update, source=self.source(folder), timeout_s=timeout_s)
 
     def fetch(self, fetcher: Fetcher, version: int, *, folder: Path | None = None) -> int:
-        """Fetch a version and verify it; returns the bytes read."""
+        """Fetch a version and verify it. Returns the bytes read."""
         fetched = fetcher.fetch(self.order(version, folder=folder), cancelled=Event())
         _, packed = make_version(version, moved=100 * version)
         assert all(torch.equal(got, expected) for got, expected in zip(fetched.tensors, packed, strict=True))

@@ -36,7 +36,7 @@ class Receive(msgspec.Struct):
 
 
 def serve_member(commands: Connection) -> None:
-    """A generator's end in its own process: executes commands until the pipe closes; answers checksums or an error."""
+    """A generator's end in a separate process. Executes commands until the pipe closes; sends checksums or an error."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
     commands.send_bytes(b"here")
@@ -114,7 +114,7 @@ class Learner:
             member.send("receive", msgspec.msgpack.encode(ask))
 
     def update(self, members: list[MemberProcess]) -> None:
-        """Broadcast and verify that all members receive it."""
+        """Broadcast and check that all members receive it."""
         self.start_receiving(members)
         self.sender.broadcast(self.packed, timeout_s=TIMEOUT_S)
         expected = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
@@ -123,7 +123,7 @@ class Learner:
 
 
 class SignalHalfway(list[Tensor]):
-    """Buckets that send a signal to a member once half of them were sent."""
+    """Buckets that send a signal to a member after half of them were sent."""
 
     def __init__(self, packed: list[Tensor], *, member: MemberProcess, number: int) -> None:
         super().__init__(packed)
@@ -139,7 +139,7 @@ class SignalHalfway(list[Tensor]):
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[MemberProcess]]:
-    """Four members for the whole module, since each takes seconds to import torch; one of them may be killed."""
+    """Four members shared by the module, because each takes seconds to import torch. One may be killed."""
     started = [MemberProcess() for _ in range(4)]
     assert [member.answer(timeout_s=START_S) for member in started] == [b"here"] * 4
     yield started
@@ -156,7 +156,7 @@ def learner(processes: list[MemberProcess]) -> Iterator[Learner]:
 
 
 def assert_error_within(limit_s: float, learner: Learner, sent: list[Tensor], *, timeout_s: float) -> None:
-    """The sender and the surviving members all raise within the limit."""
+    """The sender and the surviving members must all raise within the limit."""
     started = time.monotonic()
     # The error and its traceback stay alive while the members answer, as they do in a future.
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as error:

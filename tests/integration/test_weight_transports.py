@@ -1,4 +1,4 @@
-"""Runs with each weight transport; only the engine is scripted, and it verifies the weights."""
+"""Runs with each weight transport. Only the engine is scripted, and it verifies the weights."""
 
 import re
 import subprocess
@@ -45,7 +45,7 @@ def test_a_run_trains_without_any_broadcast(folder: Path, transport: str):
 
 
 @pytest.mark.long
-def test_a_joining_generator_with_its_own_transport_disturbs_no_broadcast(folder: Path):
+def test_a_joiner_with_another_transport_does_not_disturb_broadcasts(folder: Path):
     with (folder / "mixed.out").open("w") as output:
         run = subprocess.Popen(
             runs.command(*SMALL, "name=mixed", "learner.max_steps=150"),

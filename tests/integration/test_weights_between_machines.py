@@ -1,4 +1,4 @@
-"""Two machines, each a network namespace: weights are broadcast over a trusted network, else fetched and lent on."""
+"""Two machines (network namespaces): weights are broadcast over a trusted network, otherwise fetched and lent."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ _LENT = re.compile(r"weights_fetched +source=tcp://10\.77\.0\.2:2100\d version=(
 
 
 class Scene:
-    """A run on the first machine, and generators on the second."""
+    """A run on the first machine and generators on the second."""
 
     def __init__(self, folder: Path, here: Machine, there: Machine) -> None:
         self.folder, self.here, self.there = folder, here, there
@@ -28,13 +28,13 @@ class Scene:
 
     @property
     def learner(self) -> str:
-        """Log of the learner."""
+        """The learner's log."""
         path = self.folder / "runs/mine/logs/learner.log"
         return path.read_text() if path.exists() else ""
 
     @property
     def generators(self) -> str:
-        """Output of the generators of the second machine."""
+        """Output of the generators on the second machine."""
         return (self.folder / f"{self.there.name}.out").read_text()
 
     @property
@@ -43,7 +43,7 @@ class Scene:
 
     @contextmanager
     def running(self, *settings: str, generators: tuple[str, ...]) -> Iterator[None]:
-        """Start the run, then a generator on the second machine with each of these arguments."""
+        """Start the run, then a generator on the second machine for each of these arguments."""
         network = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009")
         steps = ("learner.max_steps=500", "generators.engine.seconds_per_token=0.05", "weights.bucket_bytes=65536")
         command = runs.command(*SMALL, *network, *steps, *settings)
@@ -94,5 +94,5 @@ def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(sce
         until(lambda: scene.num_steps >= steps + 3, timeout_s=60, what="steps after that")
     assert "weights_not_broadcast" not in scene.learner
     assert "members_evicted" not in scene.learner
-    # The first version alone is fetched.
+    # Only the first version is fetched.
     assert scene.generators.count("weights_fetched") == 2

@@ -1,4 +1,4 @@
-"""The installed package: one top-level name, complete, and undisturbed by folders of the user with the same names."""
+"""The installed package: complete, with one top-level name, and unaffected by user folders with the same names."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def call(folder: Path, *command: object, timeout_s: float = 120) -> str:
-    """Run to the end without this checkout on the path; returns what it printed."""
+    """Run to completion without this checkout on the path. Returns the output."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -78,7 +78,7 @@ def names_in(wheel: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout without anything that git ignores, with a tag; the build writes into it."""
+    """A tagged copy of the checkout without ignored files. The build writes into it."""
     folder = tmp_path_factory.mktemp("tree") / "slipstream"
     for path in tracked():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def wheel(tree: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path) -> Path:
-    """A fresh environment with the wheel; its other packages are links to those of this one, without the checkout."""
+    """A fresh environment with the wheel. Its other packages are links to this environment's, without the checkout."""
     environment = wheel.parents[1] / "environment"
     call(wheel.parent, sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
@@ -114,7 +114,7 @@ def python(wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(python: Path) -> Path:
-    """A user's folder: packages with the names of our top-level folders, a data set and a model."""
+    """A user's folder: packages named like our top-level folders, a data set, and a model."""
     made = python.parents[2] / "work"
     for path in ("configs/__init__.py", "scripts/__init__.py", "learner/__init__.py", "buffer.py", "broker.py"):
         (made / path).parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +179,6 @@ def test_a_run_works_in_a_folder_with_packages_of_the_same_names(python: Path, f
 def test_the_engine_process_of_vllm_finds_the_plugin_of_the_wheel(python: Path, folder: Path) -> None:
     (folder / "start_engine.py").write_text(START_ENGINE)
     num_tokens, where = call(folder, python, "start_engine.py", timeout_s=200).splitlines()[-1].split()
-    # The engine process is told to use the weight transfer engine of the plugin and does not start without it.
+    # The engine process must use the plugin's weight transfer engine and does not start without it.
     assert int(num_tokens) > 0
     assert Path(where).is_relative_to(python.parents[1])

@@ -1,6 +1,6 @@
 """One rank of a test over Gloo: `python -m tests.integration.watched_rank RANK FOLDER TIMEOUT_S [STEP_S]`.
 
-Joins, is in a long step without any collective, then reduces once and leaves.
+Joins, runs a long step without collectives, then reduces once and leaves.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Builders of runs, groups and trainers for the learner's tests; the model is a tiny Qwen2 made by code."""
+"""Builders of runs, groups, and trainers for the learner's tests, with a tiny Qwen2 built in code."""
 
 import os
 from itertools import product
@@ -36,7 +36,7 @@ rounding error moves an element by the learning rate in a direction that depends
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
-    """A run of two groups of four, plain torch, three steps, the optimizer `SMOOTH`."""
+    """A run with two groups of four, the torch engine, three steps, and the optimizer `SMOOTH`."""
     settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
     settings["optimizer"] = SMOOTH
     base = {
@@ -58,7 +58,7 @@ def make_response(
     version: int = 0,
     **overrides: Any,
 ) -> Trajectory:
-    """One answer to one prompt, right if its reward exceeds 0.5; its tokens' sampled log-probabilities are -2."""
+    """One answer to one prompt. Right if its reward exceeds 0.5; sampled log-probabilities are -2."""
     num_tokens = len(prompt) + len(response)
     mask = np.arange(num_tokens) >= len(prompt)
     fields: dict[str, Any] = {
@@ -74,7 +74,7 @@ def make_response(
 def make_groups(
     *, num_groups: int = 2, group_size: int = 4, seed: int = 0, longest: int = 9, **overrides: Any
 ) -> list[list[Trajectory]]:
-    """Random prompts, responses of random lengths, random rewards."""
+    """Groups with random prompts, response lengths, and rewards."""
     random = np.random.default_rng(seed)
     groups = []
     for group in range(num_groups):
@@ -89,7 +89,7 @@ def make_groups(
 
 
 def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Each group and one greedy answer to its prompt."""
+    """Add a greedy answer to each group."""
     return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
 
 
@@ -104,7 +104,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def examples(union: Any, **own: Any) -> dict[str, Formula]:
-    """A record of every kind of a union and every combination of its Literal fields, as `kind` and `kind-option`.
+    """A record for every kind of a union and every combination of its Literal fields, named `kind` or `kind-option`.
 
     `own`: fields of the kind `custom`.
     """
@@ -120,18 +120,17 @@ def examples(union: Any, **own: Any) -> dict[str, Formula]:
 
 
 def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
-    """A tiny checkpoint, written once per folder."""
     path = folder / f"model-{seed}-{is_tied}"
     return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
 
 
 def make_policy(**settings: Any) -> Policy:
-    """The tiny policy on the CPU, without a file."""
+    """The tiny policy on the CPU, built without a checkpoint."""
     return Policy(make_tiny_module(**settings).train())
 
 
 def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
-    """Every model-written token is trained."""
+    """A sample that trains every model-written token."""
     trained = np.flatnonzero(trajectory.model_mask)
     return Sample(
         trajectory.token_ids,
@@ -153,7 +152,7 @@ def make_alone(device: torch.device = CPU) -> Ranks:
 
 
 def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
-    """A trainer in this process, on one thread."""
+    """A trainer in this process, with one torch thread."""
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(device))
     return build_trainer(run, ranks=make_alone(device), device=device)
@@ -172,7 +171,7 @@ def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints]:
-    """A trainer, and its checkpoints below the folder."""
+    """A trainer and its checkpoints below the folder."""
     trainer = make_trainer(run)
     return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
 
@@ -192,24 +191,22 @@ def plant_nan(trainer: Trainer, *, update: int) -> None:
 
 @torch.no_grad()
 def fill_with_nan(trainer: Trainer) -> None:
-    """Fill a weight of the policy with NaN."""
     dict(trainer.engine.held_weights())["model.norm.weight"].fill_(float("nan"))
 
 
 def save(checkpoints: Checkpoints, *, step: int, version: int | None = None) -> str:
-    """Save a checkpoint and wait until it is durable; its name. The version is the step's number by default."""
+    """Save a checkpoint, wait until it is durable, and return its name. `version` defaults to `step`."""
     pointer = checkpoints.save(step=step, version=step if version is None else version)
     checkpoints.saver.flush()
     return pointer.name
 
 
 def zero(stage: int) -> DeepSpeedEngineConfig:
-    """DeepSpeed at a ZeRO stage."""
     return DeepSpeedEngineConfig(zero_stage=stage)
 
 
 def documented(metrics: dict[str, float]) -> set[str]:
-    """Return the rows of docs/metrics.md about these; fails for a metric without one."""
+    """Return the rows of docs/metrics.md for these metrics. Fails for an undocumented metric."""
     return {_entry(key) for key in metrics}
 
 

@@ -1,4 +1,4 @@
-"""Fake generators and a fake snapshot server: each behaves as the test says."""
+"""Fake generators and a fake snapshot server, scripted by the test."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from slipstream.broker.messages import (
     UpdateApplied,
 )
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3))]
 CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
 
 
 class FakeGenerators:
-    """Client, inbox and sender at once: each member answers as its behaviour says."""
+    """Client, inbox, and sender in one. Each member behaves as set in `members`."""
 
     address = ("127.0.0.1", 1)
 
@@ -48,7 +49,7 @@ class FakeGenerators:
         self.fails_to_open = False
 
     def set_members(self, **members: str) -> None:
-        """name=well|silent|wrong|slow: who is alive from now on, and how each behaves; slow: see `finish_fetching`."""
+        """Set the live members and their behavior: well|silent|wrong|slow. For slow members see `finish_fetching`."""
         self.members = members
         states = [
             MemberState(
@@ -82,14 +83,14 @@ class FakeGenerators:
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
-        """Versions and members of the requests to fetch, or of the broadcasts."""
+        """Versions and members of fetch requests (`fetched`) or of broadcasts."""
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
     def finish_fetching(
         self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
     ) -> None:
-        """A slow member has fetched the version."""
+        """Report that a slow member has fetched the version."""
         self.inbox.append(
             UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
         )
@@ -122,7 +123,7 @@ def member(name: str) -> Member:
 
 
 class FakeSnapshots:
-    """Records which versions were added, whether with deltas, and which were pinned."""
+    """Records the added versions, whether they had deltas, and which versions were pinned."""
 
     def __init__(self) -> None:
         self.added: list[tuple[int, bool, list[int]]] = []
@@ -169,6 +170,13 @@ def make_publisher(
 
 def make_stager(weights: list[tuple[str, torch.Tensor]] = WEIGHTS) -> Stager:
     return Stager(WeightsConfig(), metadata=[(name, tensor.shape, torch.float32) for name, tensor in weights])
+
+
+def make_background(publisher: Publisher, stager: Stager | None = None) -> tuple[BackgroundPublisher, MemoryStore]:
+    """A publisher in the background, and the store of its run."""
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    return BackgroundPublisher(publisher, stager or make_stager(), store, in_background=True), store
 
 
 def stage(version: int) -> Staged:

@@ -1,4 +1,4 @@
-"""Saves in the background: two ranks meet in a folder, and a process killed anywhere leaves whole checkpoints."""
+"""Background saves: two ranks meet in a folder, and a process killed at any point leaves complete checkpoints."""
 
 import os
 import signal
@@ -14,12 +14,13 @@ from slipstream.buffer.durable_files import CHECKSUMS, find_damage, write_durabl
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.learner.background_save import BackgroundSaver, delete_folder
+from tests.runs import until
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 
 
 class Alone:
-    """A rank whose collectives answer with its own numbers; `words` are those that ranks have left."""
+    """A rank whose collectives return its own values. `words`: the values that ranks have posted."""
 
     def __init__(self, rank: int, *, size: int = 2, words: dict[tuple[str, int], str] | None = None) -> None:
         self.rank, self.size, self.is_first = rank, size, rank == 0
@@ -36,7 +37,7 @@ class Alone:
 
 
 class Sharing:
-    """Folders of ranks: one of all of them, or one of each."""
+    """Rank folders: one shared by all ranks, or one per rank."""
 
     def __init__(self, rank: int, *, sharers: list[int], leaders: list[int]) -> None:
         self.sharers, self.leaders, self.is_leader = sharers, leaders, sharers[0] == rank
@@ -52,7 +53,7 @@ def make_savers(folder: Path) -> list[BackgroundSaver]:
 
 
 def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
-    """As ranks of a learner do: their own files, a pointer once all are durable, then the old ones go."""
+    """Save like the ranks of a learner: own files, a pointer once all are durable, then delete old checkpoints."""
     name = f"step-{number}"
 
     def finish() -> None:
@@ -72,7 +73,7 @@ def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
 
 
 def assert_whole(folder: Path) -> str:
-    """Every checkpoint is whole, and the one pointed at is there; returns its name."""
+    """Check that every checkpoint is complete and the pointer's target exists. Returns its name."""
     checkpoints = sorted(folder.glob("step-*"))
     assert [find_damage(each) for each in checkpoints] == [""] * len(checkpoints)
     for each in checkpoints:
@@ -113,7 +114,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
 
 
 def kill_at(count: int) -> None:
-    """Have this process killed instead of its `count`-th change of the file system."""
+    """Kill this process instead of its `count`-th change of the file system."""
     left = [count]
     lock = threading.Lock()
     sync = os.fsync
@@ -148,11 +149,11 @@ def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
         found.append(assert_whole(tmp_path))
         if not os.WIFSIGNALED(status):
             break
-    assert os.WIFEXITED(status), "every point was come to"
+    assert os.WIFEXITED(status), "every point was reached"
     assert found[0] == "step-1"
     assert found[-1] == f"step-{len(found) + 1}"
     assert len(found) > 15
-    # Killed after its pointer moved, and before the old one was gone.
+    # Killed after the pointer moved and before the old checkpoint was deleted.
     assert found[-2] == f"step-{len(found)}"
 
 
@@ -163,8 +164,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
         raise PermissionError("no")
 
     saver.start({"state": fail}, name="step-1", finish=lambda: None)
-    while not saver._in_flight.done():
-        time.sleep(0.01)
+    until(saver._in_flight.done, what="the end of the save")
     with pytest.raises(PermissionError):
         saver.raise_error()
     with pytest.raises(PermissionError):
@@ -175,10 +175,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
     first.start({}, name="step-1", finish=lambda: None)
-    ends_at = time.monotonic() + 10
-    while "files of a checkpoint of rank-1" not in first.reason:
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
+    await_rank_1(first)
     assert not (tmp_path / "step-1").exists()
     second.start({}, name="step-1", finish=lambda: None)
     first.flush()
@@ -208,7 +205,7 @@ def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
 
 
 class Held(StorageWait):
-    """Keeps every operation waiting until it is let go."""
+    """Blocks every operation until released."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -220,10 +217,7 @@ class Held(StorageWait):
 
 
 def await_rank_1(first: BackgroundSaver) -> None:
-    ends_at = time.monotonic() + 10
-    while "files of a checkpoint of rank-1" not in first.reason:
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
+    until(lambda: "checkpoint files of rank-1" in first.reason, what="the wait for rank 1")
 
 
 def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
@@ -234,15 +228,13 @@ def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_the
     await_rank_1(first)
     assert not (tmp_path / "0" / "step-1").exists()
     start(second, 1)
-    ends_at = time.monotonic() + 10
-    while not (tmp_path / "0" / "step-1").exists():
-        assert time.monotonic() < ends_at
+    until((tmp_path / "0" / "step-1").exists, what="the checkpoint")
     await_rank_1(first)
     assert finished == storage.child("checkpoints").names() == []
     held.let_go.set()
     for saver in (first, second):
         saver.flush()
-    assert finished == [["step-1"]], "the object store has all of it when the pointer moves"
+    assert finished == [["step-1"]], "the object store has all files when the pointer moves"
     for rank in (0, 1):
         assert find_damage(tmp_path / str(rank) / "step-1") == ""
         assert (tmp_path / str(rank) / "step-1" / f"rank-{rank}").read_text() == f"1 of {rank}"

@@ -1,5 +1,4 @@
 import random
-import time
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
+from tests.runs import until
 from tests.unit.learner.builders import (
     CPU,
     make_checkpoints,
@@ -64,13 +64,13 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     resumed, checkpoints = make_checkpoints(run, tmp_path)
     state = checkpoints.restore(name)
     assert (state.step, state.version, state.num_updates) == (2, 2, 2)
-    expected[2].pop("learner/grad_cosine")  # no process remembers the gradient of the one before it
+    expected[2].pop("learner/grad_cosine")  # a new process does not have the previous gradient
     assert steps(resumed, range(2, 4)) == expected[2:]
     final = weights(resumed)
     assert all(tensor.equal(final[name]) for name, tensor in weights(straight).items())
 
 
-def test_random_numbers_go_on_after_a_checkpoint_as_after_a_resume_and_differ_between_ranks_and_steps(tmp_path):
+def test_random_numbers_after_a_checkpoint_equal_those_after_a_resume_and_differ_by_rank_and_step(tmp_path):
     def draw():
         return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         tied.restore("step-00000001")
 
 
-def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
+def test_a_run_resumes_elsewhere_from_the_object_store(tmp_path):
     keep = CheckpointConfig(keep=1)
     run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
     trainer, checkpoints = make_checkpoints(run, tmp_path / "here")
@@ -142,7 +142,7 @@ def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
     assert checkpoints.newest_model() == f"{tmp_path}/here/checkpoints/{names[-1]}/model"
     assert moved.restore(names[-1]).step == 2
     assert all(tensor.equal(saved[key]) for key, tensor in copies(resumed).items())
-    # A file that was damaged here is fetched again.
+    # A file that is damaged here is fetched again.
     (tmp_path / "there" / "checkpoints" / names[-1] / "state.json").write_bytes(b"{")
     assert moved.restore(names[-1]).step == 2
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
         third.restore(names[-1])
 
 
-def test_the_best_checkpoint_comes_along(tmp_path):
+def test_a_moved_run_fetches_its_best_checkpoint(tmp_path):
     keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
     run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
     here = msgspec.structs.replace(run, runs_dir=str(tmp_path / "here"))
@@ -216,7 +216,7 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
         (folder / part).write_bytes(intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
         with pytest.raises(CheckpointError) as raised:
             checkpoints.restore(name)
-        # A bit of the checksums, or one that makes the state unreadable, cannot tell which file it spoils.
+        # A damaged bit in the checksums or in the state cannot show which file it affects.
         assert part in str(raised.value) or part in ("checksums.json", "state.json")
         if "checksum" in str(raised.value):
             assert f"model.path={tmp_path / 'checkpoints' / whole / 'model'}" in str(raised.value)
@@ -235,9 +235,9 @@ def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_check
     saved = copies(trainer)
     with no_file_above(10_000):
         name = checkpoints.save(step=1, version=1).name
-        await_until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason)
+        until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason, what="the reason")
         assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
-        steps(trainer, range(1, 2))  # training goes on meanwhile, and its steps are not those of the checkpoint
+        steps(trainer, range(1, 2))  # training continues, and these steps are not in the checkpoint
     checkpoints.saver.flush()
     assert checkpoints.saver.reason == ""
     assert checkpoints.restore(name).step == 1
@@ -245,15 +245,7 @@ def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_check
 
 
 def copies(trainer):
-    """Weights and moments."""
     return weights(trainer) | {name: tensor.clone() for name, tensor in trainer.engine.copy_state().items()}
-
-
-def await_until(is_met, *, timeout_s=20.0):
-    ends_at = time.monotonic() + timeout_s
-    while not is_met():
-        assert time.monotonic() < ends_at
-        time.sleep(0.01)
 
 
 # --- other layouts ---------------------------------------------------------------------------------------------------
@@ -261,7 +253,7 @@ SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5
 
 
 class Moments:
-    """The state of an optimizer whose tensors have values of their own everywhere, also in their padding."""
+    """Optimizer state with distinct values everywhere, including the padding."""
 
     def __init__(self, masters, *, is_filled):
         self.state = {}
@@ -271,7 +263,7 @@ class Moments:
 
 
 def flat_shards(*, rank, num_ranks, align=2):
-    """One flat tensor of all parameters, cut into equal parts, padded at its end."""
+    """One flat tensor of all parameters, cut into equal parts and padded at the end."""
     whole = sum(SIZES.values())
     length = -(-whole // (align * num_ranks)) * align
     master, shards, begin = torch.zeros(length), [], 0
@@ -284,7 +276,7 @@ def flat_shards(*, rank, num_ranks, align=2):
 
 
 def padded_shards(*, rank, num_ranks):
-    """Each parameter cut into equal parts, each padded, in two flat tensors."""
+    """Each parameter cut into equal padded parts, in two flat tensors."""
     shards = []
     for names in (list(SIZES)[:3], list(SIZES)[3:]):
         lengths = [-(-SIZES[name] // num_ranks) for name in names]
@@ -297,7 +289,7 @@ def padded_shards(*, rank, num_ranks):
 
 
 def whole_parameters(*, rank, num_ranks):
-    """Each parameter whole on one of the ranks."""
+    """Each parameter whole on one rank."""
     return [Shard(name, 0, size, torch.zeros(size), 0) for name, size in SIZES.items()][rank::num_ranks]
 
 
@@ -335,7 +327,7 @@ def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
                     for field in ("exp_avg", "exp_avg_sq"):
                         found = state[field][offset : offset + size]
                         assert found.equal(true_moments(field, name)[begin : begin + size])
-                        assert state[field].isfinite().all(), "padding counts for nothing, and must not be garbage"
+                        assert state[field].isfinite().all(), "padding must be finite"
                     seen[name] += size
             assert seen == SIZES
 
@@ -375,8 +367,8 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("before", "after"), [(ENGINES[0], zero(3)), (zero(3), zero(1)), (zero(2), ENGINES[0]), (zero(0), zero(2))]
 )
-def test_a_run_goes_on_with_another_engine_and_the_same_moments(tmp_path, before, after):
-    optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding stays small
+def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before, after):
+    optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding differences stay small
     path = make_model(tmp_path, is_tied=True)
 
     def start(engine):

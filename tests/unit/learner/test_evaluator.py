@@ -1,4 +1,4 @@
-"""Evaluations are opened by name; one without any reward is requested again under another name."""
+"""Evaluations are opened by name. One without any reward is requested again under another name."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def evaluator(store: MemoryStore) -> Evaluator:
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
-    """Answer every open prompt with a reward of that status; returns how many there were."""
+    """Answer every open prompt with a reward of this status. Returns the number of prompts."""
     leases: list[Lease] = lease(store, 2)
     reward = Reward(total=0.0, status=status)
     store.insert([answer(each, attempt=each.attempt, reward=reward) for each in leases])
@@ -92,7 +92,7 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
     assert evaluator.open_final("before", version=0) == "before-3"
 
 
-def test_sets_have_rows_and_samples_of_their_own(store):
+def test_each_set_has_its_rows_and_samples(store):
     sets = [HeldoutSet("aime", "a", samples=3), HeldoutSet("gsm8k", "b", temperature=0.5)]
     config = EvaluationConfig(monitor_prompts=1, final_prompts=2)
     evaluator = Evaluator(store, config, sets=sets, num_rows={"aime": 2, "gsm8k": 30})

@@ -1,4 +1,4 @@
-"""The learner's loop over a store in memory; ranks and publisher are fakes, generators answer whatever is leased."""
+"""The learner's loop over an in-memory store, with fake ranks and publisher. Generators answer every leased prompt."""
 
 import shutil
 import time
@@ -29,7 +29,7 @@ RIGHT = Reward(total=1.0, is_correct=True)
 
 
 class FakeRanks:
-    """Trains nothing, and saves models that name their step."""
+    """Trains nothing. Saved models contain their step."""
 
     trainer = SimpleNamespace(step_tokens=None)
     reason = ""
@@ -81,7 +81,7 @@ class FakeRanks:
         return pointer
 
     def prune(self, *, pinned: set[str]) -> None:
-        """As strictly as it may: all but those that are pinned."""
+        """Prune as strictly as allowed: delete all checkpoints that are not pinned."""
         for folder in self._folder.checkpoints.iterdir():
             if folder.name not in pinned:
                 shutil.rmtree(folder)
@@ -93,7 +93,7 @@ class FakeRanks:
 
 
 class FakePublisher:
-    """Announces each version at once; every prompt is answered correctly while the learner waits."""
+    """Commits each version at once. Every prompt is answered correctly while the learner waits."""
 
     probe_limit = 1e-3
 
@@ -143,7 +143,7 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
 
 
 def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
-    """Run the learner to its end; returns the steps in `metrics.jsonl`."""
+    """Run the learner to its end. Returns the steps in `metrics.jsonl`."""
     folder = RunFolder(run)
     make_learner(run, store, FakeRanks(folder), publisher).run()
     rows = folder.metrics.read_bytes().splitlines() if folder.metrics.exists() else []
@@ -172,8 +172,8 @@ def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
     found = {key for row in rows for key in row}
     assert found <= keys_under(ROWS, STEP, TOKENS)
     assert keys_under(ROWS) - found == {
-        *("lag/p50", "lag/p95"),  # of the ranks
-        *(key for key in keys_under(ROWS) if key.startswith("weights/")),  # of the publisher
+        *("lag/p50", "lag/p95"),  # from the ranks
+        *(key for key in keys_under(ROWS) if key.startswith("weights/")),  # from the publisher
         *("buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction"),
     }
     assert set(msgspec.json.decode(folder.summary.read_bytes())) == keys_under(SUMMARY)
@@ -188,7 +188,7 @@ def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
     assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
 
 
-def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
+def test_a_resumed_run_without_its_stop_rule_continues(run: RunConfig):
     store = make_store()
     train(run, store)
     learner = msgspec.structs.replace(run.learner, stop=None)
@@ -231,7 +231,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConf
     folder = RunFolder(run)
     best = msgspec.json.decode((folder.path / "best.json").read_bytes(), type=BestEntry)
     assert (best.checkpoint.step, best.checkpoint.version, best.value) == (step, step, value)
-    assert (folder.best_model / "step").read_text() == str(step), "the weights that were evaluated"
+    assert (folder.best_model / "step").read_text() == str(step), "the evaluated weights are exported"
     assert {path.name for path in folder.checkpoints.iterdir()} == {f"step-{step:08d}", "step-00000009"}
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["best"] == msgspec.to_builtins(best)
@@ -244,7 +244,7 @@ def test_the_final_and_the_best_model_are_uploaded_once_there_are_both(run: RunC
     assert ranks.uploaded == ["final_model", "best_model"]
 
 
-def test_the_status_names_what_the_object_store_fails_to_take(run: RunConfig):
+def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig):
     ranks = FakeRanks(RunFolder(run))
     learner = make_learner(run, make_store(), ranks, FakePublisher)
     ranks.storage_reason = "waiting 9 s of 1800 s for s3://bucket/run/checkpoints/step-1/state.json: AWS Error"
@@ -261,7 +261,7 @@ def test_the_best_checkpoint_outlives_a_resume(run: RunConfig):
     assert (RunFolder(run).best_model / "step").read_text() == "4"
 
 
-def test_evaluation_alone_trains_nothing(run: RunConfig):
+def test_evaluation_only_trains_nothing(run: RunConfig):
     run = with_settings(run, only=True)
     store = make_store()
     assert train(run, store) == []
@@ -288,7 +288,7 @@ def test_every_monitored_evaluation_is_of_the_version_that_it_names(run: RunConf
 
 
 def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_version(run: RunConfig):
-    # Step 9 is evaluated with version 4, and makes version 5.
+    # Step 9 is evaluated at version 4 and produces version 5.
     run = with_settings(run, every_steps=3, timeout_s=1.0)
     run = msgspec.structs.replace(run, weights=msgspec.structs.replace(run.weights, publish_every_steps=2))
     store = make_store()

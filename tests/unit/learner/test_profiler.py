@@ -1,4 +1,4 @@
-"""StepProfiler: which steps are recorded, and when the recording ends."""
+"""StepProfiler: which steps are recorded and when the recording ends."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.memory_store.store import MemoryStore
 
 
 class Scene:
-    """A learner that makes steps; each version arrives in the generators while the next step is made."""
+    """A learner that runs steps. Each version reaches the generators during the next step."""
 
     def __init__(self, folder: Path, steps: list[int] | None) -> None:
         run = make_run(profile={"steps": steps}, learner={"max_steps": 20}, buffer={"staleness": {"max_lag": 1}})
@@ -38,7 +38,7 @@ def test_recording_begins_before_the_first_step_and_ends_with_the_version_of_the
 ) -> None:
     scene = Scene(tmp_path, steps)
     if steps is None:
-        scene.store.request("learner", "profile", "2 3")  # too early: trajectories of step 2 are there already
+        scene.store.request("learner", "profile", "2 3")  # too early: trajectories of step 2 exist already
     for step in range(3, 10):
         scene.step(step)
     assert scene.orders == [(3, "events"), (5, "engine"), (7, "end")]

@@ -1,9 +1,10 @@
-"""The worker loop executes rank 0's commands and waits while there is none."""
+"""The worker loop executes rank 0's commands and waits for the next one."""
 
 import re
 import traceback
-from collections import deque
+from collections import Counter, deque
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,6 @@ from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Trajectory, VersionSpan
 from slipstream.learner.algorithms import policy_losses
 from slipstream.learner.algorithms.policy_losses import ppo_clip
-from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, Operation, RankGroup
@@ -22,10 +22,10 @@ from slipstream.runtime.trace import TimeAccount
 from tests.builders import make_run
 from tests.unit.learner.builders import (
     make_alone,
+    make_checkpoints,
     make_groups,
     make_model,
     make_response,
-    make_trainer,
     plant_nan,
     save,
 )
@@ -33,7 +33,7 @@ from tests.unit.learner.builders import make_run as make_learner_run
 
 
 class FakeRanks:
-    """Receives these commands of rank 0 one after the other; records what is broadcast."""
+    """Receives these commands from rank 0 in order and records broadcasts."""
 
     def __init__(self, *commands: Command) -> None:
         self.left = deque(commands)
@@ -63,8 +63,14 @@ def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> 
     return RankGroup(run=make_run(), trainer=trainer, ranks=ranks, checkpoints=SimpleNamespace(saver=saver))
 
 
+def make_real_rank_group(folder: Path) -> RankGroup:
+    run = make_learner_run(make_model(folder))
+    trainer, checkpoints = make_checkpoints(run, folder)
+    return RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+
+
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
-    """Metrics of a step on one trajectory with tokens of these versions."""
+    """Metrics of a step on one trajectory with tokens from these versions."""
     spans = [VersionSpan(4 + index, version) for index, version in enumerate(versions)]
     answer = make_response(response=tuple(range(5, 5 + len(versions))), version_spans=spans)
     _, payload = pack(answer, lease_id="1-0", purpose="train", group_size=1)
@@ -89,24 +95,19 @@ def test_rank_0_keeps_the_others_alive_while_it_waits():
     assert ranks.sent == [[encode(Operation("keep_alive"))]]
 
 
-def test_percentiles_of_lag_are_over_tokens():
-    found = lag_metrics(*[9] * 11, *[7] * 8, 2, learner_version=9)
-    assert found["lag/histogram"] == {0: 11, 2: 8, 7: 1}
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (0, 2, 7)
-    assert found["lag/mean"] == pytest.approx((8 * 2 + 7) / 20)
+@pytest.mark.parametrize(
+    ("versions", "learner_version", "p50", "p95", "most"),
+    [([9] * 11 + [7] * 8 + [2], 9, 0, 2, 7), ([5] * 9 + [4] * 9 + [1, 0], 5, 1, 4, 5), ([3], 5, 2, 2, 2)],
+    ids=["over_tokens", "a_twentieth_is_older", "one_token"],
+)
+def test_lag_metrics_are_over_tokens(versions, learner_version, p50, p95, most):
+    found, lags = lag_metrics(*versions, learner_version=learner_version), [learner_version - each for each in versions]
+    assert found["lag/histogram"] == Counter(lags)
+    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (p50, p95, most)
+    assert found["lag/mean"] == pytest.approx(sum(lags) / len(lags))
 
 
-def test_percentiles_of_lag_reach_the_oldest_token_where_a_twentieth_is_older():
-    found = lag_metrics(*[5] * 9, *[4] * 9, 1, 0, learner_version=5)
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (1, 4, 5)
-
-
-def test_one_token_is_every_percentile():
-    found = lag_metrics(3, learner_version=5)
-    assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (2, 2, 2)
-
-
-def test_the_formula_of_a_loss_is_at_most_nine_frames_below_the_loop(tmp_path, monkeypatch):
+def test_the_formula_of_a_loss_is_at_most_eight_frames_below_the_loop(tmp_path, monkeypatch):
     stacks = []
 
     @wraps(ppo_clip)
@@ -114,24 +115,20 @@ def test_the_formula_of_a_loss_is_at_most_nine_frames_below_the_loop(tmp_path, m
         stacks.append([frame.name for frame in traceback.extract_stack()])
         return ppo_clip(inputs, **settings)
 
-    # The functions above RankGroup.train: the loop of the run and the step in it.
-    above = [Learner.run, Learner._train_one_step, Learner._train_and_commit]
+    # Callers of RankGroup.train: the loop of the run and the step in it.
+    above = [Learner.run, Learner._train_one_step]
     called = [*(function.__name__ for function in above[1:]), "train"]
     assert all(name in function.__code__.co_names for function, name in zip(above, called, strict=True))
     monkeypatch.setattr(policy_losses, "ppo_clip", recorded)
-    run = make_learner_run(make_model(tmp_path))
-    rank_group = RankGroup(run=run, trainer=make_trainer(run), ranks=make_alone(), checkpoints=None)
-    rank_group.train(step=1, version=0, payloads=make_payloads())
+    make_real_rank_group(tmp_path).train(step=1, version=0, payloads=make_payloads())
     depths = [len(above) + len(stack) - stack.index("train") for stack in stacks]
     assert depths
-    assert max(depths) <= 9, stacks[0]
+    assert max(depths) <= 8, stacks[0]
 
 
 def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_nor_saved(tmp_path):
-    run = make_learner_run(make_model(tmp_path))
-    trainer = make_trainer(run)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
-    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+    rank_group = make_real_rank_group(tmp_path)
+    trainer, checkpoints = rank_group.trainer, rank_group.checkpoints
     plant_nan(trainer, update=2)
     rank_group.train(step=1, version=0, payloads=make_payloads())
     pointer = rank_group.save_checkpoint(step=1, version=1, finish=lambda _pointer: None)
@@ -146,7 +143,7 @@ def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_
     with pytest.raises(DivergenceError, match=cause):
         rank_group.save_checkpoint(step=2, version=2, finish=lambda _pointer: None)
     assert checkpoints.names() == [pointer.name]
-    # As a run before these checks would have left it.
+    # As a run without these checks would have saved it.
     poisoned = CheckpointPointer(2, 2, save(checkpoints, step=2))
     assert rank_group.restore(poisoned).step == 1
     rank_group.canary(step=1)
@@ -154,11 +151,9 @@ def test_weights_that_an_update_made_nan_end_the_step_and_are_neither_published_
 
 
 @pytest.mark.parametrize("broken", ["probe", "moments", "objective"])
-def test_what_finite_weights_do_not_show_is_not_saved_either(tmp_path, monkeypatch, broken):
-    run = make_learner_run(make_model(tmp_path))
-    trainer = make_trainer(run)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
-    rank_group = RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
+def test_non_finite_state_behind_finite_weights_is_not_saved(tmp_path, monkeypatch, broken):
+    rank_group = make_real_rank_group(tmp_path)
+    trainer, checkpoints = rank_group.trainer, rank_group.checkpoints
     rank_group.train(step=1, version=0, payloads=make_payloads())
     if broken == "probe":
         monkeypatch.setattr(trainer_module, "canary_logprobs", lambda *_, **__: [[-1.0, float("nan")]])

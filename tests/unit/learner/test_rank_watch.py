@@ -1,4 +1,4 @@
-"""A rank that is silent for too long ends the others, with its name and machine; steps and regular ends do not."""
+"""A silent rank ends the others with its name and machine. Long steps and regular exits do not."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ DEADLINE_S = 20.0
 
 
 class Lost(dist.Store):
-    """A rendezvous on a machine that has vanished."""
+    """A rendezvous on a machine that vanished."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Lost(dist.Store):
 
 
 class Ranks:
-    """Watches over one rendezvous, each as if in a process of its own."""
+    """Watches over one rendezvous, as if each were in a separate process."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -37,8 +37,8 @@ class Ranks:
         self.has_ended = threading.Event()
 
     def join(self, rank: int, *, size: int = 2, store: dist.Store | None = None) -> RankWatch:
-        def end(sentence: str) -> None:
-            self.ended[rank] = sentence
+        def end(message: str) -> None:
+            self.ended[rank] = message
             self.has_ended.set()
 
         watch = RankWatch(store or self.store, rank=rank, size=size, timeout_s=TIMEOUT_S, end=end, host=f"node{rank}")
@@ -62,14 +62,14 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Ranks):
     ranks.store.wait(["alive/2"], timedelta(seconds=DEADLINE_S))
     silent.stop()
     assert ranks.has_ended.wait(DEADLINE_S)
-    sentence = next(iter(ranks.ended.values()))
-    assert sentence == (
-        "all learner ranks must show that they live within learner.rank_timeout_s (0.3 s), got nothing of rank 2 on "
-        "node2: its machine has vanished, or its process stands still; the ranks are started again."
+    message = next(iter(ranks.ended.values()))
+    assert message == (
+        "all learner ranks must send a heartbeat within learner.rank_timeout_s (0.3 s), got none from rank 2 on node2: "
+        "a machine is down or a process hangs; the ranks are restarted."
     )
 
 
-def test_ranks_that_live_and_ranks_that_have_left_end_nobody(ranks: Ranks):
+def test_live_ranks_and_ranks_that_left_end_no_rank(ranks: Ranks):
     ranks.join(0)
     other = ranks.join(1)
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
@@ -78,15 +78,15 @@ def test_ranks_that_live_and_ranks_that_have_left_end_nobody(ranks: Ranks):
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
 
 
-def test_a_rendezvous_that_has_vanished_is_that_of_rank_0(ranks: Ranks):
+def test_a_lost_rendezvous_is_blamed_on_rank_0(ranks: Ranks):
     lost = Lost()
     ranks.join(1, store=lost)
     assert ranks.has_ended.wait(DEADLINE_S)
     lost.is_back.set()
-    assert ranks.ended[1].startswith("the machine of learner rank 0, a machine that was never heard of, must answer")
+    assert ranks.ended[1].startswith("the machine of learner rank 0, an unknown machine, must answer")
 
 
-def test_a_process_that_stood_still_itself_blames_nobody(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_was_suspended_blames_no_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     stood_still_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s[0])
     monkeypatch.setattr(rank_watch, "time", clock)

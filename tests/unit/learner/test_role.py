@@ -13,7 +13,7 @@ from slipstream.runtime.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("token", ["", "a token of one's own"])
-def test_a_learner_of_a_mistyped_name_waits_with_the_names_that_there_are_and_makes_no_run(
+def test_a_learner_with_a_mistyped_name_suggests_existing_runs_and_creates_none(
     token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
@@ -27,9 +27,7 @@ def test_a_learner_of_a_mistyped_name_waits_with_the_names_that_there_are_and_ma
 
 
 @pytest.mark.parametrize(("setting", "num_gpus"), [("cuda", 0), ("cuda", 2), ("auto", 2)])
-def test_a_rank_without_a_gpu_of_its_own_is_told_so(
-    setting: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_gpu_is_reported(setting: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert choose_device("cpu", local_rank=2) == torch.device("cpu")

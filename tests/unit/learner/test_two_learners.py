@@ -14,7 +14,7 @@ from tests.unit.learner.builders import make_checkpoints, make_model, make_run, 
 
 
 class Gate:
-    """Holds the first call of a function until it is opened."""
+    """Blocks the first call of a function until it is opened."""
 
     def __init__(self, call):
         self._call, self.is_reached, self.is_open = call, threading.Event(), threading.Event()
@@ -28,7 +28,7 @@ class Gate:
 
 @pytest.fixture(params=["folder", "object_store"])
 def lives(request, tmp_path):
-    """Trainer and checkpoints of a learner and of its successor, which share a folder, and perhaps an object store."""
+    """Trainer and checkpoints of a learner and of its successor, with a shared folder and maybe an object store."""
     has_storage = request.param == "object_store"
     run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote" if has_storage else None)
     found = [make_checkpoints(run, tmp_path) for _ in range(2)]
@@ -42,7 +42,7 @@ def assert_whole(checkpoints, name):
     assert checkpoints.restore(name).step == int(name[5:13])
 
 
-def test_a_stale_learner_and_its_successor_save_the_same_step_under_names_of_their_own(lives):
+def test_a_stale_learner_and_its_successor_save_the_same_step_under_different_names(lives):
     gates = [Gate(trainer.engine.copy_state) for trainer, _ in lives]
     with ThreadPoolExecutor() as pool:
         saves = []
@@ -74,13 +74,13 @@ def test_a_stale_learner_deletes_nothing_of_its_successor(lives, monkeypatch):
     for each in listed_before:
         monkeypatch.setattr(each, "names", lambda: [stale])
     older.prune(pinned=set())
-    assert newer.names() == [stale, name], "the successor's is the newest"
+    assert newer.names() == [stale, name], "the successor's checkpoint is the newest"
     assert newer._storage is None or set(newer._storage.names()) == {stale, name}
     assert_whole(newer, name)
 
 
 def test_a_checkpoint_with_a_missing_file_gets_no_name(tmp_path, monkeypatch):
-    """The successor of a stale learner deletes its draft, in the midst of a save."""
+    """The successor of a stale learner deletes its draft during a save."""
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     gate = Gate(write_model)
     monkeypatch.setattr("slipstream.learner.checkpoint.write_model", gate)
@@ -89,7 +89,7 @@ def test_a_checkpoint_with_a_missing_file_gets_no_name(tmp_path, monkeypatch):
     (file,) = (tmp_path / "checkpoints").rglob("optimizer-rank-0.safetensors")
     file.unlink()
     gate.is_open.set()
-    with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must be there"):
+    with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must exist"):
         checkpoints.saver.flush()
     assert checkpoints.names() == []
 
@@ -103,13 +103,13 @@ def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
     shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the store pointed at it
     checkpoints.life = 2
     again = save(checkpoints, step=2, version=5)
-    assert again == "step-00000002.2", "the folder of the one that does not count is not taken"
+    assert again == "step-00000002.2", "the abandoned checkpoint's folder is not reused"
     assert sorted(path.name for path in folder.iterdir()) == [first, "step-00000002", again], "the draft is deleted"
     assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
 
 
 def test_a_step_is_saved_once_and_declared_as_often_as_it_is_asked_for(tmp_path):
-    """A run declares the checkpoint of its last step again at its end, after a resume, too."""
+    """A run declares the checkpoint of its last step again at its end, also after a resume."""
     run, declared = make_run(make_model(tmp_path)), []
     _, checkpoints = make_checkpoints(run, tmp_path)
     for _ in range(2):

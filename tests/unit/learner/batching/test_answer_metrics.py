@@ -1,4 +1,4 @@
-"""Metrics of answers by their source."""
+"""Metrics of answers by data source."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def test_every_source_has_its_own_numbers():
     }
     assert found["learner/by_source/c/failed_fraction"] == 1
     assert "learner/by_source/c/reward_mean" not in found
-    # Plain numbers: the store takes no others.
+    # Plain floats: the store accepts nothing else.
     assert {type(value) for value in found.values()} == {float}
 
 

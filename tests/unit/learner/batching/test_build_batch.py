@@ -66,7 +66,7 @@ def test_turns_and_positions_are_each_trajectorys_own():
         [fresh(0, prompt=(4,), response=(2, 1))],
     ]
     tokens = built(groups).batch.tokens
-    # Nothing predicts the first token of a trajectory, so it is counted and not there.
+    # Nothing predicts the first token of a trajectory, so it is counted but not trained.
     assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
     assert tokens.positions.tolist() == [0, 1, 2, 1, 2, 0, 1]
@@ -79,7 +79,7 @@ def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
     two = fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)], context_starts=[6], **tokens)
     found = built([[two, fresh(1, reward=3.0, prompt=(4, 8), response=(2, 1))]])
     columns = found.batch.tokens
-    # The second context begins within what would be one turn; nothing predicts its first token.
+    # The second context begins inside what would be one turn. Nothing predicts its first token.
     assert columns.sequences.tolist() == [0, 0, 0, 0, 1, 1]
     assert columns.contexts.tolist() == [0, 0, 0, 1, 2, 2]
     assert columns.turns.tolist() == [0, 0, 1, 2, 0, 0]
@@ -91,7 +91,7 @@ def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
     assert len(found.batch.trajectories.rewards) == 2
 
 
-def test_what_turns_earned_lies_at_their_last_trained_token():
+def test_turn_rewards_are_at_the_last_trained_token():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
     turns = msgspec.structs.replace(
         fresh(0, prompt=(4, 8), response=(2, 9, 5, 1, 7, 3), model_mask=mask, version_spans=[VersionSpan(2, 5)]),
@@ -145,7 +145,7 @@ def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
     assert result.metrics["learner/stale_length_ratio"] == 1.0
 
 
-def test_the_length_of_answers_that_lose_their_beginning_is_compared_with_that_of_all():
+def test_the_mean_length_of_stale_answers_is_compared_with_the_overall_mean():
     long = make_response(0, 0, response=(5,) * 9, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
     short = make_response(0, 1, response=(5,) * 3, version=3)
     metrics = built([[long, short]]).metrics
@@ -187,19 +187,20 @@ def test_tokens_of_another_run_are_older_than_any_of_this_one():
     assert (batch.tokens.lags[4:] > 1000).all()
 
 
-def test_a_token_outside_the_vocabulary_is_refused_by_name():
-    with pytest.raises(BatchError, match=f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"):
-        built([[fresh(0, response=(VOCABULARY, 1))]])
-
-
-def test_a_greedy_trajectory_is_refused_where_no_baseline_was_asked_for():
-    with pytest.raises(BatchError, match=r"temperature > 0.*generators\.baseline=greedy"):
-        built([[fresh(0, sampling=GREEDY)]])
-
-
-def test_a_temperature_below_zero_is_always_refused():
-    with pytest.raises(BatchError, match="temperature > 0"):
-        built([[fresh(0, sampling=msgspec.structs.replace(GREEDY, temperature=-1.0))]], has_baseline=True)
+@pytest.mark.parametrize(
+    ("members", "has_baseline", "message"),
+    [
+        ([{"response": (VOCABULARY, 1)}], False, f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"),
+        ([{"sampling": GREEDY}], False, r"temperature > 0.*generators\.baseline=greedy"),
+        ([{"sampling": msgspec.structs.replace(GREEDY, temperature=-1.0)}], True, "temperature > 0"),
+        ([{}, {"sampling": GREEDY}, {"sampling": GREEDY}], True, "at most one greedy answer, got 0-0-1 and 0-0-2"),
+    ],
+    ids=["token_outside_the_vocabulary", "greedy_without_baseline", "negative_temperature", "two_greedy_answers"],
+)
+def test_invalid_trajectories_are_rejected_by_name(members, has_baseline, message):
+    group = [fresh(index, **overrides) for index, overrides in enumerate(members)]
+    with pytest.raises(BatchError, match=message):
+        built([group], has_baseline=has_baseline)
 
 
 def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
@@ -218,24 +219,19 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
     assert without.batch.trajectories.greedy_rewards.isnan().all()
 
 
-def test_a_greedy_answer_that_is_too_old_is_no_stale_token():
+def test_a_stale_greedy_answer_counts_no_stale_tokens():
     groups = [[fresh(0), fresh(1, sampling=GREEDY, version_spans=[VersionSpan(4, 0)])]]
     assert built(groups, has_baseline=True).metrics["learner/stale_fraction"] == 0.0
 
 
-def test_a_greedy_answer_without_a_reward_is_no_baseline():
+def test_a_greedy_answer_without_a_reward_gives_no_baseline():
     failed = msgspec.structs.replace(fresh(1, sampling=GREEDY), reward=Reward(total=0.0, status="timeout"))
     result = built([[fresh(0), failed]], has_baseline=True)
     assert result.batch.trajectories.greedy_rewards.isnan().all()
     assert result.metrics["learner/failed_fraction"] == 0.0
 
 
-def test_a_group_has_one_baseline_at_most():
-    with pytest.raises(BatchError, match="one greedy answer at most, got 0-0-1 and 0-0-2"):
-        built([[fresh(0), fresh(1, sampling=GREEDY), fresh(2, sampling=GREEDY)]], has_baseline=True)
-
-
-def test_a_group_that_is_used_again_may_have_a_bound_of_its_own():
+def test_a_reused_group_may_have_a_different_bound():
     old = [[make_response(0, index, version=0) for index in range(2)] for _ in range(3)]
     result = built(old, max_lags=[2, 5, None])
     assert [len(s.trained) for s in result.updates[0]] == [0, 0, 4, 4, 4, 4]

@@ -23,7 +23,7 @@ def logprobs_one_by_one(policy, sample):
 
 
 def logprobs_packed(policy, samples, layout):
-    """Log-probabilities of the samples' tokens, in the order of the samples."""
+    """Log-probabilities of the samples' tokens, in sample order."""
     column = torch.zeros(sum(len(sample.trained) for sample in samples))
     for microbatch in collate(samples, layout=layout):
         column[microbatch.indices] = policy(microbatch)["logprobs"]
@@ -65,7 +65,7 @@ def test_one_sample_per_row_needs_neither_mask_nor_positions():
     assert microbatch.position_ids is None
 
 
-def test_tokens_come_with_their_own_numbers():
+def test_tokens_keep_their_indices():
     trajectory = make_response(0, 0, prompt=(4, 8), response=(5, 6))
     (microbatch,) = collate([make_sample(trajectory, first_index=48)], layout=ROWS)
     assert microbatch.targets.tolist() == [5, 6]

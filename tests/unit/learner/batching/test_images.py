@@ -1,4 +1,4 @@
-"""Images in the learner: packed samples compute what each computes alone, as transformers computes it."""
+"""Images in the learner: packed samples give the same results as each sample alone in transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def policy(folder: Path) -> Policy:
 
 
 def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
-    """An answer to a prompt with these pictures, into which the model wrote a token of an image itself."""
+    """An answer to a prompt with these pictures. The model also writes an image token."""
     prompt = [3, *(token for _ in pictures for token in (*PLACE, 5)), 13]
     token_ids, placed = VisionModel(str(folder)).expand(prompt, pictures)
     random = np.random.default_rng([group, index])
@@ -70,13 +70,13 @@ def samples_of(folder: Path, groups: list[list[Any]]) -> list[Any]:
 
 
 def make_groups(folder: Path) -> list[list[Any]]:
-    """Groups of one picture, of two, of another one, and of none."""
+    """Groups with one picture, two pictures, another picture, and none."""
     chosen = [[PICTURES[0]], [PICTURES[1], PICTURES[2]], [PICTURES[1]], []]
     return [[make_answer(folder, group, i, pictures) for i in range(3)] for group, pictures in enumerate(chosen)]
 
 
 def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
-    """Log-probabilities of an answer, computed by transformers from what its own processor returns."""
+    """Log-probabilities of an answer, computed by transformers with the inputs of its processor."""
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
     shown = torch.zeros_like(ids)
     for media in trajectory.media:
@@ -89,7 +89,7 @@ def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
         inputs["image_grid_thw"] = torch.tensor([vision.grid(each) for each in data])
         inputs["mm_token_type_ids"] = shown.int()
     embeds = policy.causal_lm.get_input_embeddings()(ids)
-    # What the model wrote is no image.
+    # A model-written image token is not an image.
     ids_shown = torch.where(shown.bool() | (ids != IMAGE), ids, 0)
     logits = policy.causal_lm(input_ids=ids_shown, inputs_embeds=embeds, **inputs).logits[0].log_softmax(-1)
     return logits[:-1].gather(-1, ids[0, 1:, None])[:, 0][torch.from_numpy(trajectory.model_mask[1:])]
@@ -145,7 +145,7 @@ def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:
 def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(
     policy: Policy, folder: Path, layout: Layout
 ) -> None:
-    # Enough without images that several rows of them lie side by side.
+    # Enough samples without images that several of their rows share a microbatch.
     texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
     samples = samples_of(folder, [*make_groups(folder), *texts])
     expected, found = packed(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
@@ -201,7 +201,7 @@ def test_missing_and_wrong_images_are_refused_by_name(folder: Path) -> None:
     held, name = PromptImages(str(folder)), image_id(PICTURES[0])
     with pytest.raises(BatchError, match=f"1 without bytes, such as {name}"):
         held.keep([name], {})
-    with pytest.raises(BatchError, match="other bytes"):
+    with pytest.raises(BatchError, match="different bytes"):
         held.keep([name], {name: PICTURES[1]})
     short = [Media("image", "test/0", name, 2, 2)]
     answer = make_answer(folder, 0, 0, [PICTURES[0]], media=short)

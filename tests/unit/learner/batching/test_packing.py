@@ -23,7 +23,7 @@ def test_a_group_shares_its_prompt():
     samples = [make_sample(make_response(0, i, prompt=(4, 8, 2), response=(5, 6, 7))) for i in range(3)]
     (bundle,) = bundle_by_prompt(samples, max_tokens=64)
     assert bundle.num_shared == 3
-    assert bundle.num_tokens == 3 + 3 * 2  # the last token of a response is predicted, never read
+    assert bundle.num_tokens == 3 + 3 * 2  # the last token of a response is predicted but is not an input
 
 
 def test_a_bundle_that_grows_too_long_is_split_and_repeats_the_prompt():

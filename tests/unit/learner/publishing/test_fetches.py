@@ -1,10 +1,10 @@
-"""Joiners fetch before they take part in broadcasts; a fetch delays no other member; a failed one is evicted."""
+"""Joiners fetch before they join broadcasts. A fetch delays no other member; a failed fetch evicts the member."""
 
 from slipstream.broker.messages import LenderError
 from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish, stage
 
 
-def test_a_joiner_fetches_its_first_version_and_takes_part_in_the_next_broadcast():
+def test_a_joiner_fetches_its_first_version_and_joins_the_next_broadcast():
     publisher, generators, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
     published = publish(publisher, 1)
     assert (published.num_members, published.probe_diff_max) == (1, 2e-7)
@@ -41,7 +41,7 @@ def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
     assert clock.now - started_at < 61
 
 
-def test_a_member_with_another_transport_takes_part_in_no_broadcast():
+def test_a_member_with_another_transport_joins_no_broadcast():
     transports = {"g1": "snapshot", "g2": "delta"}
     publisher, generators, _ = make_publisher(
         snapshots=(snapshots := FakeSnapshots()), transports=transports, g0="well", g1="well", g2="well"
@@ -76,7 +76,7 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     publish(publisher, 1)
     clock.now += 6
     publisher.poll(timeout_s=0)
-    # Not to the other member, which may hold a later version by now.
+    # Not to the other member, which may hold a later version.
     assert [names for _, names in generators.updates(fetched=True)] == [["g0", "g1"], ["g1"]]
     clock.now += 660
     publisher.poll(timeout_s=0)
@@ -123,7 +123,7 @@ def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
     assert {version for version, _ in generators.updates(fetched=True)} == {1}
 
 
-def test_an_evicted_member_fetches_before_it_takes_part_again():
+def test_an_evicted_member_fetches_before_it_joins_broadcasts_again():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
     generators.members["g0"] = "wrong"
@@ -209,7 +209,7 @@ def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_d
         assert bool(order.digests) == bool(order.source.lenders)
     clock.now += 6
     publisher.poll(timeout_s=0)
-    # To each alone: the others of its message may have moved on.
+    # One message per member: the other recipients may have finished.
     repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
     assert sorted(repeated) == [[name] for name in sorted(names)]
 

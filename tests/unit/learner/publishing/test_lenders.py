@@ -1,4 +1,4 @@
-"""The plan of a fetch: few from the learner, the others from generators that have the version."""
+"""The fetch plan: the learner serves a few generators, which lend to the others."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ FAN_OUT = 4
 
 
 class Scene:
-    """Generators, a given number on each of many machines, the learner's apart."""
+    """Generators on many machines, none of them the learner's, `per_host` on each."""
 
     def __init__(self, *, num_hosts: int, per_host: int = 1, fan_out: int = FAN_OUT) -> None:
         self.clock = FakeClock()
@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def loads(self) -> Counter[str]:
-        """Generators that fetch from each address first."""
+        """Number of generators that fetch from each address first."""
         return Counter(place.lenders[0] for place in self.places.values() if place.lenders)
 
 
@@ -64,11 +64,11 @@ def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
         assert max(scene.loads.values(), default=0) <= FAN_OUT
         lending = {scene.address(name) for name, place in scene.places.items() if place.is_lent}
         assert set(scene.loads) <= lending
-        # No more of them keep the version in memory than are needed.
+        # No more generators than needed keep the version in memory.
         assert len(lending) == -(-count // FAN_OUT)
 
 
-def test_a_lender_was_placed_before_those_who_fetch_from_it_so_that_none_waits_for_itself():
+def test_a_lender_is_placed_before_its_fetchers_so_no_cycle_forms():
     scene = Scene(num_hosts=100)
     order = [name for names in ([f"g{host:03}-0"] for host in range(100)) for name in names]
     placed: set[str] = set()
@@ -100,7 +100,7 @@ def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
     assert len(scene.from_learner) == 4
 
 
-def test_an_address_that_only_its_own_machine_reaches_is_given_to_nobody_else():
+def test_a_machine_local_address_is_given_only_to_its_machine():
     scene = Scene(num_hosts=2, per_host=8, fan_out=1)
     for name, state in scene.states.items():
         scene.states[name] = MemberState(
@@ -122,7 +122,7 @@ def test_without_lenders_all_fetch_from_the_learner():
     assert set(scene.places.values()) == {Place()}
 
 
-def test_versions_that_arrive_one_by_one_make_a_tree_as_well():
+def test_generators_that_fetch_one_by_one_also_form_a_tree():
     scene = Scene(num_hosts=64)
     for name in sorted(scene.states):
         scene.assign([name], version=2)
@@ -133,7 +133,7 @@ def test_versions_that_arrive_one_by_one_make_a_tree_as_well():
     assert len(scene.from_learner) == FAN_OUT
 
 
-def test_whoever_holds_a_version_and_takes_deltas_is_not_sent_to_a_lender_without():
+def test_a_delta_fetcher_is_not_sent_to_a_lender_without_deltas():
     scene = Scene(num_hosts=12)
     joining, holding = sorted(scene.states)[:6], sorted(scene.states)[6:]
     scene.assign(joining)
@@ -173,7 +173,7 @@ def test_a_lender_that_failed_rests_for_a_while():
     assert failed in scene.loads
 
 
-def test_nobody_can_accuse_a_generator_that_it_was_not_sent_to():
+def test_reports_about_unassigned_lenders_are_ignored():
     scene = Scene(num_hosts=12)
     scene.assign()
     (first, *_) = scene.loads
@@ -184,7 +184,7 @@ def test_nobody_can_accuse_a_generator_that_it_was_not_sent_to():
     assert first in scene.loads
 
 
-def test_dead_and_failed_lenders_are_given_to_nobody():
+def test_dead_and_failed_lenders_are_never_assigned():
     scene = Scene(num_hosts=12)
     inner, late = sorted(scene.states)[:11], sorted(scene.states)[11]
     scene.assign(inner)
@@ -195,7 +195,7 @@ def test_dead_and_failed_lenders_are_given_to_nobody():
     assert scene.places[late].lenders[0] == scene.address(lending[2])
 
 
-def test_a_lender_with_enough_to_do_is_left_alone_until_somebody_is_done():
+def test_a_busy_lender_gets_no_more_fetchers_until_one_finishes():
     scene = Scene(num_hosts=20)
     (only, *others) = sorted(scene.states)
     for name in others:

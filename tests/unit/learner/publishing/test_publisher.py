@@ -1,4 +1,4 @@
-"""A version is committed only when every living generator holds it; one that fails is evicted and tried again."""
+"""A version is committed only when every live generator holds it. A failing generator is evicted and retried."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,13 +9,12 @@ import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.learner.publishing.publisher import BackgroundPublisher
-from tests.memory_store.store import MemoryStore
 from tests.unit.learner.fake_generators import (
     CANARY,
     WEIGHTS,
     FakeGenerators,
     FakeSnapshots,
+    make_background,
     make_publisher,
     make_stager,
     publish,
@@ -84,9 +83,7 @@ def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again():
 
 def test_a_version_is_announced_before_and_committed_after_it_is_applied():
     publisher, _, _ = make_publisher(g0="well")
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background, store = make_background(publisher)
     background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     assert store.run_state().announced_version == 1
     background.flush()
@@ -98,9 +95,7 @@ def test_a_version_is_announced_before_and_committed_after_it_is_applied():
 
 def test_a_generator_that_joins_after_a_publish_in_the_background_gets_the_version():
     publisher, generators, _ = make_publisher(g0="well")
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background, _ = make_background(publisher)
     background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     background.sync_members(timeout_s=5)
     generators.set_members(g0="well", g1="well")
@@ -112,9 +107,7 @@ def test_a_generator_that_joins_after_a_publish_in_the_background_gets_the_versi
 
 def test_a_waiting_version_is_replaced_by_the_next_and_publish_never_blocks():
     publisher, generators, _ = make_publisher(g0="well")
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background, store = make_background(publisher)
     has_started, may_finish = Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
@@ -135,9 +128,7 @@ def test_a_waiting_version_is_replaced_by_the_next_and_publish_never_blocks():
 
 def test_buckets_in_flight_are_not_overwritten():
     publisher, generators, _ = make_publisher(g0="well")
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(WEIGHTS[:1]), store, in_background=True)
+    background, _ = make_background(publisher, make_stager(WEIGHTS[:1]))
     sent, has_started, may_finish = [], Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
@@ -188,9 +179,7 @@ def test_the_backoff_of_a_failing_member_doubles():
 
 def test_an_error_in_the_background_is_raised_in_the_learner():
     publisher, generators, _ = make_publisher(g0="well")
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background, _ = make_background(publisher)
 
     def broken(buckets, *, timeout_s: float) -> None:
         raise RuntimeError("a bug")
@@ -202,7 +191,7 @@ def test_an_error_in_the_background_is_raised_in_the_learner():
 
 
 def test_a_late_answer_of_an_evicted_member_counts():
-    """A broker restarted during a publish does not know its generators for a moment."""
+    """A broker that restarts during a publish briefly knows no generators."""
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     publish(publisher, 1)
     answer, late = generators.send, []
@@ -247,7 +236,7 @@ def test_tensors_are_staged_one_at_a_time():
 
 # --- backend of an epoch ---------------------------------------------------------------------------------------------
 def publish_twice(devices: dict[str, str], *, own: str = "cuda:GPU-0", backend: str = "auto") -> FakeGenerators:
-    """Members fetch the first version, which tells their devices, and are sent the second one."""
+    """Publish twice. Members fetch the first version, which reports their devices, and get the second by broadcast."""
     publisher, generators, clock = make_publisher(
         snapshots=FakeSnapshots(), backend=backend, **dict.fromkeys(devices, "well")
     )

@@ -1,4 +1,4 @@
-"""Versions staged on a GPU keep their own bytes, and the learner waits for none; probes of the run's own text."""
+"""Versions staged on a GPU keep their bytes and don't block the learner. Probes use the run's prompts."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,12 @@ from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.load import load
 from slipstream.learner.errors import SampledLogprobsError
-from slipstream.learner.publishing.publisher import BackgroundPublisher
 from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, check_first_step, prompt_tokens
 from slipstream.learner.training.step_metrics import count_tokens, describe_by_lag
 from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
-from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.fake_generators import make_publisher
+from tests.unit.learner.fake_generators import make_background, make_publisher
 from tests.unit.learner.metrics.test_token_stats import make_stats
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
@@ -33,7 +31,7 @@ def make_weights(version: int) -> list[tuple[str, Tensor]]:
 
 
 def make_stager(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, staging: str = "device") -> Stager:
-    """A stager whose packing is queued behind the steps on the default stream, as on a GPU."""
+    """A stager that queues its packing after the default stream's work, as on a GPU."""
     pack = buckets.pack
 
     def queue_pack(weights, slots, *, sizes, reuse):
@@ -112,12 +110,10 @@ def test_a_cpu_stages_in_host_memory():
 
 # --- the probe -------------------------------------------------------------------------------------------------------
 def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float = 0.001) -> list[float]:
-    """Limit of each version's probe, when engines differ so on average."""
+    """Probe limit of each version, given the engines' mean difference for each."""
     publisher, generators, _ = make_publisher(g0="well")
     stager = Stager(WeightsConfig(max_probe_diff=max_probe_diff), metadata=[("a", (2, 3), dtype)])
-    store = MemoryStore()
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, stager, store, in_background=True)
+    background, _ = make_background(publisher, stager)
     for version, diff in enumerate(diffs):
         generators.probe_diff = diff
         weights = [("a", torch.ones(2, 3))]
@@ -131,12 +127,12 @@ def test_below_float32_the_first_version_calibrates_the_probe():
     assert publish_with_diffs(0.001, 0.001, dtype=torch.bfloat16, max_probe_diff=0.05) == [0.3, 0.05]
 
 
-def test_in_float32_the_setting_alone_counts():
+def test_in_float32_only_the_setting_counts():
     assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
 
 
 def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str, float]:
-    """Metrics of 2,000 tokens whose log-probabilities differ by normal rounding; a share has an offset, too."""
+    """Metrics of 2,000 tokens with normal rounding differences, plus an offset for a share of them."""
     own = -torch.rand(2000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise = rounding * torch.randn(2000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     is_off = torch.arange(2000) < 2000 * share
@@ -147,13 +143,13 @@ def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str
 @pytest.mark.parametrize(
     ("limit", "row"),
     [
-        # A constant error: in float32, and in bfloat16, where its size is that of a usual rounding error.
+        # A constant error, in float32 and, at the size of a usual rounding error, in bfloat16.
         (1e-3, {"rounding": 1e-7, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": -1e-2}),
-        # As speculative decoding reports them.
+        # As reported by speculative decoding.
         (0.06, {"rounding": 0.02, "offset": 0.6, "share": 0.2}),
-        # Errors that cancel out.
+        # Errors that cancel out in the mean.
         (0.06, {"rounding": 0.2, "offset": 0.0}),
     ],
 )

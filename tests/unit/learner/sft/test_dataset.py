@@ -72,7 +72,7 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert trained(file) == ["3<eos>"]
 
 
-def test_a_prompt_of_messages_is_answered_by_the_response_alone(tmp_path):
+def test_only_the_response_to_a_prompt_of_messages_is_trained(tmp_path):
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
     file = read_train(sft_run(tmp_path, [{"prompt": prompt, "response": "4"}], template=TEMPLATE))
     assert trained(file) == ["4<eos>"]
@@ -86,7 +86,7 @@ def test_token_ids_need_no_tokenizer(tmp_path):
     assert demonstration.trained.tolist() == [1, 2]
 
 
-def test_exported_trajectories_are_demonstrations_of_what_the_model_wrote(tmp_path):
+def test_exported_trajectories_train_their_model_written_tokens(tmp_path):
     best = StoredTrajectory(make_trajectory(), "retired", "", [1])
     (demonstration,) = read_train(sft_run(tmp_path, tabulate([best]))).demonstrations
     assert demonstration.token_ids.tolist() == list(range(12))
@@ -123,7 +123,7 @@ def test_a_file_of_nothing_but_unfit_rows_is_refused(tmp_path):
     assert "must hold at least one demonstration" in refusal(tmp_path, pa.Table.from_pylist(ROWS).slice(0, 0))
 
 
-def test_missing_columns_are_named_with_those_there_are(tmp_path):
+def test_missing_columns_are_named_with_the_existing_ones(tmp_path):
     assert "must have the column `response`, got only prompt, answer" in refusal(
         tmp_path, [{"prompt": "1", "answer": "2"}]
     )
@@ -169,7 +169,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     ):
         read_train(run)
     Path(run.sft.train_path).unlink()
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_train(run)
 
 

@@ -47,7 +47,7 @@ def test_text_that_the_template_appends_to_the_end_token_is_not_trained():
     assert demonstration.model_mask.tolist()[-3:] == [True, True, False]
 
 
-def test_the_tokens_are_those_of_the_whole_conversation():
+def test_the_tokens_match_the_whole_conversation():
     tokenizer = chat_tokenizer()
     messages = conversation(("user", "1+2"), ("assistant", "3"), ("user", "4"), ("assistant", "5"))
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -74,7 +74,7 @@ def test_a_conversation_with_an_empty_assistant_turn_or_none_has_no_pieces(turns
     assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
 
 
-def test_a_turn_of_tool_calls_alone_is_not_empty():
+def test_a_turn_with_only_tool_calls_is_not_empty():
     template = "{% for m in messages %}{{ m.content or m.calls }}<eos>{% endfor %}"
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "calls": "2"}]
     assert chat_pieces(messages, tokenizer=chat_tokenizer(template)) == [Piece("1<eos>", False), Piece("2<eos>", True)]
@@ -82,7 +82,7 @@ def test_a_turn_of_tool_calls_alone_is_not_empty():
 
 def test_a_template_that_rewrites_the_beginning_is_refused():
     messages = conversation(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    with pytest.raises(ConfigError, match="give the columns token_ids and model_mask"):
+    with pytest.raises(ConfigError, match="provide the columns token_ids and model_mask"):
         chat_pieces(messages, tokenizer=chat_tokenizer(FORGETFUL))
 
 

@@ -47,7 +47,7 @@ def test_a_step_is_the_textbooks_and_any_split_gives_the_same_gradient(tmp_path)
     module = AutoModelForSequenceClassification.from_pretrained(make_model(tmp_path), num_labels=1)
     torch_trainer, trainer = make_pair_trainer(tmp_path)
     module.load_state_dict(weights(trainer))
-    # One by one, through transformers' own head.
+    # One pair at a time, with transformers' own head.
     margins = torch.stack([
         module(input_ids=torch.tensor(pair.chosen)[None]).logits[0, 0]
         - module(input_ids=torch.tensor(pair.rejected)[None]).logits[0, 0]
@@ -63,7 +63,7 @@ def test_a_step_is_the_textbooks_and_any_split_gives_the_same_gradient(tmp_path)
     assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for name, parameter in module.named_parameters():
-        # Adam's first step is the gradient's sign: where that is noise, so is the step.
+        # Adam's first step is the sign of the gradient, so it is noise where the gradient is.
         clear = parameter.grad.abs() > 1e-5
         assert torch.allclose(weights(trainer)[name][clear], parameter[clear], atol=2e-5), name
 
@@ -94,7 +94,7 @@ def test_a_run_learns_the_pairs_and_its_model_scores_alike_in_transformers_and_a
     with torch.inference_mode():
         alone = [float(module(input_ids=torch.tensor(own)[None]).logits) for own in batch]
     assert reward.scores(batch) == pytest.approx(alone, abs=1e-5)
-    # A language model has no such head: its scores would be random.
+    # A language model has no reward head: its scores would be random.
     with pytest.raises(ConfigError, match=r"which lacks score\.weight: train one with experiment=reward_model"):
         RewardModel(path=str(make_model(tmp_path))).start()
 

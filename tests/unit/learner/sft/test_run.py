@@ -51,7 +51,7 @@ def train(run):
 
 
 def lasting(rows):
-    """Rows without what a resume may change: times, and the cosine with a gradient that no checkpoint holds."""
+    """Rows without values that a resume may change: times, and the cosine with the previous gradient."""
     return [{key: value for key, value in row.items() if not re.search(r"_s$|_cosine$", key)} for row in rows]
 
 
@@ -123,7 +123,7 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
         planted.run()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
     assert not (folder / "final_model").exists()
-    # As a run before these checks would have left it.
+    # As a run without these checks would have saved it.
     save(planted._checkpoints, step=4)
     _, _, found = train(msgspec.structs.replace(run, resume=True))
     assert equal(expected, found)
@@ -133,7 +133,7 @@ def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(t
     run = build_sft(make_sft_run(tmp_path, heldout_every_steps=6), device=CPU)
     losses = iter([1.0, float("nan")])
     monkeypatch.setattr(run._sft, "loss", lambda _rows: next(losses))
-    with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*no checkpoint"):
+    with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*No checkpoint"):
         run.run()
     assert not list((tmp_path / "runs/first/checkpoints").iterdir())
 
@@ -145,7 +145,7 @@ def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
 
 
 def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path):
-    # Few rows, learnt by heart: the loss on others falls and rises.
+    # A few memorized rows: the loss on other rows falls and then rises.
     few = make_file(tmp_path, problems(0, 4), "few.parquet")
     run = make_sft_run(tmp_path, steps=40, heldout_every_steps=5, train_path=few, trajectories_per_step=4)
     best = BestConfig("eval/loss", mode="min")

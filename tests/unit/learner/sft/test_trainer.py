@@ -15,7 +15,7 @@ ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for sta
 
 
 def make_demonstrations(count=6, *, seed=0):
-    """Random tokens, and masks with gaps as in conversations of several turns."""
+    """Random tokens, with gaps in the mask as in multi-turn conversations."""
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -38,7 +38,7 @@ def make_sft_trainer(folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8
 
 
 def plain_loss(module, demonstrations):
-    """Textbook loss: padded on the right, labels masked, torch's cross-entropy."""
+    """Textbook loss: right padding, masked labels, and torch's cross-entropy."""
     length = max(d.num_tokens for d in demonstrations)
     ids = torch.zeros(len(demonstrations), length, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
@@ -65,7 +65,7 @@ def plain_steps(batches, **optimizer):
 
 
 def gradients(folder, demonstrations, *, tokens_per_microbatch):
-    """Name -> gradient of a step, caught before the optimizer clears it."""
+    """Gradients of a step by name, recorded before the optimizer clears them."""
     sft, trainer = make_sft_trainer(folder, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
     module = trainer.engine.model.causal_lm
     caught = {}
@@ -76,7 +76,7 @@ def gradients(folder, demonstrations, *, tokens_per_microbatch):
 
 
 @pytest.mark.parametrize(("tokens_per_microbatch", "num_microbatches"), [(8192, 1), (64, 4)])
-def test_the_gradient_is_that_of_plain_cross_entropy(tmp_path, tokens_per_microbatch, num_microbatches):
+def test_the_gradient_matches_plain_cross_entropy(tmp_path, tokens_per_microbatch, num_microbatches):
     demonstrations = make_demonstrations(32)
     _, trainer = make_sft_trainer(tmp_path, tokens_per_microbatch=tokens_per_microbatch)
     assert len(trainer.collate(to_samples(demonstrations))) == num_microbatches
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_plain_cross_entropy(tmp_path, tokens_per_microb
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
-def test_three_steps_are_those_of_a_plain_loop(tmp_path, engine):
+def test_three_steps_match_a_plain_loop(tmp_path, engine):
     batches = [make_demonstrations(seed=seed) for seed in range(3)]
     losses, norms, module = plain_steps(batches, lr=1e-4)
     sft, trainer = make_sft_trainer(tmp_path, engine=engine, tokens_per_microbatch=64)
@@ -103,7 +103,7 @@ def test_three_steps_are_those_of_a_plain_loop(tmp_path, engine):
     assert max(float((found[name] - parameter.detach()).abs().max()) for name, parameter in expected.items()) < 1e-5
 
 
-def test_the_loss_counts_every_token_the_same_however_many_are_measured_at_once(tmp_path):
+def test_the_loss_weighs_tokens_equally_for_any_batch_size(tmp_path):
     demonstrations = make_demonstrations(11)
     expected = plain_loss(make_tiny_module(), demonstrations).item()
     for batch in (1, 4, 64):
@@ -114,7 +114,7 @@ def test_the_loss_counts_every_token_the_same_however_many_are_measured_at_once(
 
 
 @torch.no_grad()
-def test_context_tokens_are_no_targets(tmp_path):
+def test_context_tokens_are_not_targets(tmp_path):
     read = Demonstration(np.array([4, 8, 2, 9, 5]), np.array([False, True, False, False, True]))
     sft, _ = make_sft_trainer(tmp_path)
     logits = make_tiny_module()(input_ids=torch.tensor([[4, 8, 2, 9, 5]])).logits[0].log_softmax(-1)
@@ -130,11 +130,11 @@ def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
 def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_path):
     impossible = Demonstration(np.array([4, 8, 5]), np.array([False, True, True]))
     sft, trainer = make_sft_trainer(tmp_path)
-    # The model itself makes the logits, so that they can be changed.
+    # Make the model compute logits itself, so the hook can change them.
     trainer.engine.model.head = None
     head = trainer.engine.model.causal_lm.lm_head
     head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), -torch.inf))
-    # The softmax of the other token lacks it, too.
+    # The other token's softmax also excludes it.
     logits = (
         make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0].index_fill(-1, torch.tensor([5]), -torch.inf)
     )
@@ -164,7 +164,7 @@ def test_demonstrations_that_leak_into_each_other_stop_the_run(tmp_path):
         sft.step(make_demonstrations(), step=21)
 
 
-def test_samples_stand_one_after_the_other_and_share_no_prompt():
+def test_samples_are_consecutive_and_share_no_prompt():
     demonstrations = make_demonstrations(5)
     samples = to_samples(demonstrations)
     assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))

@@ -1,4 +1,4 @@
-"""Every cause of a stall is found after its deadline and named; a run that makes progress has none."""
+"""Every stall cause is found and named after its deadline. A run that makes progress has none."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tests.memory_store.store import MemoryStore
 
 AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 600.0, 1800.0
 MAX_FAILED = 2 * 2 * 2
-"""Trajectories of two steps of the builders' run."""
+"""Trajectories in two steps of the builders' run."""
 
 
 def role(name: str = "generator-0", kind: str = "generator", **overrides: Any) -> RoleStatus:
-    """A living role that is ready at version 0."""
+    """A live role that is ready at version 0."""
     fields = {"liveness": "alive", "state": "ready", "report_age_s": 0.5, "progress_age_s": None, "reason": ""}
     return RoleStatus(**({"name": name, "role": kind, "version": 0, **fields} | overrides))
 
@@ -27,7 +27,7 @@ def dead(name: str = "generator-0", kind: str = "generator", *, age_s: float = 9
 
 
 def snapshot(*generators: RoleStatus, version: int = 0, broker: RoleStatus | None = None, **overrides: Any) -> Snapshot:
-    """The broker lives unless given; overrides are fields of the snapshot or of its counts."""
+    """A snapshot with a live broker by default. Overrides are fields of the snapshot or of its counts."""
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
     fields = {name: overrides.pop(name) for name in list(overrides) if name in Snapshot.__dataclass_fields__}
@@ -42,7 +42,7 @@ def working(**overrides: Any) -> Snapshot:
 
 
 class Scene:
-    """A wait that has begun, checked whenever the clock is moved."""
+    """A wait in progress, checked each time the clock moves."""
 
     def __init__(self, **overrides: Any) -> None:
         self.clock = FakeClock(0.0)
@@ -63,7 +63,7 @@ def scene() -> Scene:
     return Scene()
 
 
-# --- nothing changes -------------------------------------------------------------------------------------------------
+# --- no change -------------------------------------------------------------------------------------------------------
 UNSYNCED = [role(f"generator-{n}", state="unsynced", reason=f"probe differs by 0.{n}") for n in (1, 2)]
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
@@ -94,7 +94,7 @@ STILL = {
 
 
 @pytest.mark.parametrize(("still", "kind", "after_s", "named"), STILL.values(), ids=STILL)
-def test_a_run_that_stands_still_is_a_dead_end_after_its_deadline(scene, still, kind, after_s, named):
+def test_a_run_without_progress_is_a_dead_end_after_its_deadline(scene, still, kind, after_s, named):
     assert scene.after(0, still) is None
     assert scene.after(after_s - 1, still) is None
     cause = scene.after(1, still)
@@ -110,9 +110,9 @@ def test_a_new_wait_has_its_own_time(scene):
     assert scene.after(1, working()) is not None
 
 
-# --- something comes, but does not help ------------------------------------------------------------------------------
+# --- arrivals that are not progress ----------------------------------------------------------------------------------
 def expiring(n: int) -> Snapshot:
-    """Two groups of two have come and one has expired by every other second."""
+    """By every other second, two groups of two have arrived and one has expired."""
     return working(
         accepted=2 * n + n % 2 * 2, outcome_members={"expired": 2 * n}, reasons={"expired: stale": n, "retired: ": 3}
     )
@@ -134,7 +134,7 @@ def refused(n: int) -> Snapshot:
         (refused, "refused", "nonfinite_logprob", "oversize"),
     ],
 )
-def test_what_comes_and_does_not_stay_is_a_dead_end_that_names_the_reason(scene, come, kind, named, not_named):
+def test_arrivals_that_are_lost_are_a_dead_end_that_names_the_reason(scene, come, kind, named, not_named):
     causes = [scene.after(1, come(n)) for n in range(int(AFTER_S) + 3)]
     cause = next(filter(None, causes))
     assert cause.kind == kind
@@ -180,7 +180,7 @@ def test_a_generator_that_has_started_has_time_for_a_first_batch(scene):
 
 
 def test_a_start_that_took_long_leaves_the_first_weights_their_own_time(scene):
-    """The generator is unsynced for a moment before it fetches: the time of its start must not count against it."""
+    """The generator is briefly unsynced before it fetches. The time of its start must not count."""
     unsynced = role(state="unsynced", version=None, waits_for="weights")
     assert scene.after(500, snapshot(role(state="starting", version=None))) is None
     assert scene.after(1, snapshot(unsynced)) is None
@@ -206,8 +206,8 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
     assert "learner.wait_timeout_s" in first.remedy
 
 
-# --- followed across waits -------------------------------------------------------------------------------------------
-def test_training_on_while_nobody_applies_newer_weights_is_a_dead_end_in_the_end(scene):
+# --- tracked across waits --------------------------------------------------------------------------------------------
+def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):
     found = []
     for step in range(1, 100):
         scene.clock.now += 10
@@ -235,7 +235,7 @@ def test_a_long_step_is_no_lag_of_the_generators(scene):
     ],
     ids=["all_fail", "failed_before_the_run", "some_succeed", "restarted_generator", "generator_left"],
 )
-def test_rewards_that_fail_in_a_row_are_a_dead_end_at_once(scene, sums, failed):
+def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, failed):
     causes = [scene.after(1, working(rewarded=rewarded, unrewarded=unrewarded)) for rewarded, unrewarded in sums]
     assert not any(causes[:-1])
     if failed is None:
@@ -252,7 +252,7 @@ def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
     assert scene.after(1, snapshot(role(), unrewarded=3, reasons={"rejected: zero_signal": 200})).kind == "rewards"
 
 
-def test_a_replay_does_without_rewards_of_its_own():
+def test_a_replay_needs_no_new_rewards():
     archive = {"path": "archive"}
     scene = Scene(mode="replay", replay=archive, weights={"transport": "memory"})
     scene.after(0, working())

@@ -1,4 +1,4 @@
-"""A wait over a store: a dead end ends it with its events, or is shown until it is resolved."""
+"""A wait over a store: a dead end fails it with the last events, or is shown until resolved."""
 
 import pytest
 from structlog.testing import capture_logs
@@ -19,7 +19,7 @@ STEP_1 = "waiting for the 2 groups of step 1: 0 are ready"
 
 
 class Scene:
-    """A store in which a broker and one generator report, and a learner that waits."""
+    """A store with reports from a broker and one generator, and a waiting learner."""
 
     def __init__(self, *, policy: str) -> None:
         self.clock = FakeClock(0.0)
@@ -44,7 +44,7 @@ class Scene:
         self.num_keep_alives += 1
 
     def wait(self, seconds: int, **gauges) -> str:
-        """Poll every second for so long while everybody reports; returns the last reason."""
+        """Poll every second while all roles report. Returns the last reason."""
         generator = {"role": "generator", "state": "ready", "version": 0, "trajectories": 0, "rewards_failed": 0}
         for _ in range(seconds + 1):
             self.store.report_role("broker", {"role": "broker", "state": "ready"})
@@ -55,7 +55,7 @@ class Scene:
         return reason
 
     def claim_one(self, *, status: str) -> Claim:
-        """A claim of one group with a reward of this status and one of a failed reward function."""
+        """A claim of one group: one reward with this status and one from a failed reward function."""
         (leased,) = lease(self.store, 1)
         rewards = [Reward(total=0.0, status=status), Reward(total=0.0, status="error")]
         self.store.insert([answer(leased, index, reward=reward) for index, reward in enumerate(rewards)])
@@ -100,7 +100,7 @@ def test_under_wait_the_cause_is_shown_until_it_is_resolved(patient: Scene):
     ]
 
 
-def test_every_few_seconds_the_log_has_what_is_missing_then_the_cause(patient: Scene):
+def test_the_log_regularly_shows_missing_groups_and_then_the_cause(patient: Scene):
     with capture_logs() as lines:
         patient.wait(AFTER_S + 60)
     assert [line["event"] for line in lines].count("waiting") == AFTER_S / 5 - 1
@@ -110,7 +110,7 @@ def test_every_few_seconds_the_log_has_what_is_missing_then_the_cause(patient: S
 
 def test_the_cause_that_is_shown_counts_the_time_up_to_now(patient: Scene):
     patient.wait(AFTER_S)
-    assert f"nothing has come for {AFTER_S + 60} s" in patient.wait(60)
+    assert f"nothing has arrived for {AFTER_S + 60} s" in patient.wait(60)
     assert len(patient.events()) == 1
 
 
@@ -138,7 +138,7 @@ def test_while_rewards_are_the_cause_groups_without_any_are_rejected(patient: Sc
     assert patient.wait(1, trajectories=MAX_FAILED + 1, rewards_failed=MAX_FAILED) == STEP_1
 
 
-def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_comes(patient: Scene):
+def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_arrives(patient: Scene):
     with pytest.raises(DeadEndError, match="last 4 trajectories"):
         Scene(policy="fail").detector.report_no_reward(num_failed=4)
     patient.wait(1)
@@ -148,7 +148,7 @@ def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_comes(patie
     assert patient.wait(1, trajectories=5, rewards_failed=4) == STEP_1
 
 
-def test_a_full_disk_is_no_dead_end_and_the_time_after_it_starts_anew(monkeypatch):
+def test_a_full_disk_is_not_a_dead_end_and_restarts_the_clock(monkeypatch):
     scene = Scene(policy="fail")
     monkeypatch.setattr(scene.store, "full_disk", lambda: "/data (0 MiB of 9 MiB free)")
     for _ in range(3 * AFTER_S):
@@ -173,9 +173,9 @@ def test_a_pause_keeps_the_ranks_alive_says_so_and_ends_with_the_request(monkeyp
 
     monkeypatch.setattr("slipstream.learner.stall.time.sleep", pass_time)
     seen = [(reason, scene.detector.gauges()["waits_for"]) for reason in scene.detector.while_paused()]
-    assert set(seen) == {("paused: `slipstream pause --off` lets the run go on", "user")}
+    assert set(seen) == {("paused: `slipstream pause --off` resumes the run", "user")}
     assert scene.num_keep_alives == 3600 / 5
     assert scene.detector.gauges()["waits_for"] == ""
-    assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "goes on, as requested"]
+    assert [event.text for event in scene.store.events(limit=9)] == ["paused, as requested", "resumed, as requested"]
     scene.begin(step=1)
-    assert scene.wait(AFTER_S - 2).startswith(STEP_1), "a pause is no time without progress"
+    assert scene.wait(AFTER_S - 2).startswith(STEP_1), "A pause does not count as time without progress."
