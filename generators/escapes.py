@@ -1,8 +1,8 @@
-"""Attempts to escape from the sandbox, which run inside it before any other code does.
+"""Escape attempts that run inside the sandbox before any other code.
 
-A program for the Python below /usr and its standard library. It reads a JSON record from stdin: `names` of attempts and
-`around`, which says what an attempt needs to know of the machine. It prints one JSON record: attempt -> "" (the sandbox
-holds), "escaped", or an error. Every attempt is bounded even if it succeeds: at most 256 MiB of memory, 12 MiB of
+A program for the Python below /usr with only its standard library. It reads a JSON record from stdin: `names` of
+attempts, and `around` with what the attempts need to know about the machine. It prints a JSON record: attempt -> ""
+(the sandbox holds), "escaped", or an error. Even a successful attempt is bounded: at most 256 MiB of memory, 12 MiB of
 files, and 40 processes for 3 s.
 """
 
@@ -48,7 +48,7 @@ _FORBIDDEN_CALLS = {
     "files by handle": ("open_by_handle_at", 304, 265),
     "the kernel log": ("syslog", 103, 116),
 }
-"""Attempt -> name and number of the system call on x86_64 and on aarch64."""
+"""Attempt -> name of the system call, and its number on x86_64 and on aarch64."""
 _CLONE_NEWUSER, _TIOCSTI = 0x10000000, 0x5412
 _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "core"}
 _DEVICES |= {"stdin", "stdout", "stderr"}
@@ -56,19 +56,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_served(*arguments: int) -> bool:
-    """Call the kernel: whether it did more than refuse the call."""
+    """Make a system call and return whether the kernel did more than refuse it."""
     ctypes.set_errno(0)
     _libc.syscall(*map(ctypes.c_long, arguments))
     return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
 
 
 def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
-    # No call takes these arguments (16 is PTRACE_ATTACH, to no process): one that is allowed fails without an effect.
+    # These arguments are invalid for every call (16 is PTRACE_ATTACH, to no process), so an allowed call has no effect.
     return _is_served(number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
 
 
 def _clone_into_new_namespace(_: Surroundings) -> bool:
-    """`clone`, which the C library itself needs, but for its namespaces."""
+    """Try `clone` with a namespace flag. The C library needs plain `clone`."""
     number = 56 if platform.machine() == "x86_64" else 220
     found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
     if found == 0:
@@ -128,7 +128,7 @@ def _find_device(_: Surroundings) -> bool:
 
 
 def _read_environment(around: Surroundings) -> bool:
-    """Read it from every visible process, including the first one of the namespace."""
+    """Read the environment of every visible process, including the namespace's first one."""
     names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
     return bool(names - {"", *around["variables"]})
 
@@ -146,7 +146,7 @@ def _read(path: str) -> bytes:
 
 
 def _use_inherited_descriptor(_: Surroundings) -> bool:
-    """Try every visible process: a descriptor may lead out, such as the file where bubblewrap reports the exit."""
+    """Try every visible process: a descriptor may lead out, such as bubblewrap's status file."""
     for folder in _each_process("fd"):
         try:
             paths = [os.path.join(folder, name) for name in os.listdir(folder) if int(name) > 2]
@@ -186,7 +186,7 @@ def _find_interface(_: Surroundings) -> bool:
 
 
 def _open_other_socket(_: Surroundings) -> bool:
-    """Kernel interfaces that no network namespace contains, or that crash kernels: ALG, VSOCK and the like."""
+    """Try socket families that network namespaces do not contain, or that have crashed kernels: ALG, VSOCK, etc."""
     for family in (*range(3, 10), *range(11, 16), *range(17, 46)):
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
             try:
@@ -250,7 +250,7 @@ def _allocate_shared(around: Surroundings) -> bool:
 
 
 def _allocate_in_children(around: Surroundings) -> bool:
-    """Half of the limit in each of four children, at the same time."""
+    """Allocate half of the limit in each of four concurrent children."""
     children = []
     for _number in range(4):
         child = os.fork()
@@ -300,12 +300,12 @@ TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
         for what, (_name, x86, arm) in _FORBIDDEN_CALLS.items()
     },
 }
-"""Attempts that share one run."""
+"""Attempts that can share one run."""
 ALONE: dict[str, Callable[[Surroundings], bool]] = {
     "processes: 40 can be started": _start_many_processes,
     "memory: processes together can have twice the limit": _allocate_in_children,
 }
-"""Attempts that use up what others need."""
+"""Attempts that need a run of their own, because they exhaust its limits."""
 
 
 def _attempt(escape: Callable[[Surroundings], bool], around: Surroundings) -> str:

@@ -1,7 +1,7 @@
-"""Door: an HTTP server in the generator, through which agents talk to the model in OpenAI's form.
+"""HTTP server in the generator that gives agents the model through an OpenAI-compatible API (setting `door`).
 
-It listens on the loopback interface, at a port of the system's choice, and answers nobody without the key of an answer
-that is under way. What the model writes is recorded as the engine sampled it; sampling is the run's, not the client's.
+It listens on loopback, on a free port, and requires the key of an answer in progress. The transcript records tokens as
+the engine sampled them. Sampling parameters come from the run, not from the client.
 
     GET  /v1/models
     POST /v1/chat/completions                          messages in, a message out; tools, stop, logprobs, stream
@@ -42,14 +42,14 @@ from slipstream.generators.agents.session import ChatForm, NoRoomError, Session,
 from slipstream.generators.errors import GeneratorError, PromptError
 
 KEY_HEADER = "x-slipstream-key"
-"""Holds the key where a client's own Authorization is taken."""
+"""Carries the key if the client uses its Authorization header for something else."""
 _STOP_TIMEOUT_S = 2.0
 _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
 
 
 class Visitor:
-    """An answer whose agent may talk to the model; its key ends with it."""
+    """Access of one answer's agent to the model. The key expires with the answer."""
 
     def __init__(self, session: Session, *, base_url: str, model: str) -> None:
         self.session = session
@@ -59,7 +59,7 @@ class Visitor:
         self._secret = ""
         self._seen_at = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Any]] = {}
-        """Request -> its answer, for a client that asks again."""
+        """Request digest -> its response, for clients that retry."""
         self.renew()
 
     @property
@@ -67,13 +67,12 @@ class Visitor:
         return f"{self.name}.{self._secret}"
 
     def renew(self) -> None:
-        """Replace the key, and forget what was asked with the old one."""
+        """Replace the key and forget the responses to requests made with the old one."""
         self._secret = secrets.token_urlsafe(32)
         self._answers.clear()
         self.see()
 
     def see(self) -> None:
-        """Note that the agent is there."""
         self._seen_at = time.monotonic()
 
     def idle_s(self) -> float:
@@ -81,10 +80,10 @@ class Visitor:
         return 0.0 if is_open else time.monotonic() - self._seen_at
 
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Do the work of a request, or return what it was answered, where the client says that it repeats it.
+        """Run the work of a request, or return the earlier response if the client marks the request as a retry.
 
-        A repetition is marked by the SDK's count of retries, or by an Idempotency-Key. Any other request with the
-        same content is a further sample.
+        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request with the same content gets a new
+        sample.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -92,27 +91,27 @@ class Visitor:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded: a client that hangs up may ask again, and what the model has written stays written.
+        # Shielded: a client that disconnects may retry, and sampled tokens stay in the transcript.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
-        """End the requests that are open."""
+        """Cancel the open requests."""
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
 Visit = Callable[[Request, Visitor], Awaitable[Response]]
-"""Handler of a request whose key is right."""
+"""Handler of an authenticated request."""
 
 
 class Door:
-    """The server. Life: start -> open* -> close."""
+    """The server. Life cycle: start -> open* -> close."""
 
     def __init__(
         self, *, model: str, max_length: int, routes: Sequence[Route] = (), visits: Mapping[str, Visit]
     ) -> None:
-        """`model`: name that clients read and write; `routes`: further ones, and `visits` those that need a key."""
+        """`model`: name in requests and responses. `routes`, `visits`: extra routes without and with a key check."""
         self._model = model
         self._max_length = max_length
         self._visitors: dict[str, Visitor] = {}
@@ -134,7 +133,7 @@ class Door:
         )
 
     async def start(self) -> None:
-        """Listen. Does nothing if it does already."""
+        """Start listening. A no-op if already started."""
         if self._serving:
             return
         listening = socket.socket()
@@ -147,19 +146,19 @@ class Door:
         log.info("door_open", address=self.address)
 
     async def close(self) -> None:
-        """End all requests and stop listening."""
+        """Cancel all requests and stop listening."""
         if self._server is None or self._serving is None:
             return
         await asyncio.gather(*(visitor.leave() for visitor in self._visitors.values()))
         self._visitors.clear()
         self._server.should_exit = True
-        # Requests that are open end with their answers; a client that does not read its own is not waited for.
+        # Bounded, because a client may never read its response.
         await asyncio.wait([self._serving], timeout=_STOP_TIMEOUT_S)
         self._serving.cancel()
 
     @asynccontextmanager
     async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[Visitor]:
-        """Let the agent of this answer in, as long as the context lasts; `episode.door` has its key."""
+        """Give this answer's agent access for the duration of the context. `episode.door` holds the key."""
         visitor = Visitor(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
         episode.door = self._visitors[visitor.name] = visitor
         try:
@@ -169,14 +168,14 @@ class Door:
             await visitor.leave()
 
     def visitor(self, request: Request) -> Visitor:
-        """The answer that the request's key belongs to. Raises DoorError."""
+        """Return the access that the request's key belongs to. Raises DoorError."""
         key = bearer_of(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
         visitor = self._visitors.get(key.partition(".")[0])
-        # Compared in constant time, and also where there is nothing to compare with.
+        # Constant time, even for an unknown name.
         is_right = hmac.compare_digest(key.encode(), visitor.api_key.encode() if visitor else b"")
         if visitor is None or not is_right:
             raise DoorError(
-                401, "the key must be that of an answer under way, got another one, or its answer is over",
+                401, "the key must belong to an answer in progress, got an unknown or expired key",
                 code="invalid_api_key",
             )  # fmt: skip
         visitor.see()
@@ -239,7 +238,7 @@ class Door:
             raise DoorError(400, "token_ids must hold at least one token, got none", param="token_ids")
         params = asked.sampling_params
         if params.n != 1:
-            raise DoorError(400, f"n must be 1, got {params.n}: ask several times", param="n")
+            raise DoorError(400, f"n must be 1, got {params.n}: send several requests", param="n")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         written = await self._write(
             visitor, request, body,
@@ -263,11 +262,11 @@ class Door:
             written: Written = await visitor.answer(request, body, work)
             return written
         except NoRoomError as error:
-            # The form by which clients know that they must shorten their context, or end.
+            # Clients recognize this code and wording, and shorten their context or stop.
             what = (
                 f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
                 if str(error) == "context_overflow"
-                else "All tokens that this answer may have (generators.sampling.max_tokens) are written"
+                else "This answer has used its token budget (generators.sampling.max_tokens)"
             )
             raise DoorError(
                 400, f"{what}. Please reduce the length of the messages.", code="context_length_exceeded",
@@ -276,11 +275,11 @@ class Door:
         except PromptError as error:
             raise DoorError(400, str(error)) from error
         except GeneratorError as error:
-            raise DoorError(503, f"the engine has failed: {error}", code="engine_failed") from error
+            raise DoorError(503, f"the engine failed: {error}", code="engine_failed") from error
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            raise DoorError(401, "this answer is over", code="invalid_api_key") from None
+            raise DoorError(401, "this answer has ended", code="invalid_api_key") from None
         finally:
             visitor.see()
 
@@ -291,11 +290,11 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return JSONResponse(DoorError(404, f"there is no {request.method} {request.url.path}").body, status_code=404)
+    return JSONResponse(DoorError(404, f"unknown route {request.method} {request.url.path}").body, status_code=404)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: they are the generator's."""
+    """Server that installs no signal handlers, because the generator handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
