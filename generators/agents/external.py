@@ -8,6 +8,7 @@ POST /v1/return    {"reason": "..."}         with the key: gives the answer back
 import asyncio
 import hmac
 import time
+from contextlib import suppress
 
 import msgspec
 import structlog
@@ -17,9 +18,9 @@ from starlette.routing import Route
 
 from slipstream.buffer.trajectory import Reward, ShortName
 from slipstream.configs.generators import ExternalAgentConfig
-from slipstream.generators.agents.door import Visitor
 from slipstream.generators.agents.episode import Access, AgentLoop, Episode
-from slipstream.generators.agents.openai_api import DoorError, bearer_of, decode_json, read_body
+from slipstream.generators.agents.model_server import AgentAccess
+from slipstream.generators.agents.openai_api import ApiError, bearer_token, decode_json, read_body
 from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
@@ -45,7 +46,7 @@ class _Offer:
         """Resolves to the agent's reason for returning the answer; empty if it finished."""
 
 
-class Desk:
+class AnswerQueue:
     """Answers offered to external agents, and answers lent to them."""
 
     def __init__(self, *, token: str) -> None:
@@ -53,11 +54,11 @@ class Desk:
         self._token = token
         self._offered: dict[Access, _Offer] = {}
         self._lent: dict[Access, _Offer] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._next_log_at = 0.0
         self._is_closed = False
         self.routes = [Route("/v1/leases", self._lend, methods=["POST"])]
-        self.visits = {"/v1/reward": self._end, "/v1/return": self._take_back}
+        self.keyed_routes = {"/v1/reward": self._end, "/v1/return": self._take_back}
 
     @property
     def waiting(self) -> str:
@@ -73,7 +74,7 @@ class Desk:
     def close(self) -> None:
         """Send 204 to agents that wait for an answer."""
         self._is_closed = True
-        self._news.set()
+        self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
         """Have an agent write the answer. Returns when the agent finishes or stays silent for `silence_timeout_s`.
@@ -85,7 +86,7 @@ class Desk:
         try:
             while True:
                 offer = self._offered[access] = _Offer(episode, access)
-                self._news.set()
+                self._changed.set()
                 await self._wait_for_agent(offer)
                 problem = await self._wait_for_end(offer, silence_timeout_s=silence_timeout_s)
                 if not problem or episode.turns:
@@ -122,8 +123,8 @@ class Desk:
 
     # --- routes --------------------------------------------------------------------------------------------------
     async def _lend(self, request: Request) -> Response:
-        if not hmac.compare_digest(bearer_of(request).encode(), self._token.encode()):
-            raise DoorError(
+        if not hmac.compare_digest(bearer_token(request).encode(), self._token.encode()):
+            raise ApiError(
                 401, "a lease requires the run's token (runs/NAME/token) as bearer token", code="invalid_api_key"
             )
         asked = decode_json(await read_body(request), _Lend)
@@ -133,12 +134,11 @@ class Desk:
                 return Response(status_code=204)
             if self._offered:
                 break
-            self._news.clear()
+            self._changed.clear()
             if self._is_closed or (left_s := give_up_at - time.monotonic()) <= 0:
                 return Response(status_code=204)
-            news = asyncio.ensure_future(self._news.wait())
-            await asyncio.wait([news], timeout=min(left_s, _LOOK_EVERY_S))
-            news.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, _LOOK_EVERY_S))
         access, offer = min(self._offered.items(), key=lambda each: each[1].since)
         self._lent[access] = self._offered.pop(access)
         offer.taken.set_result(None)
@@ -149,11 +149,11 @@ class Desk:
         key = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         return JSONResponse({**row, **key, "purpose": purpose, "sampling": sampling})
 
-    async def _end(self, request: Request, visitor: Visitor) -> Response:
+    async def _end(self, request: Request, access: AgentAccess) -> Response:
         ending = decode_json(await read_body(request), _Ending)
-        offer, episode = self._lent_to(visitor), visitor.session.episode
+        offer, episode = self._lent_to(access), access.session.episode
         if not episode.turns:
-            raise DoorError(
+            raise ApiError(
                 409, "the model must write at least one turn before the answer ends: query it, or return the answer"
             )
         if ending.reward is not None:
@@ -162,32 +162,32 @@ class Desk:
             try:
                 episode.reward = checked(reward)
             except ValueError as error:
-                raise DoorError(400, str(error), param="reward") from None
+                raise ApiError(400, str(error), param="reward") from None
         episode.metrics.update(ending.metrics)
         offer.ended.set_result("")
         return JSONResponse({"status": "over"})
 
-    async def _take_back(self, request: Request, visitor: Visitor) -> Response:
+    async def _take_back(self, request: Request, access: AgentAccess) -> Response:
         asked = decode_json(await read_body(request), _Return)
-        self._lent_to(visitor).ended.set_result(asked.reason or "no reason given")
+        self._lent_to(access).ended.set_result(asked.reason or "no reason given")
         return JSONResponse({"status": "returned"})
 
-    def _lent_to(self, visitor: Visitor) -> _Offer:
-        offer = self._lent.get(visitor)
+    def _lent_to(self, access: AgentAccess) -> _Offer:
+        offer = self._lent.get(access)
         if offer is None or offer.ended.done():
-            raise DoorError(409, "this answer is not lent to an agent, or has ended")
+            raise ApiError(409, "this answer is not lent to an agent, or has ended")
         return offer
 
 
 class ExternalLoop(AgentLoop):
     """Agent loop that leaves the answer to an external agent."""
 
-    def __init__(self, config: ExternalAgentConfig, *, desk: Desk) -> None:
+    def __init__(self, config: ExternalAgentConfig, *, queue: AnswerQueue) -> None:
         self._config = config
-        self._desk = desk
+        self._queue = queue
 
     async def run(self, episode: Episode) -> None:
-        await self._desk.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
+        await self._queue.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
 
 
 class _Lend(msgspec.Struct):

@@ -22,7 +22,7 @@ from slipstream.configs.generators import (
 )
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import Desk, ExternalLoop
+from slipstream.generators.agents.external import AnswerQueue, ExternalLoop
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
@@ -315,7 +315,9 @@ def read_action(text: str) -> tuple[str, str]:
     return "", ""
 
 
-def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk: Desk | None = None) -> AgentLoop:
+def build_loop(
+    config: AgentKind, *, encoder: PromptEncoder, setting: str, queue: AnswerQueue | None = None
+) -> AgentLoop:
     """Build the loop that a config describes; `setting` is its key, for messages. Raises ConfigError."""
     match config:
         case SingleTurnConfig():
@@ -331,9 +333,9 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk:
         case EnvironmentAgentConfig():
             return EnvironmentLoop(config, setting=setting)
         case ExternalAgentConfig():
-            if desk is None:
+            if queue is None:
                 raise ConfigError(
                     f"{setting} may be `external` only if the roles run as processes, got a run without a token, which "
                     "external agents need to authenticate."
                 )
-            return ExternalLoop(config, desk=desk)
+            return ExternalLoop(config, queue=queue)

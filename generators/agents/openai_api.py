@@ -19,7 +19,7 @@ _UNSUPPORTED = {
 """Request fields that would change sampling -> values that are accepted because they have no effect."""
 
 
-class DoorError(Exception):
+class ApiError(Exception):
     """Error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
@@ -85,37 +85,37 @@ class GenerateRequest(msgspec.Struct):
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request body. Raises DoorError if it is too large."""
+    """Read a request body. Raises ApiError if it is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY_BYTES:
-            raise DoorError(413, f"the request body must be at most {_MAX_BODY_BYTES} bytes")
+            raise ApiError(413, f"the request body must be at most {_MAX_BODY_BYTES} bytes")
     return bytes(body)
 
 
 def decode_json(body: bytes, kind: Any) -> Any:
-    """Decode a request. Raises DoorError."""
+    """Decode a request. Raises ApiError."""
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
         msgspec.convert(getattr(found, "messages", []), list[_Message])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DoorError(400, f"the request must be JSON in the documented format: {error}") from None
+        raise ApiError(400, f"the request must be JSON in the documented format: {error}") from None
     return found
 
 
-def bearer_of(request: Request) -> str:
+def bearer_token(request: Request) -> str:
     """Bearer token of the Authorization header; empty if missing."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def refuse_unsupported(body: bytes) -> None:
-    """Raise DoorError for a field that would change sampling."""
+def reject_unsupported(body: bytes) -> None:
+    """Raise ApiError for a field that would change sampling."""
     given = msgspec.json.decode(body)
     for name, harmless in _UNSUPPORTED.items():
         if given.get(name) not in harmless:
-            raise DoorError(
+            raise ApiError(
                 400, f"{name} must be {json.dumps(harmless[1])} or omitted, got {json.dumps(given[name])[:80]}: "
                 "training requires the run's sampling settings", code="unsupported_value", param=name,
             )  # fmt: skip

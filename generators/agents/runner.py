@@ -20,11 +20,11 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
-from slipstream.generators.agents.external import Desk
+from slipstream.generators.agents.external import AnswerQueue
 from slipstream.generators.agents.loops import SingleTurn, build_loop
+from slipstream.generators.agents.model_server import ModelServer
 from slipstream.generators.agents.session import ChatForm
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
@@ -134,10 +134,10 @@ class AgentRunner:
         agents = {"": (config.agent, "generators.agent")}
         agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
         is_external = any(isinstance(agent, ExternalAgentConfig) for agent, _ in agents.values())
-        self._desk = Desk(token=token) if is_external and token else None
+        self._queue = AnswerQueue(token=token) if is_external and token else None
         self._loops = {
             name: _ReadyLoop(
-                build_loop(agent, encoder=encoder, setting=setting, desk=self._desk),
+                build_loop(agent, encoder=encoder, setting=setting, queue=self._queue),
                 agent.timeout_s,
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
@@ -148,39 +148,38 @@ class AgentRunner:
         self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
         for name in _SINGLE_TURN:
             self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
-        has_door = any(ready.form for ready in self._loops.values())
-        self._door = None
-        if has_door:
-            self._door = Door(
+        self._model_server = None
+        if any(ready.form for ready in self._loops.values()):
+            self._model_server = ModelServer(
                 model=Path(run.model.path).name,
                 max_length=run.model.max_length,
-                routes=self._desk.routes if self._desk else (),
-                visits=self._desk.visits if self._desk else {},
+                routes=self._queue.routes if self._queue else (),
+                keyed_routes=self._queue.keyed_routes if self._queue else {},
             )
 
     async def start(self) -> None:
-        if self._door:
-            await self._door.start()
+        if self._model_server:
+            await self._model_server.start()
         for environment in self._environments:
             await environment.start()
-        if self._door and self._address_file:
+        if self._model_server and self._address_file:
             self._address_file.parent.mkdir(mode=0o700, exist_ok=True)
-            self._address_file.write_text(self._door.address)
+            self._address_file.write_text(self._model_server.address)
 
     async def close(self) -> None:
         if self._address_file:
             self._address_file.unlink(missing_ok=True)
-        if self._desk:
-            self._desk.close()
+        if self._queue:
+            self._queue.close()
         for environment in self._environments:
             await environment.close()
-        if self._door:
-            await self._door.close()
+        if self._model_server:
+            await self._model_server.close()
 
     @property
     def waiting(self) -> str:
         waiting = [environment.waiting for environment in self._environments]
-        return "; ".join(filter(None, [self._desk.waiting if self._desk else "", *waiting]))
+        return "; ".join(filter(None, [self._queue.waiting if self._queue else "", *waiting]))
 
     @property
     def _environments(self) -> list[EnvironmentLoop]:
@@ -190,7 +189,7 @@ class AgentRunner:
     def _address_file(self) -> Path | None:
         """File in the run folder with the model server's address, for external agents; None if not needed."""
         folder = RunFolder(self._run)
-        return folder.doors / self._generator_id if self._desk and folder.path.is_dir() else None
+        return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError.
@@ -216,7 +215,7 @@ class AgentRunner:
             )
         loop, timeout_s, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
-        async with self._door.open(episode, form) if self._door and form else nullcontext():
+        async with self._model_server.open(episode, form) if self._model_server and form else nullcontext():
             failure = await _run_loop(loop, episode, timeout_s=timeout_s)
         self._trace.mark("generated", make_trajectory_id(prompt.lease.id, index))
         own = episode.transcript

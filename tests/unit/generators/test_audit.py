@@ -157,14 +157,14 @@ def test_a_reward_that_is_not_ones_own_is_a_lie(scene: Scene, honest: list):
     def inflate(each: Trajectory) -> Trajectory:
         return msgspec.structs.replace(each, reward=msgspec.structs.replace(each.reward, total=each.reward.total + 0.5))
 
-    assert "by one's own reward function" in scene.verdict(lying(honest, inflate))
+    assert "but the auditor's reward function gives" in scene.verdict(lying(honest, inflate))
     masked = lying(honest, lambda each: msgspec.structs.replace(each, reward=Reward(0.0, status="timeout")))
     assert scene.verdict(masked) == "", "it leaves the loss"
 
 
 def test_another_prompt_is_a_lie(scene: Scene, honest: list):
     easier = [(scene.prompt(number + 40), trajectory) for number, (_, trajectory) in enumerate(honest)]
-    assert "the tokens of the prompt" in scene.verdict(easier)
+    assert "the prompt tokens of" in scene.verdict(easier)
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):

@@ -210,4 +210,4 @@ def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_token
         assert scene.last_return().lease_ids == ["3-0"]
         for reason in (scene.last_return().reason, scene.status.reason):
             assert "must fit into broker.max_message_bytes (4096)" in reason
-            assert f"of {num_tokens} tokens has" in reason
+            assert f"with {num_tokens} tokens has" in reason

@@ -64,8 +64,8 @@ def test_an_environment_plays_and_scores_token_by_token():
     ("name", "detail"),
     [
         ("failing", "the environment .*:failing failed: ValueError: no such page"),
-        ("forgetful", "TypeError: it must return a number, or a record with a number `reward`, got None"),
-        ("dying", r"the environment .*:dying \(process \d+\) has ended"),
+        ("forgetful", "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+        ("dying", r"the environment .*:dying \(process \d+\) exited"),
     ],
 )
 def test_a_failure_costs_one_answer(name: str, detail: str):

@@ -55,9 +55,9 @@ def play(agent: Agent, *, silence_timeout_s: float = 5.0, texts: int = 3, **sett
     async def both() -> Trajectory:
         await runner.start()
         try:
-            assert runner._door
+            assert runner._model_server
             answer = asyncio.create_task(runner.answer(make_prompt(QUESTION, extra_info={"n": 3}), 1))
-            await asyncio.wait_for(agent(Outside(runner._door.address, runner)), 20)
+            await asyncio.wait_for(agent(Outside(runner._model_server.address, runner)), 20)
             return await asyncio.wait_for(answer, 20)
         finally:
             await runner.close()
@@ -71,7 +71,7 @@ def test_an_agent_takes_a_row_talks_and_posts_its_reward():
         assert (lease["prompt"], lease["ground_truth"], lease["extra_info"]) == (QUESTION, "31284", {"n": 3})
         assert (lease["purpose"], lease["model"]) == ("train", "test")
         early = await outside.post("/v1/reward", lease["api_key"], reward=1.0)
-        assert (early.status_code, "must have written" in early.text) == (409, True)
+        assert (early.status_code, "must write at least one turn" in early.text) == (409, True)
         await outside.ask(lease)
         wrong = await outside.post("/v1/reward", lease["api_key"], reward=1.0, parts={"x" * 70: 1.0})
         assert wrong.status_code == 400
@@ -164,7 +164,7 @@ def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(external, "_REPORT_AFTER_S", 0.2)
     play(agent)
-    assert told[0].startswith("1 answers wait for agents to take them, the first for 0 s; 0 are taken: start an agent")
+    assert told[0].startswith("1 answers wait for an agent, the oldest for 0 s; 0 are taken: start an agent")
     assert told[1] == ""
 
 
@@ -188,8 +188,8 @@ def play_untaken(agent: Agent) -> None:
     async def both() -> None:
         await runner.start()
         try:
-            assert runner._door
-            await agent(Outside(runner._door.address, runner))
+            assert runner._model_server
+            await agent(Outside(runner._model_server.address, runner))
             await runner.answer(make_prompt(QUESTION), 1)
         finally:
             await runner.close()
@@ -201,5 +201,5 @@ def test_a_run_without_a_token_lets_no_agent_in():
     engine = WritingEngine([])
     encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
     run = make_run(generators={"agent": {"kind": "external"}})
-    with pytest.raises(ConfigError, match="may be `external` in runs whose roles are processes"):
+    with pytest.raises(ConfigError, match="may be `external` only if the roles run as processes"):
         AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")

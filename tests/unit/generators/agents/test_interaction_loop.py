@@ -90,7 +90,7 @@ def test_an_answer_that_is_none_costs_one_answer():
     ("users", "complaint"),
     [
         ([], "agent.interactions must name at least one class, got none"),
-        ([f"{HERE}:Teacher"] * 2, "agent.interactions must have different names, got Teacher twice: set `name`"),
+        ([f"{HERE}:Teacher"] * 2, "agent.interactions must have unique names, got Teacher twice: set `name`"),
         ([f"{HERE}:Uncalled"], "interactions[0].function must name a class that is made with one record"),
         ([f"{HERE}:Counter"], "interactions[0].function must have the methods start_interaction, generate_response"),
     ],

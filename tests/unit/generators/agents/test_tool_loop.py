@@ -78,7 +78,7 @@ def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed(
     agent = {"tools": ["calculator", {"function": f"{HERE}:slow"}], "max_parallel_calls": 2}
     shown = observed([text, "so"], agent)
     assert shown.count("done") == 2
-    assert "error: a turn may have 2 calls, this is one more" in shown
+    assert "error: a turn may have 2 calls, this one exceeds the limit" in shown
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed(
     [
         (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
         (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
-        (call("whether", "{}"), "error: there is no tool 'whether', only weather, calculator, slow, stuck, cut"),
+        (call("whether", "{}"), "error: unknown tool 'whether', available: weather, calculator, slow, stuck, cut"),
         ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
         (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
         (call("calculator", '{"expression": "9 ** 9 ** 9"}'), "bases and exponents must be at most 1000"),
-        (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses and + - * / // % ** may occur"),
-        (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, it did not"),
-        (call("stuck", "{}"), "error: stuck must answer within 0.05 s, it did not"),
+        (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses, and + - * / // % ** are"),
+        (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, but did not"),
+        (call("stuck", "{}"), "error: stuck must answer within 0.05 s, but did not"),
         (call("cut", '{"kind": "keys"}'), "error: TypeError: keys must be str, int, float, bool or None, not tuple"),
         (call("cut", '{"kind": "half"}'), "half ?"),
         (call("cut", '{"kind": "time"}'), "error: TimeoutError: the page must load within 5 s"),
@@ -118,8 +118,8 @@ def test_python_runs_in_the_sandbox():
         "36",
         "(nothing was printed)",
         "error: ZeroDivisionError: division by zero",
-        "error: the code must end within 2 s, it did not",
-        "error: the code must print at most 65536 bytes, it printed more",
+        "error: the code must end within 2 s, but did not",
+        "error: the code must print at most 65536 bytes, but printed more",
     ]
 
 
@@ -128,8 +128,8 @@ def test_calls_that_never_return_are_counted_named_and_bounded():
     texts = [call("mine", "{}") * 2] * 3 + ["so"]
     with structlog.testing.capture_logs() as logged:
         shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
-    assert shown.count("error: mine must answer within 0.05 s, it did not") == 4
-    assert shown.count("error: mine takes no more calls: too many of those before have not returned") == 2
+    assert shown.count("error: mine must answer within 0.05 s, but did not") == 4
+    assert shown.count("error: mine accepts no more calls: too many earlier calls have not returned") == 2
     assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
@@ -169,7 +169,7 @@ def test_a_row_chooses_its_tools():
     prompt = make_prompt(QUESTION, extra_info={"tool_selection": ["calculator"]})
     agent = {"tools": ["calculator", {"function": f"{HERE}:weather"}]}
     shown = observed([call("weather", '{"city": "Bonn"}'), "so"], agent, prompt=prompt)
-    assert "there is no tool 'weather', only calculator" in shown
+    assert "unknown tool 'weather', available: calculator" in shown
 
 
 def test_calls_may_be_marked_by_special_tokens():
@@ -243,8 +243,8 @@ def test_a_template_without_tools_shows_results_as_the_users():
     ("agent", "complaint"),
     [
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
-        ({"tools": ["calculator", "calculator"]}, "must have different names, got calculator more than once"),
-        ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters and a docstring"),
+        ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
+        ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
         (
             {"tools": ["calculator"], "format": "xml"},
             "agent.format must be hermes, json, react or vllm:NAME",

@@ -157,11 +157,11 @@ def test_an_answer_without_a_reward_of_its_own_is_not_compared():
 @pytest.mark.parametrize(
     ("functions", "responses", "words"),
     [
-        (["exact_match", "rank"], ["a"], "rank: ValueError: rank must have at least two answers"),
+        (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
         (
             [f"{SAMPLES}:too_few"],
             ["a", "b"],
-            "too_few: ValueError: it must return one value for each of 2 answers, got 1",
+            "too_few: ValueError: it must return one value per answer (2), got 1",
         ),
         ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
     ],
@@ -182,7 +182,7 @@ def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
     assert score(both, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
     alone = score(several({"function": f"{SAMPLES}:first_only"}), make_input())
     assert alone.status == "error"
-    assert "must have a function that scores it alone" in alone.detail
+    assert "requires a function that scores it individually" in alone.detail
 
 
 # --- forms of other libraries ----------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ def test_calls_keep_to_the_rate(address: str):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("no idea", "must write a score that the pattern finds, got 'no idea'"),
+        ("no idea", "must write a score that matches the pattern, got 'no idea'"),
         ("crash", "500"),
-        ("odd", "must answer in OpenAI's form, got KeyError"),
+        ("odd", "must answer in OpenAI's format, got KeyError"),
     ],
 )
 def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: str):
@@ -156,7 +156,7 @@ def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
 def test_a_pair_without_both_verdicts_is_left_out_and_an_answer_without_a_pair_is_an_error(address: str):
     rewards = compare(address, ["1", "2", "odd"])
     assert [(reward.status, reward.total) for reward in rewards] == [("ok", 0.0), ("ok", 1.0), ("error", 0.0)]
-    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, as with the judge")
+    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, e.g. with the judge")
 
 
 @pytest.mark.parametrize("function", ["judge", "pairwise_judge"])

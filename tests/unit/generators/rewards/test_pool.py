@@ -62,7 +62,7 @@ def test_an_answer_that_cannot_be_sent_to_a_worker_is_an_error_and_the_others_ar
         odd = msgspec.structs.replace(sample(), messages=[{"role": "user", "content": content}])
         rewards = await asyncio.gather(*(pool.score(each) for each in [sample(), odd, sample()]))
         assert [r.status for r in rewards] == ["ok", "error", "ok"]
-        assert rewards[1].detail.startswith("what an agent leaves for the reward must be plain texts and numbers, got ")
+        assert rewards[1].detail.startswith("the reward's input from an agent must be plain text and numbers, got ")
 
     use_pool(use)
 
@@ -128,7 +128,7 @@ def test_output_without_end_is_cut_and_the_function_goes_on(capfd: pytest.Captur
     use_pool(use)
     printed = capfd.readouterr().out
     assert printed.startswith("flood flood")
-    assert printed.endswith("is left out]\n")
+    assert printed.endswith("is dropped]\n")
     assert len(printed) < 2**17
 
 
@@ -281,7 +281,7 @@ def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_score
             found = await pool.score(sample())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert found.detail == "no reward worker can be started: [Errno 24] Too many open files"
+        assert found.detail == "no reward worker could be started: [Errno 24] Too many open files"
         assert (await pool.score(sample())).status == "ok"
 
     use_pool(use)
@@ -300,7 +300,7 @@ def test_a_function_that_cannot_be_loaded_says_why(is_mistake: bool, reason: str
             pool.close()
 
     found = asyncio.run(session())
-    assert (found.status, found.detail) == ("error", f"no reward worker can be started: {reason}")
+    assert (found.status, found.detail) == ("error", f"no reward worker could be started: {reason}")
 
 
 def test_a_worker_whose_pool_died_before_its_start_ends():

@@ -152,7 +152,7 @@ def test_a_server_by_http(address: str):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({}, "must have a `command`, a list, or a `url`, got both or none"),
+        ({}, r"requires either a `command` \(a list\) or a `url`, got both or none"),
         ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
         ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
         ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "must be set"),

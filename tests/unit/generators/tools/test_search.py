@@ -61,10 +61,10 @@ def test_the_same_corpus_as_parquet(index: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("corpus", "complaint"),
     [
-        ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1: it must have a text `contents`, or texts `text`"),
-        ("[1]\n", r"corpus.jsonl, row 0: it must have a text `contents`"),
+        ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1 must have a string `contents`, or strings `text`"),
+        ("[1]\n", r"corpus.jsonl, row 0 must have a string `contents`"),
         ("what\n", r"corpus.jsonl must be JSON lines or a Parquet file, but cannot be read"),
-        ("", r"corpus.jsonl must hold at least one passage, but is empty"),
+        ("", r"corpus.jsonl must contain at least one passage, but is empty"),
     ],
 )
 def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
@@ -82,7 +82,9 @@ def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
 
 def test_what_is_no_index_is_refused_at_the_start(tmp_path: Path):
     pytest.importorskip("tantivy")
-    with pytest.raises(ConfigError, match=r"index must be a folder that `python -m slipstream.scripts.make_search_ind"):
+    with pytest.raises(
+        ConfigError, match=r"index must be a folder written by `python -m slipstream.scripts.make_search_ind"
+    ):
         play({"kind": "search", "index": str(tmp_path)}, [])
     with pytest.raises(ConfigError, match="index must be a folder"):
         play({"kind": "tools", "tools": [{"function": "search", "arguments": {"index": str(tmp_path)}}]}, [])
@@ -195,7 +197,7 @@ def test_a_service_is_asked_in_search_r1s_form(service: str):
 def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, query: str):
     address = service if query == "broken" else "http://127.0.0.1:9/retrieve"
     text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
-    assert f"<information>error: the search at {address} must answer in the form of Search-R1's" in text
+    assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
@@ -205,7 +207,7 @@ def test_the_search_is_a_tool_whose_index_no_row_chooses(index: str):
     tokens = play(agent, [call, "so"]).token_ids
     assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
     kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
-    with pytest.raises(PromptError, match=r"takes its arguments from the settings alone, got {.index"):
+    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
         play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
 
 

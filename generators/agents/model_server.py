@@ -28,14 +28,14 @@ from starlette.routing import Route
 
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.openai_api import (
+    ApiError,
     ChatRequest,
-    DoorError,
     GenerateRequest,
-    bearer_of,
+    bearer_token,
     decode_json,
     logprob_entries,
     read_body,
-    refuse_unsupported,
+    reject_unsupported,
     stream_chunks,
 )
 from slipstream.generators.agents.session import ChatForm, NoRoomError, Session, Written
@@ -48,7 +48,7 @@ _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
 
 
-class Visitor:
+class AgentAccess:
     """Access of one answer's agent to the model. The key expires with the answer."""
 
     def __init__(self, session: Session, *, base_url: str, model: str) -> None:
@@ -101,20 +101,20 @@ class Visitor:
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
-Visit = Callable[[Request, Visitor], Awaitable[Response]]
+Handler = Callable[[Request, AgentAccess], Awaitable[Response]]
 """Handler of an authenticated request."""
 
 
-class Door:
+class ModelServer:
     """The server. Life cycle: start -> open* -> close."""
 
     def __init__(
-        self, *, model: str, max_length: int, routes: Sequence[Route] = (), visits: Mapping[str, Visit]
+        self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
     ) -> None:
-        """`model`: name in requests and responses. `routes`, `visits`: extra routes without and with a key check."""
+        """`model`: name in requests and responses. `routes`, `keyed_routes`: more routes, without and with a key check."""
         self._model = model
         self._max_length = max_length
-        self._visitors: dict[str, Visitor] = {}
+        self._accesses: dict[str, AgentAccess] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -127,9 +127,9 @@ class Door:
                 Route("/v1/generate", generate, methods=["POST"]),
                 Route("/inference/v1/generate", generate, methods=["POST"]),
                 *routes,
-                *(Route(path, self._route(visit), methods=["POST"]) for path, visit in visits.items()),
+                *(Route(path, self._route(handler), methods=["POST"]) for path, handler in keyed_routes.items()),
             ],
-            exception_handlers={DoorError: _error_response, 404: _not_found, 405: _not_found},
+            exception_handlers={ApiError: _error_response, 404: _not_found, 405: _not_found},
         )
 
     async def start(self) -> None:
@@ -143,78 +143,78 @@ class Door:
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        log.info("door_open", address=self.address)
+        log.info("model_server_started", address=self.address)
 
     async def close(self) -> None:
         """Cancel all requests and stop listening."""
         if self._server is None or self._serving is None:
             return
-        await asyncio.gather(*(visitor.leave() for visitor in self._visitors.values()))
-        self._visitors.clear()
+        await asyncio.gather(*(access.leave() for access in self._accesses.values()))
+        self._accesses.clear()
         self._server.should_exit = True
         # Bounded, because a client may never read its response.
         await asyncio.wait([self._serving], timeout=_STOP_TIMEOUT_S)
         self._serving.cancel()
 
     @asynccontextmanager
-    async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[Visitor]:
+    async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[AgentAccess]:
         """Give this answer's agent access for the duration of the context. `episode.door` holds the key."""
-        visitor = Visitor(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
-        episode.door = self._visitors[visitor.name] = visitor
+        access = AgentAccess(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
+        episode.door = self._accesses[access.name] = access
         try:
-            yield visitor
+            yield access
         finally:
-            self._visitors.pop(visitor.name, None)
-            await visitor.leave()
+            self._accesses.pop(access.name, None)
+            await access.leave()
 
-    def visitor(self, request: Request) -> Visitor:
-        """Return the access that the request's key belongs to. Raises DoorError."""
-        key = bearer_of(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
-        visitor = self._visitors.get(key.partition(".")[0])
+    def _authenticate(self, request: Request) -> AgentAccess:
+        """Return the access that the request's key belongs to. Raises ApiError."""
+        key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
+        access = self._accesses.get(key.partition(".")[0])
         # Constant time, even for an unknown name.
-        is_right = hmac.compare_digest(key.encode(), visitor.api_key.encode() if visitor else b"")
-        if visitor is None or not is_right:
-            raise DoorError(
+        is_right = hmac.compare_digest(key.encode(), access.api_key.encode() if access else b"")
+        if access is None or not is_right:
+            raise ApiError(
                 401, "the key must belong to an answer in progress, got an unknown or expired key",
                 code="invalid_api_key",
             )  # fmt: skip
-        visitor.see()
-        return visitor
+        access.see()
+        return access
 
-    def _route(self, handler: Visit) -> Callable[[Request], Awaitable[Response]]:
+    def _route(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            return await handler(request, self.visitor(request))
+            return await handler(request, self._authenticate(request))
 
         return handle
 
     # --- routes --------------------------------------------------------------------------------------------------
-    async def _models(self, request: Request, visitor: Visitor) -> Response:
+    async def _models(self, request: Request, access: AgentAccess) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return JSONResponse({"object": "list", "data": [{**card, "max_model_len": self._max_length}]})
 
-    async def _chat(self, request: Request, visitor: Visitor) -> Response:
+    async def _chat(self, request: Request, access: AgentAccess) -> Response:
         body = await read_body(request)
         asked = decode_json(body, ChatRequest)
-        refuse_unsupported(body)
+        reject_unsupported(body)
         most = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         tools = None if asked.tool_choice == "none" else asked.tools or None
         written = await self._write(
-            visitor, request, body,
-            lambda: visitor.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
+            access, request, body,
+            lambda: access.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
         )  # fmt: skip
-        answer = self._chat_answer(asked, written, visitor)
+        answer = self._chat_answer(asked, written, access)
         if not asked.stream:
             return JSONResponse(answer)
         has_usage = bool(asked.stream_options and asked.stream_options.get("include_usage"))
         return Response("".join(stream_chunks(answer, has_usage=has_usage)), media_type="text/event-stream")
 
-    def _chat_answer(self, asked: ChatRequest, written: Written, visitor: Visitor) -> dict[str, Any]:
+    def _chat_answer(self, asked: ChatRequest, written: Written, access: AgentAccess) -> dict[str, Any]:
         turn, message = written.turn, written.message
         reason = "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, turn.stop_reason)
         choice = {"index": 0, "message": {**message, "refusal": None}, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
-            decode = visitor.session.decode
+            decode = access.session.decode
             texts = [decode([token_id]) for token_id in turn.token_ids]
             choice["logprobs"] = {"content": logprob_entries(texts, written.completion.logprobs), "refusal": None}
         num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
@@ -231,18 +231,18 @@ class Door:
             },
         }
 
-    async def _generate(self, request: Request, visitor: Visitor) -> Response:
+    async def _generate(self, request: Request, access: AgentAccess) -> Response:
         body = await read_body(request)
         asked = decode_json(body, GenerateRequest)
         if not asked.token_ids:
-            raise DoorError(400, "token_ids must hold at least one token, got none", param="token_ids")
+            raise ApiError(400, "token_ids must hold at least one token, got none", param="token_ids")
         params = asked.sampling_params
         if params.n != 1:
-            raise DoorError(400, f"n must be 1, got {params.n}: send several requests", param="n")
+            raise ApiError(400, f"n must be 1, got {params.n}: send several requests", param="n")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         written = await self._write(
-            visitor, request, body,
-            lambda: visitor.session.complete(asked.token_ids, max_tokens=params.max_tokens, stop=stop),
+            access, request, body,
+            lambda: access.session.complete(asked.token_ids, max_tokens=params.max_tokens, stop=stop),
         )  # fmt: skip
         completion = written.completion
         names = [f"token_id:{token_id}" for token_id in completion.token_ids]
@@ -256,10 +256,10 @@ class Door:
         return JSONResponse({"request_id": secrets.token_hex(12), "model": self._model, "choices": [choice]})
 
     async def _write(
-        self, visitor: Visitor, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
+        self, access: AgentAccess, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
     ) -> Written:
         try:
-            written: Written = await visitor.answer(request, body, work)
+            written: Written = await access.answer(request, body, work)
             return written
         except NoRoomError as error:
             # Clients recognize this code and wording, and shorten their context or stop.
@@ -268,29 +268,29 @@ class Door:
                 if str(error) == "context_overflow"
                 else "This answer has used its token budget (generators.sampling.max_tokens)"
             )
-            raise DoorError(
+            raise ApiError(
                 400, f"{what}. Please reduce the length of the messages.", code="context_length_exceeded",
                 param="messages",
             ) from error  # fmt: skip
         except PromptError as error:
-            raise DoorError(400, str(error)) from error
+            raise ApiError(400, str(error)) from error
         except GeneratorError as error:
-            raise DoorError(503, f"the engine failed: {error}", code="engine_failed") from error
+            raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from error
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            raise DoorError(401, "this answer has ended", code="invalid_api_key") from None
+            raise ApiError(401, "this answer has ended", code="invalid_api_key") from None
         finally:
-            visitor.see()
+            access.see()
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, DoorError)
+    assert isinstance(error, ApiError)
     return JSONResponse(error.body, status_code=error.status)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return JSONResponse(DoorError(404, f"unknown route {request.method} {request.url.path}").body, status_code=404)
+    return JSONResponse(ApiError(404, f"unknown route {request.method} {request.url.path}").body, status_code=404)
 
 
 class _Server(uvicorn.Server):
