@@ -76,10 +76,6 @@ def _clone_into_new_namespace(_: Surroundings) -> bool:
     return bool(found > 0)
 
 
-def _read_file(around: Surroundings) -> bool:
-    return bool(open(around["file"]).read())
-
-
 def _read_file_through_link(around: Surroundings) -> bool:
     os.symlink(around["file"], "/tmp/link")
     return bool(open("/tmp/link").read())
@@ -103,10 +99,6 @@ def _is_written(path: str) -> bool:
         return False
 
 
-def _write_kernel_settings(_: Surroundings) -> bool:
-    return os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
-
-
 def _fill_one_file(around: Surroundings) -> bool:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with open("/tmp/one", "wb") as file:
@@ -121,10 +113,6 @@ def _fill_tmp(around: Surroundings) -> bool:
         with open(f"/tmp/{number}", "wb") as file:
             file.write(bytes(_MIB))
     return True
-
-
-def _find_device(_: Surroundings) -> bool:
-    return bool(set(os.listdir("/dev")) - _DEVICES)
 
 
 def _read_environment(around: Surroundings) -> bool:
@@ -168,21 +156,9 @@ def _signal_other_process(around: Surroundings) -> bool:
     return False
 
 
-def _see_other_processes(_: Surroundings) -> bool:
-    return len(list(_each_process("stat"))) > 10
-
-
-def _connect_to_port(around: Surroundings) -> bool:
-    return bool(socket.create_connection(("127.0.0.1", around["port"]), 2))
-
-
 def _connect_to_abstract_socket(around: Surroundings) -> bool:
     socket.socket(socket.AF_UNIX).connect("\0" + around["abstract"])
     return True
-
-
-def _find_interface(_: Surroundings) -> bool:
-    return any(name != "lo" for _, name in socket.if_nameindex())
 
 
 def _open_other_socket(_: Surroundings) -> bool:
@@ -213,10 +189,6 @@ def _raise_limits(_: Surroundings) -> bool:
         return False
 
 
-def _leave_core_file(_: Surroundings) -> bool:
-    return resource.getrlimit(resource.RLIMIT_CORE)[1] > 0
-
-
 def _open_many_descriptors(_: Surroundings) -> bool:
     first = os.open("/dev/null", os.O_RDONLY)
     try:
@@ -239,14 +211,6 @@ def _is_opened(path: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _allocate_heap(around: Surroundings) -> bool:
-    return bool(bytearray(2 * around["memory_mib"] * _MIB))
-
-
-def _allocate_shared(around: Surroundings) -> bool:
-    return bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB))
 
 
 def _allocate_in_children(around: Surroundings) -> bool:
@@ -272,28 +236,34 @@ def _start_many_processes(_: Surroundings) -> bool:
 
 
 TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
-    "files: one of this machine can be read": _read_file,
+    "files: one of this machine can be read": lambda around: bool(open(around["file"]).read()),
     "files: a link in /tmp leads out": _read_file_through_link,
     "files: a folder other than /tmp can be written": _write_outside_tmp,
-    "files: settings of the kernel can be seen or written": _write_kernel_settings,
+    "files: settings of the kernel can be seen or written": lambda _: (
+        os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
+    ),
     "files: one can grow over its limit": _fill_one_file,
     "files: /tmp can hold more than its limit": _fill_tmp,
-    "files: a device of this machine is visible": _find_device,
+    "files: a device of this machine is visible": lambda _: bool(set(os.listdir("/dev")) - _DEVICES),
     "secrets: the environment of the generator can be read": _read_environment,
     "secrets: a descriptor of the generator or of bubblewrap can be opened": _use_inherited_descriptor,
     "processes: another of this machine can be signalled": _signal_other_process,
-    "processes: others of this machine are visible": _see_other_processes,
-    "network: a port of this machine can be reached": _connect_to_port,
+    "processes: others of this machine are visible": lambda _: len(list(_each_process("stat"))) > 10,
+    "network: a port of this machine can be reached": lambda around: bool(
+        socket.create_connection(("127.0.0.1", around["port"]), 2)
+    ),
     "network: an abstract socket of this machine can be reached": _connect_to_abstract_socket,
-    "network: an interface other than loopback exists": _find_interface,
+    "network: an interface other than loopback exists": lambda _: any(
+        name != "lo" for _, name in socket.if_nameindex()
+    ),
     "network: sockets other than Unix, IP and netlink can be made": _open_other_socket,
     "privileges: capabilities are left or can be gained": _gain_privileges,
     "limits: they can be raised": _raise_limits,
-    "limits: core files can be left": _leave_core_file,
+    "limits: core files can be left": lambda _: resource.getrlimit(resource.RLIMIT_CORE)[1] > 0,
     "limits: 256 descriptors can be opened": _open_many_descriptors,
     "terminal: input can be forged": _type_into_terminal,
-    "memory: twice the limit can be allocated": _allocate_heap,
-    "memory: twice the limit can be shared": _allocate_shared,
+    "memory: twice the limit can be allocated": lambda around: bool(bytearray(2 * around["memory_mib"] * _MIB)),
+    "memory: twice the limit can be shared": lambda around: bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB)),
     "kernel: new namespaces (clone) are allowed": _clone_into_new_namespace,
     **{
         f"kernel: {what} is allowed": lambda _, x86=x86, arm=arm: _is_call_served(x86, arm)

@@ -40,7 +40,7 @@ from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.episode import Agent
 from slipstream.generators.audit import Auditor
-from slipstream.generators.engines.engine import Engine, EngineLoad, ProfiledEngine
+from slipstream.generators.engines.engine import Engine, EngineLoad
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.weight_updates import WeightUpdates
@@ -226,10 +226,7 @@ class Generator:
     async def _monitor_engine(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_INTERVAL_S)
-            try:
-                await self._engine.check_health()
-            except EngineError as error:
-                self._fail(error)
+            await self._engine.check_health()
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
@@ -279,9 +276,9 @@ class Generator:
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
         """Start or write a recording. The engine goes first, because the learner waits for the event file."""
-        if stage != "events" and isinstance(self._engine, ProfiledEngine):
+        if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
-                self._trace.adopt(await self._engine.profile(is_on=stage == "engine"))
+                self._trace.adopt(await profile(is_on=stage == "engine"))
             except (EngineError, OSError) as error:
                 log.warning("engine_not_profiled", reason=str(error))
         await asyncio.to_thread(self._trace.obey, stage)

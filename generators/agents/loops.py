@@ -44,7 +44,7 @@ class ToolLoop:
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
-        self._decode = encoder.tokenizer.decode
+        self._tokenizer = encoder.tokenizer
         is_text = self._format.is_text or not self._tools
         self._role = "" if is_text else encoder.result_role(setting=setting)
 
@@ -91,10 +91,9 @@ class ToolLoop:
                 episode.observe_messages([{"role": "user", "content": text}])
 
     def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
-        # Keep special tokens, because some mark calls, but drop the end token.
-        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
+        is_ended = turn.stop_reason == "stop"
         try:
-            return [*self._format.parse(self._decode(own, skip_special_tokens=False))]
+            return [*self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self._tokenizer)]
         except ToolError as error:
             return [error]
 

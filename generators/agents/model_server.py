@@ -111,7 +111,7 @@ class ModelServer:
     def __init__(
         self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
     ) -> None:
-        """`model`: name in requests and responses. `routes`, `keyed_routes`: more routes, without and with a key check."""
+        """`model`: name in requests and responses. `routes`, `keyed_routes`: more routes, without and with a key."""
         self._model = model
         self._max_length = max_length
         self._accesses: dict[str, AgentAccess] = {}

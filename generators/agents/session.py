@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -44,7 +45,12 @@ class ChatForm:
         """Convert the model's turn to a message. A malformed call stays text."""
         # Like other servers, omit the stop string, although it stays in the model's context.
         text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
-        calls = self._calls(turn) if has_tools else []
+        calls: list[ToolCall] = []
+        # A truncated turn may end inside a call.
+        if has_tools and turn.stop_reason != "length":
+            with suppress(ToolError):
+                is_ended = turn.stop_reason == "stop"
+                calls = self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self.encoder.tokenizer)
         if not calls:
             return {"role": "assistant", "content": text}
         before, mark, _ = text.partition("<tool_call>")
@@ -56,17 +62,6 @@ class ChatForm:
                 {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function} for function in called
             ],
         }
-
-    def _calls(self, turn: Turn) -> list[ToolCall]:
-        # A truncated turn may end inside a call.
-        if turn.stop_reason == "length":
-            return []
-        # Keep special tokens, because some mark calls, but drop the end token.
-        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
-        try:
-            return self._format.parse(self.encoder.tokenizer.decode(own, skip_special_tokens=False))
-        except ToolError:
-            return []
 
     @cached_property
     def _result_role(self) -> str:

@@ -6,8 +6,7 @@ value. Comparing names, order, shapes, and dtypes with the model catches both.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -142,15 +141,6 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop everything this engine started, within bounded time."""
-        ...
-
-
-@runtime_checkable
-class ProfiledEngine(Protocol):
-    """An engine that has a profiler."""
-
-    async def profile(self, *, is_on: bool) -> list[Path]:
-        """Start or stop recording steps. Returns the files written. Raises EngineError."""
         ...
 
 

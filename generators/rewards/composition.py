@@ -127,7 +127,7 @@ class RewardFunctions:
         try:
             functions = self._of(sample)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(function, sample)) for function in functions]
+                tasks = [group.create_task(self._call(function, sample, function.result)) for function in functions]
             return self._sum([(function, task.result()) for function, task in zip(functions, tasks, strict=True)])
         except BaseExceptionGroup as errors:
             # The first error canceled the other functions.
@@ -173,9 +173,6 @@ class RewardFunctions:
             return [None if value is None else function.result(value) for value in values]
 
         return await self._call(function, samples, read)
-
-    async def _result(self, function: RewardFunction, sample: RewardInput) -> Reward | None:
-        return await self._call(function, sample, function.result)
 
     async def _call(self, function: RewardFunction, given: Any, read: Callable[[Any], Any]) -> Any:
         try:

@@ -143,47 +143,11 @@ _REPLACED = [
     *[("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")],
     *[(",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")],
 ]
-_REMOVED = [
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-    '"',
-    "\\dots",
-]
+_REMOVED = r"""
+    square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm
+    pounds meters meals edges students childrentickets multiples \text{s} \text{.} \text{}^2 \text{}^3 \text{}
+    \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots
+"""
 _UNWRAPPED = [
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
     *[(re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")],
@@ -209,7 +173,7 @@ def normalised(answer: str) -> str:
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
-    for text in _REMOVED:
+    for text in _REMOVED.split():
         answer = answer.replace(text, "")
     for pattern, new in _UNWRAPPED:
         answer = pattern.sub(new, answer)

@@ -31,6 +31,11 @@ class CallFormat(NamedTuple):
     is_text: bool = False
     """Whether results are appended as plain text rather than as chat messages."""
 
+    def read(self, token_ids: list[int], *, is_ended: bool, tokenizer: Any) -> list[ToolCall]:
+        """Parse the calls of a turn; `is_ended`: its last token is the end token. Raises ToolError."""
+        # Keep special tokens, because some mark calls, but drop the end token.
+        return self.parse(tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False))
+
 
 # Linear in the text's length: a model may write blanks or partial calls up to its limit, and the parser runs on the
 # event loop that all answers share.

@@ -219,6 +219,7 @@ class VllmEngine:
         await stop_llm(llm)
 
     async def profile(self, *, is_on: bool) -> list[Path]:
+        """Start or stop recording steps. Returns the files written. Raises EngineError."""
         if is_on:
             starting = self._running.start_profile(max_iterations=_MAX_PROFILED_STEPS)
             await self._call(starting, timeout_s=_PROFILE_TIMEOUT_S)

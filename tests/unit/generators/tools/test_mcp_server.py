@@ -155,7 +155,7 @@ def test_a_server_by_http(address: str):
         ({}, r"requires either a `command` \(a list\) or a `url`, got both or none"),
         ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
         ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
-        ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "must be set"),
+        ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "that is set in"),
         ({"command": ["x"], "colour": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, colour"),
     ],
 )
