@@ -4,28 +4,23 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
-from slipstream.generators.rewards.reward import RewardInput
-
-SAMPLES = "tests.unit.generators.rewards.samples"
-SAMPLE = RewardInput(prompt="48213=", response="31284", ground_truth="31284")
+from tests.unit.generators.rewards.scene import SAMPLES, sample
 
 
-def run_sample(name: str, response: str = "") -> Reward:
-    sample = RewardInput(prompt="48213=", response=response, ground_truth="31284")
-    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}")).score(sample)
+def run_sample(name: str, response: str = "", **arguments: float) -> Reward:
+    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}", arguments=arguments)).score(sample(response))
 
 
-def test_a_number_is_a_reward():
-    assert run_sample("by_response") == Reward(total=0.5)
-
-
-def test_a_reward_of_one_counts_as_correct():
-    functions = RewardFunctions(RewardConfig(f"{SAMPLES}:with_arguments", arguments={"bonus": 0.75}))
-    assert functions.score(SAMPLE) == Reward(total=1.0, is_correct=True)
-
-
-def test_a_dict_with_the_fields_of_a_reward_is_a_reward():
-    assert run_sample("as_dict") == Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)
+@pytest.mark.parametrize(
+    ("name", "arguments", "reward"),
+    [
+        ("by_response", {}, Reward(total=0.5)),
+        ("with_arguments", {"bonus": 0.75}, Reward(total=1.0, is_correct=True)),
+        ("as_dict", {}, Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)),
+    ],
+)
+def test_a_number_or_a_dict_is_a_reward_and_1_is_correct(name: str, arguments: dict[str, float], reward: Reward):
+    assert run_sample(name, **arguments) == reward
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,17 +11,18 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
 from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.tool import Tool
+from tests.unit.generators.servers import Handler, serve
 
 CITY = {"type": "string", "description": "Name of the city."}
 DAYS = {"type": "integer", "description": "How many."}
 
 
-class Weather(BaseHTTPRequestHandler):
-    """Says what it was asked, and fails as it is told."""
+class Weather(Handler):
+    """Replies with the request, or with the next status in `failures`."""
 
     failures: list[int] = []
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         status = self.failures.pop() if self.failures else 200
         seen = {"path": self.path, "key": self.headers.get("X-Key"), "body": body, "method": self.command}
@@ -34,21 +33,11 @@ class Weather(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing."""
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Weather)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve(Weather) as found:
+        yield found
 
 
 def make(url: str, **arguments: Any) -> Tool:

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -21,6 +19,7 @@ from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
+from tests.unit.generators.servers import Handler, serve
 
 CORPUS = [
     {"contents": "Bonn\nA city on the Rhine, where Beethoven was born."},
@@ -156,35 +155,23 @@ def test_a_passage_cannot_end_a_turn(index: str):
 
 
 # --- the tool, and a service -----------------------------------------------------------------------------------------
-class Service(BaseHTTPRequestHandler):
-    """Search-R1's retrieval server, in the small."""
+class Service(Handler):
+    """A small version of Search-R1's retrieval server."""
 
     requests: list[dict] = []
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self) -> None:
+        body = self.read()
         self.requests.append(body)
         results = [[{"document": {"contents": "Bonn\nA city."}, "score": 1.5}] * 9]
-        found = b"no" if body["queries"] == ["broken"] else json.dumps({"result": results}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(found)))
-        self.end_headers()
-        self.wfile.write(found)
-
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing."""
+        self.reply(b"no" if body["queries"] == ["broken"] else {"result": results})
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
     open_index.cache_clear()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve(Service) as address:
+        yield f"{address}/retrieve"
 
 
 def test_a_service_is_asked_in_search_r1s_form(service: str):
