@@ -29,7 +29,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.runs import until
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = str(Path(__file__).with_name("environments.py"))
@@ -39,7 +39,7 @@ def environment(name: str, **settings: Any) -> dict[str, Any]:
     return {"kind": "environment", "environment": f"{HERE}:{name}", **settings}
 
 
-def test_an_environment_plays_and_scores_token_by_token():
+def test_an_environment_plays_and_scores():
     scorers: list[RecordingScorer] = []
     trajectory = play(
         environment("two_turns", arguments={"hint": "so?"}),
@@ -50,14 +50,8 @@ def test_an_environment_plays_and_scores_token_by_token():
     assert (trajectory.reward.total, trajectory.reward.parts) == (1.25, {"right": 1.0, "style": 0.25})
     assert (trajectory.reward.is_correct, trajectory.metrics["hints"], trajectory.num_turns) == (True, 1.0, 2)
     assert scorers[0].samples == []
-    tokenizer = WritingEngine([]).tokenizer
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     between = "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
-    parts = [(f"it is 41{'<|im_end|>'}", True), (between, False), ("42<|im_end|>", True)]
-    encoded = [(tokenizer.encode(text, add_special_tokens=False), is_own) for text, is_own in parts]
-    assert trajectory.token_ids.tolist() == [*prompt, *(token for part, _ in encoded for token in part)]
-    mask = [False] * len(prompt) + [is_own for part, is_own in encoded for _ in part]
-    assert trajectory.model_mask.tolist() == mask
+    assert written(trajectory) == [("it is 41<|im_end|>", True), (between, False), ("42<|im_end|>", True)]
 
 
 @pytest.mark.parametrize(

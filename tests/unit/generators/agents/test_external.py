@@ -1,4 +1,4 @@
-"""Agents outside of the generator: leases by HTTP, and what becomes of answers whose agent leaves or dies."""
+"""External agents: leases by HTTP, and answers whose agent leaves or dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,16 +12,15 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.generators.agents import external
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.tokenization import PromptEncoder
-from tests.builders import make_prompt, make_run
+from tests.builders import make_prompt
 from tests.fakes import TOKEN
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner
 
 Agent = Callable[["Outside"], Awaitable[None]]
 
 
 class Outside:
-    """An agent outside: it knows the door's address and the token."""
+    """An external agent that knows the model server's address and the token."""
 
     def __init__(self, address: str, runner: AgentRunner) -> None:
         self.runner = runner
@@ -41,15 +40,15 @@ class Outside:
 
 
 def play(agent: Agent, *, silence_timeout_s: float = 5.0, texts: int = 3, **settings: Any) -> tuple[Trajectory, Any]:
-    """The trajectory that a run's generator makes while `agent` is outside, and its scorer."""
+    """Run an external agent; returns the trajectory and the scorer."""
     engine, scorer = WritingEngine(["it is 42"] * texts), RecordingScorer()
-    agents = {"kind": "external", "silence_timeout_s": silence_timeout_s}
-    run = make_run(
-        generators={"agent": agents, "sampling": {"max_tokens": 400}}, model={"max_length": 2000}, **settings
-    )
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    runner = AgentRunner(
-        run=run, engine=engine, rewards=scorer, encoder=encoder, generator_id="generator-0", token=TOKEN
+    external = {"kind": "external", "silence_timeout_s": silence_timeout_s, **settings}
+    runner = make_runner(
+        engine,
+        scorer=scorer,
+        token=TOKEN,
+        generators={"agent": external, "sampling": {"max_tokens": 400}},
+        model={"max_length": 2000},
     )
 
     async def both() -> Trajectory:
@@ -174,32 +173,9 @@ def test_an_answer_that_no_agent_takes_goes_back():
         assert (await outside.post("/v1/leases", "x")).status_code == 401
 
     with pytest.raises(Exception, match=r"the agent ended without one: .* within 0.3 s"):
-        play_untaken(agent)
-
-
-def play_untaken(agent: Agent) -> None:
-    engine = WritingEngine([])
-    run = make_run(generators={"agent": {"kind": "external", "timeout_s": 0.3}})
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    runner = AgentRunner(
-        run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g", token=TOKEN
-    )
-
-    async def both() -> None:
-        await runner.start()
-        try:
-            assert runner._model_server
-            await agent(Outside(runner._model_server.address, runner))
-            await runner.answer(make_prompt(QUESTION), 1)
-        finally:
-            await runner.close()
-
-    asyncio.run(both())
+        play(agent, timeout_s=0.3)
 
 
 def test_a_run_without_a_token_lets_no_agent_in():
-    engine = WritingEngine([])
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    run = make_run(generators={"agent": {"kind": "external"}})
     with pytest.raises(ConfigError, match="may be `external` only if the roles run as processes"):
-        AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
+        make_runner(WritingEngine([]), generators={"agent": {"kind": "external"}})

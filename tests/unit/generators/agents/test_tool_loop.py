@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import structlog
 
-from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.base import ConfigError
 from slipstream.generators.agents.loops import read_action
@@ -68,9 +67,6 @@ def test_the_trajectory_of_a_call_token_by_token():
     assert [message["role"] for message in sample.messages] == ["assistant", "tool", "assistant"]
     assert (trajectory.num_turns, trajectory.stop_reason) == (2, "stop")
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
-    header, payload = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
-    assert (header.oldest_version, header.newest_version) == (1, 2)
-    assert unpack(payload).num_turns == 2
 
 
 def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed():
