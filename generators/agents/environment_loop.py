@@ -49,7 +49,7 @@ class EnvironmentLoop(AgentLoop):
         self._num_starts = 0
         self._problem = ""
         self.waiting = ""
-        """Why answers wait for the process; empty if they do not."""
+        """Reason that answers wait for the process; empty if they do not."""
 
     async def start(self) -> None:
         """Start the process; `run` waits until it is ready. Raises GeneratorError after `_MOST_STARTS` failures."""

@@ -34,7 +34,7 @@ class Agent(Protocol):
 
     @property
     def waiting(self) -> str:
-        """Why answers wait for an external party; empty if they do not. Safe to read from any thread."""
+        """Reason that answers wait for an external party; empty if they do not. Safe to read from any thread."""
         ...
 
 

@@ -25,7 +25,7 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""How often to check that a waiting agent is still connected, so that a disconnected one never gets an answer."""
+"""Interval of checks that a waiting agent is still connected, so that a disconnected one never gets an answer."""
 _REPORT_AFTER_S = 5.0
 """Shorter waits for an agent are not reported: an agent needs a moment between two answers."""
 _LOG_INTERVAL_S = 30.0
@@ -62,7 +62,7 @@ class AnswerQueue:
 
     @property
     def waiting(self) -> str:
-        """Why answers wait; empty if none has waited long. Safe to read from any thread."""
+        """Reason that answers wait; empty if none has waited long. Safe to read from any thread."""
         waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
         if not waits or max(waits) < _REPORT_AFTER_S:
             return ""

@@ -108,7 +108,7 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     lora: dict[str, Any] = field(default_factory=dict)
     """Adapter settings if the tensors are an adapter; empty = they are the model's weights."""
     rejection: str = ""
-    """Why this update must not be loaded even if it arrives intact; empty = it may be."""
+    """Reason not to load this update even if it arrives intact; empty = it may be."""
 
 
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
