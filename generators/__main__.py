@@ -175,7 +175,7 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
             os.environ.pop(STORE_PASSWORD_VARIABLE, None)
             return own, token
         if address and is_listening(address):
-            raise ConfigError(f"the broker at {address} requires a token, got none: {TOKEN_REMEDY}")
+            raise ConfigError(f"the token must be that of the broker at {address}, got none: {TOKEN_REMEDY}")
         run = f"run {given.name!r}" if is_named else "a run whose broker listens"
         others = f"{describe_others(Path(given.runs_dir), given.name)}; " if is_named and known is None else ""
         missing = (

@@ -180,9 +180,7 @@ class WeightLayout:
                     "learner and generator must start from the same model.path"
                 )
             if slot.dtype != dtype:
-                raise WeightTransferError(
-                    f"tensor {slot.name} must be sent in the engine's dtype {dtype}, got {slot.dtype}"
-                )
+                raise WeightTransferError(f"tensor {slot.name} must have the engine's dtype {dtype}, got {slot.dtype}")
 
     def _check_names(self, names: list[str]) -> None:
         expected, sent = list(self._expected), set(names)

@@ -48,7 +48,7 @@ def renamed(names: dict[str, str]) -> Change:
         ),
         (
             lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
-            "must be sent in the engine's dtype float32, got bfloat16",
+            "must have the engine's dtype float32, got bfloat16",
         ),
     ],
 )
