@@ -154,7 +154,7 @@ def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
 
 @contextmanager
 def listener(run: RunConfig) -> Iterator[None]:
-    """Somebody who listens at the address of a run's broker."""
+    """Listens at the address of a run's broker."""
     with socket.socket(socket.AF_UNIX) as broker:
         broker.bind(RunFolder(run).broker_address.removeprefix("ipc://"))
         broker.listen()

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what they earn, and what becomes of those that fail, die or hang."""
+"""Environments in separate processes: their rewards, and failures, crashes, and hangs."""
 
 import asyncio
 import itertools
@@ -76,7 +76,7 @@ def test_no_answer_of_an_environment_disturbs_its_process(found: dict[str, str],
 
 
 def await_end(pid: int) -> None:
-    """Wait for the end of a process that nobody may have reaped."""
+    """Wait until a process has ended, even if it is not reaped."""
 
     def is_over() -> bool:
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -125,7 +125,7 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
 
 # --- transcripts -----------------------------------------------------------------------------------------------------
 class RandomEngine(ScriptedEngine):
-    """Writes random words of an alphabet, with log-probabilities of its own for each token, and keeps what it wrote."""
+    """Writes random tokens of an alphabet with random log-probabilities, and records the versions."""
 
     def __init__(self, alphabet: Sequence[int], *, end: int) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
@@ -162,7 +162,7 @@ class RandomEngine(ScriptedEngine):
 
 
 async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
-    """The answers of an agent, while the engine changes its version."""
+    """The agent's answers, generated while the engine's version changes."""
     run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
     encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
     runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
@@ -183,7 +183,7 @@ async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) 
 
 
 def check_updates(transcripts: list[list[int]]) -> None:
-    """Fail unless updates fell into the middle of most answers, and of many turns."""
+    """Fail unless updates fell within most answers and many turns."""
     within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
     within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
     assert within_answers > len(transcripts) / 2

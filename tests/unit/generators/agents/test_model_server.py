@@ -1,4 +1,4 @@
-"""The door: agents that talk to the model in OpenAI's form, with the client of OpenAI, token by token."""
+"""The model server, used through OpenAI's client and checked token by token."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ Loop = Callable[..., Awaitable[None]]
 
 
 class Scene:
-    """Plays one loop of the test, with whatever it and the engine saw."""
+    """The loop of the test, and records of engine and scorer."""
 
     loop: Loop
     requests: list[tuple[Any, ...]]
@@ -35,7 +35,7 @@ class Scene:
 
 
 async def visit(episode: Episode) -> None:
-    """The agent of the run: the loop of the test, with a client of OpenAI's."""
+    """Run the test's loop with OpenAI's client."""
     assert episode.door
     door = episode.door
     async with openai.AsyncOpenAI(base_url=door.base_url, api_key=door.api_key, max_retries=0) as client:
@@ -46,7 +46,7 @@ async def visit(episode: Episode) -> None:
         try:
             await Scene.loop(ask, client, episode)
         except Exception as error:
-            # A failure of the agent costs its answer; here it is the test's.
+            # A failing agent only loses its answer; here it must fail the test.
             Scene.failure = error
             raise
 
@@ -76,7 +76,7 @@ def opened(text: str) -> str:
 
 
 def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
-    """Text of each context, and what in it is trained on."""
+    """Text of each context, and the trained texts in it."""
     found = []
     bounds = trajectory.context_bounds()
     for start, end in itertools.pairwise(bounds):
