@@ -353,7 +353,7 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
         for task in left:
             task.cancel()
     if left:
-        raise SandboxError(f"a sandbox run must end within {_END_S:g} s after it is killed, it did not")
+        raise SandboxError(f"a sandbox run must end within {_END_S:g} s after it is killed, but did not")
     stdout, stderr = (bytes(output[: limits.output_bytes]).decode(errors="replace") for output in outputs)
     if max(map(len, outputs)) > limits.output_bytes:
         return Execution("output", stdout, stderr)

@@ -182,7 +182,7 @@ class EnvironmentLoop(AgentLoop):
             if is_news:
                 log.warning("environment_silent", reason=self.waiting)
             if silent_s >= limit_s:
-                raise GeneratorError(f"{name} must answer within {limit_s:g} s, it did not")
+                raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process and self._process.stdin and self._process.returncode is None:

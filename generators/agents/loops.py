@@ -191,7 +191,7 @@ class InteractionLoop(ToolLoop):
                 async with asyncio.timeout(_END_S):
                     await call_either(partial(user.finalize_interaction, own_id, **given))
             except TimeoutError:
-                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, it did not") from None
+                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, but did not") from None
         _pay(episode, 0.0)
 
 

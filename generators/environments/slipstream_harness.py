@@ -99,7 +99,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
         except json.JSONDecodeError as error:
             return f"error: arguments must be JSON: {error}"
         except TimeoutError:
-            return f"error: the tool {name!r} must answer within {self.config.tool_timeout:g} s, it did not"
+            return f"error: the tool {name!r} must answer within {self.config.tool_timeout:g} s, but did not"
 
 
 class VerifiersEnvironment:

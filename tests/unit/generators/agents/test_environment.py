@@ -120,7 +120,7 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
     assert time.monotonic() - started_at < 10
     assert trajectory.reward.status == "error"
     assert "environments.py:blocking (process" in trajectory.reward.detail
-    assert "must answer within 1.5 s, it did not" in trajectory.reward.detail
+    assert "must answer within 1.5 s, but did not" in trajectory.reward.detail
 
 
 # --- transcripts -----------------------------------------------------------------------------------------------------

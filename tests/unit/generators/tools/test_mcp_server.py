@@ -96,7 +96,7 @@ def test_a_call_that_is_given_up_before_the_server_is_found_to_hang(tools: dict[
     found = {tool.name: tool for tool in quick}
 
     async def calls() -> str:
-        with pytest.raises(ToolError, match=r"hang must answer within 0.3 s, it did not"):
+        with pytest.raises(ToolError, match=r"hang must answer within 0.3 s, but did not"):
             await call(found, "hang")
         for _ in range(40):
             try:
