@@ -27,6 +27,10 @@ from tests.unit.generators.servers import Handler, serve
 SMALL = Limits(time_s=8, cpu_s=2, memory_mib=128, disk_mib=8, file_mib=2, processes=12, output_bytes=2**14)
 
 
+def in_bubblewrap(test: Any) -> Any:
+    return needs_bubblewrap(pytest.mark.slow(test))
+
+
 @cache
 def local() -> LocalSandbox:
     try:
@@ -41,8 +45,7 @@ def run(code: str, **options: Any) -> Execution:
     return asyncio.run(local().run(code, **{"limits": SMALL, **options}))
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_runs_with_its_input():
     assert run("print(sum(map(int, input().split())))", stdin="3 4\n") == Execution("ok", "7\n", "", 0)
     failed = run("raise ValueError('no')")
@@ -77,8 +80,7 @@ def open_command(
     return [*command, "--setenv", "SLIPSTREAM_TOKEN", "secret", python, "/code/main.py"]
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.parametrize("name", [*escapes.TOGETHER, *escapes.ALONE])
 def test_no_attempt_escapes(name: str):
     if name.startswith("memory: processes together") and not local().limits_all_processes:
@@ -86,16 +88,14 @@ def test_no_attempt_escapes(name: str):
     assert tried(is_sealed=True)[name] == ""
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches everything without a sandbox")
 @pytest.mark.parametrize("name", [*escapes.TOGETHER, *escapes.ALONE])
 def test_each_attempt_escapes_where_nothing_is_sealed(name: str):
     assert tried(is_sealed=False)[name] == "escaped"
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_the_filter_refuses_namespaces_where_bubblewrap_cannot(monkeypatch: pytest.MonkeyPatch):
     local()
     monkeypatch.setattr(module, "_can_disable_user_namespaces", lambda: False)
@@ -115,8 +115,7 @@ def test_each_run_has_its_own_user_id(monkeypatch: pytest.MonkeyPatch):
     assert len({command[command.index("--reuid") + 1] for command in commands}) == 100
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_each_run_counts_its_own_processes_and_cannot_signal_another():
     """Each of two concurrent runs may start as many processes as a single run."""
     code = """
@@ -143,15 +142,13 @@ print(started)
     assert SMALL.processes // 2 < found[0] < SMALL.processes
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_nothing_is_left_in_tmp_for_the_next_run():
     run("open('/tmp/left', 'w').write('x')")
     assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_cannot_imitate_a_sandbox_that_failed_to_start(monkeypatch: pytest.MonkeyPatch):
     """The exit code comes from bubblewrap; what the code prints in its name is output."""
     found = run("import sys; print('bwrap: Creating new namespace failed', file=sys.stderr); sys.exit(1)")
@@ -180,8 +177,7 @@ def test_processes_of_a_run_share_one_limit_where_cgroup_v2_has_the_memory_contr
     assert command[:4] == ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -200,8 +196,7 @@ def test_code_without_an_end_is_ended(code: str, status: str):
     assert len(found.stdout) <= 2**14
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_what_code_started_ends_with_it_and_with_a_cancelled_call():
     mark = f"slipstream-{os.getpid()}"
     code = f"""
@@ -230,8 +225,7 @@ time.sleep(float(input()))
     assert left() == []
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_a_machine_that_does_not_hold_a_limit_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch):
     local()
     honest = module._command
@@ -272,8 +266,7 @@ def grade(cases: list[tuple[str, Any]], **arguments: Any) -> list[Reward]:
     return scores(config, [sample(answer, truth=truth) for answer, truth in cases])
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_is_rewarded_for_passing_all_tests():
     local()
     wrong = "def add(a, b):\n    return 7"
@@ -297,8 +290,7 @@ def test_code_is_rewarded_for_passing_all_tests():
     assert [reward.total for reward in rewards] == [1.0] * 6 + [0.0] * 7
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_may_be_rewarded_for_the_share_of_tests():
     local()
     half, tests = fenced("def add(a, b):\n    return 7"), [*ASSERTS, "assert False"]

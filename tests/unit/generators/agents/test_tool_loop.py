@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import structlog
 
-from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.base import ConfigError
 from slipstream.generators.agents.loops import read_action
 from slipstream.generators.errors import PromptError
@@ -18,7 +17,7 @@ from slipstream.generators.tools.call_format import CallFormat, ToolCall
 from tests.builders import make_prompt
 from tests.machines import needs_bubblewrap
 from tests.unit.generators.agents import tools
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = "tests.unit.generators.agents.tools"
@@ -39,29 +38,17 @@ def observed(texts: list[str], agent: dict, **settings) -> str:
     return make_chat_tokenizer("chatml").decode(between)
 
 
-def test_the_trajectory_of_a_call_token_by_token():
+def test_the_trajectory_of_a_call():
     seen: list[tuple[WritingEngine, RecordingScorer]] = []
     trajectory = play(
         {"kind": "tools", "tools": ["calculator"]}, [CALL, "it is 42"], inspect=lambda *both: seen.append(both)
     )
     ((engine, scorer),) = seen
-    tokenizer = engine.tokenizer
-    one, two = (tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in (CALL, "it is 42"))
     shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    between = tokenizer.encode(shown, add_special_tokens=False)
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    assert trajectory.token_ids.tolist() == [*prompt, *one, *between, *two]
-    parts = [(prompt, False), (one, True), (between, False), (two, True)]
-    assert trajectory.model_mask.tolist() == [is_own for part, is_own in parts for _ in part]
-    first, second = ([start - i / 100 for i in range(len(part))] for start, part in ((-0.5, one), (-1.5, two)))
-    expected = [*[0.0] * len(prompt), *first, *[0.0] * len(between), *second]
-    assert trajectory.generator_logprobs == pytest.approx(expected, abs=1e-6)
-    # The second turn begins under the version of the first, and ends under the next.
-    start = len(prompt) + len(one) + len(between)
-    assert trajectory.version_spans == [VersionSpan(len(prompt), 1), VersionSpan(start + 2, 2)]
-    assert engine.requests[1][0] == [*prompt, *one, *between]
-    assert engine.requests[0][1].seed != engine.requests[1][1].seed
-    assert engine.requests[1][1].max_tokens == 400 - len(one)
+    assert written(trajectory) == [(f"{CALL}<|im_end|>", True), (shown, False), ("it is 42<|im_end|>", True)]
+    first, second = (sampling for _, sampling, _ in engine.requests)
+    assert first.seed != second.seed
+    assert second.max_tokens == 400 - len(engine.tokenizer.encode(CALL + "<|im_end|>", add_special_tokens=False))
     (sample,) = scorer.samples
     assert sample.response == "it is 42"
     assert [message["role"] for message in sample.messages] == ["assistant", "tool", "assistant"]

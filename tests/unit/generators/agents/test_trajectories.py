@@ -1,4 +1,4 @@
-"""The trajectory of every agent matches the engine's requests and samples token by token, with an update in every turn."""
+"""Every agent's trajectory matches the engine's requests and samples token by token, with an update in every turn."""
 
 from collections.abc import Sequence
 from pathlib import Path
