@@ -51,8 +51,8 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
     """Build the fetcher of weights. If `cluster.network` is set, it also lends fetched weights to other generators.
 
-    Guests and generators on the learner's machine never lend; neither do machines outside the network, such as one
-    behind a tunnel.
+    Guests and generators that reach the broker over ipc never lend; neither do machines outside the network, such as
+    one behind a tunnel.
     """
     if run.cluster.network is None or keys.guest or broker_address.startswith("ipc://"):
         return Fetcher(keys)

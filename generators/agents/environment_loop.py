@@ -69,8 +69,8 @@ class EnvironmentLoop(AgentLoop):
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Have the environment write and score the answer. Raises GeneratorError if it does not start, else
-        EnvironmentDiedError."""
+        """Have the environment write and score the answer. Raises GeneratorError if it does not start,
+        EnvironmentDiedError if it dies."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)

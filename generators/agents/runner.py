@@ -61,8 +61,7 @@ class _ReadyLoop(NamedTuple):
 class Comparison:
     """Answers to one lease that are scored together after the last one ends.
 
-    A failed answer leaves, and the rest are compared. Members that an earlier lease already delivered are absent; the
-    comparison needs at least two answers.
+    A failed answer leaves, and the rest are compared. Members that an earlier lease already delivered are absent.
 
     Life cycle: (score | leave)*, for each of `indices`.
     """

@@ -41,8 +41,8 @@ class Completion(Record):
     stop_reason: str
     """`stop` (end token) | `stop_string` | `length`."""
     experts: np.ndarray | None = None
-    """uint8 or int16[T - 1, M, K]: K experts per router M for each token of prompt and response except the last, as
-    chosen in the forward pass that sampled the next token. None unless `model.router_replay`."""
+    """uint8 or int16[T - 1, M, K]: K experts in each of M routers for each token of prompt and response except the
+    last, as chosen in the forward pass that sampled the next token. None unless `model.router_replay`."""
 
 
 class PromptScores(NamedTuple):

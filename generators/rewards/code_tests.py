@@ -15,8 +15,8 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# The code runs in its own namespace and never sees the secret before it ends, so code that exits early, e.g. with
-# os._exit(0), cannot print it.
+# The code runs in its own namespace, after the secret was read from stdin, so code that exits early, e.g. with
+# os._exit(0), has not printed the secret.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())

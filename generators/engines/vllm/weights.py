@@ -49,7 +49,7 @@ VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 
 
 def register() -> None:
-    """Register `BACKEND` in this process. In vLLM's processes, also apply the patches and exit with the parent."""
+    """Register `BACKEND` in this process. vLLM's processes also exit with their parent and report fatal errors."""
     # vLLM may call the entry point twice per process, and raises for a registered name.
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
