@@ -1,11 +1,11 @@
 """Auditor: checks guests' answers by scoring and grading them again with this generator's engine and reward functions.
 
-Consumes: Audit, and a few of this generator's own answers.
+Consumes: Audit, and a few answers of this generator.
 Produces: Audited, one per Audit.
 Waits for: audits; within an audit, the engine and the reward functions.
 Woken by: an audit.
 Invariant: an answer is scored with the policy version that wrote it. If the engine has moved on, the difference is
-reported together with the same difference for this generator's own answers of that version.
+reported together with the same difference for this generator's answers of that version.
 """
 
 import asyncio

@@ -275,7 +275,7 @@ ALONE: dict[str, Callable[[Surroundings], bool]] = {
     "processes: 40 can be started": _start_many_processes,
     "memory: processes together can have twice the limit": _allocate_in_children,
 }
-"""Attempts that need a run of their own, because they exhaust its limits."""
+"""Attempts that need separate runs, because they exhaust the limits."""
 
 
 def _attempt(escape: Callable[[Surroundings], bool], around: Surroundings) -> str:

@@ -255,7 +255,7 @@ class Generator:
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
-                    # In other states the generator's own reason is more specific than the broker's.
+                    # In other states the generator knows a more specific reason than the broker.
                     self._reason = reason
                 self._accept(prompts)
             case OpenEpoch() | Update():

@@ -52,8 +52,8 @@ class ProbeResult(Record):
 async def probe(engine: Engine, update: Update) -> ProbeResult:
     """Verify the engine's log-probabilities after an update.
 
-    Compares canary sequences with the learner's values, and sampled tokens with the engine's own values for the same
-    tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most `update.max_probe_diff`.
+    Compares canary sequences with the learner's values, and sampled tokens with the values that the engine gives the
+    same tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most `update.max_probe_diff`.
     """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -229,7 +229,7 @@ class WeightUpdates:
     async def _receive(self, update: Update) -> float:
         """Have the engine receive and load a broadcast. Returns the pause, seconds. Raises EngineDiedError if it hangs.
 
-        The engine's own limit applies per bucket, which adds up to hours for a large model. A command for another epoch
+        The engine's limit applies per bucket, which adds up to hours for a large model. A command for another epoch
         shows that the learner has abandoned this broadcast; a healthy engine then ends it soon.
         """
         self._received = update

@@ -139,7 +139,7 @@ class Session:
         ]
         context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
         observed = token_ids[len(context.transcript.token_ids) :]
-        # Checked here, because an invalid id would crash the engine. The model's own tokens are exempt: a padded
+        # Checked here, because an invalid id would crash the engine. Model tokens are exempt: a padded
         # model vocabulary is larger than the tokenizer's.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")

@@ -221,7 +221,6 @@ class RewardWorker(asyncio.Protocol):
 
     # --- time limit ----------------------------------------------------------------------------------------------
     def _start_timer(self) -> None:
-        """Start the timer of the oldest request."""
         loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
         if self._is_concurrent:
             # The worker cancels late calls itself. If it has not, one call has blocked the others for `timeout_s`.

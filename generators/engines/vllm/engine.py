@@ -54,7 +54,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
-"""Limit of one call to the engine process, in addition to the call's own duration."""
+"""Limit of one call to the engine process, in addition to the duration of the call itself."""
 _MAX_PROFILED_STEPS = 24
 """The engine blocks while it writes the steps, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0

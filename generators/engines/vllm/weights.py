@@ -173,7 +173,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._uncompared = [name for name in load.uncompared if is_whole or name in held]
 
     def update_adapter(self, update_info: BroadcastInfo) -> None:
-        """Receive, verify, and load an adapter. vLLM's own update calls would empty the slot."""
+        """Receive, verify, and load an adapter. vLLM's update calls would empty the slot."""
         self.start_weight_update()
         self.receive_weights(update_info)
         received, self._received = self._received, []
