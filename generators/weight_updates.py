@@ -53,7 +53,8 @@ async def probe(engine: Engine, update: Update) -> ProbeResult:
     """Verify the engine's log-probabilities after an update.
 
     Compares canary sequences with the learner's values, and sampled tokens with the values that the engine gives the
-    same tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most `update.max_probe_diff`.
+    same tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most
+    `update.max_probe_diff`.
     """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
