@@ -1,4 +1,4 @@
-"""Parts that the makers of the examples share: a tokenizer of characters, demonstrations, files, a tiny GPT-2."""
+"""Shared by the example tasks: a character tokenizer, demonstrations, data files, and a tiny GPT-2."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from slipstream.scripts.init_random_model import save_model
 from slipstream.scripts.make_digits_data import make_row, write_file, write_pair
 
 Problem = tuple[str, str]
-"""Prompt and right answer."""
+"""Prompt and correct answer."""
 
 
 def make_tokenizer(characters: str, *, texts: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character, and one for each of `texts`."""
-    # Space and line break as byte-level BPE writes them.
+    """Build a tokenizer with one id per character and per text in `texts`."""
+    # Byte-level BPE writes space and line break like this.
     names = ["<pad>", "<eos>", *characters.replace(" ", "Ġ").replace("\n", "Ċ")]
     vocabulary = {name: index for index, name in enumerate(names)}
     tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>")
@@ -25,7 +25,7 @@ def make_tokenizer(characters: str, *, texts: Sequence[str] = ()) -> Qwen2Tokeni
 
 
 def encode_demonstration(pieces: Sequence[tuple[str, bool]], *, tokenizer: Qwen2Tokenizer) -> dict[str, list[Any]]:
-    """Row of a file of demonstrations; of each piece, its text and whether the model learns to write it."""
+    """Encode one demonstration. Each piece is a text and whether the model learns to write it."""
     encoded = [(tokenizer.encode(text, add_special_tokens=False), is_model) for text, is_model in pieces]
     return {
         "token_ids": [token for ids, _ in encoded for token in ids],
@@ -34,7 +34,7 @@ def encode_demonstration(pieces: Sequence[tuple[str, bool]], *, tokenizer: Qwen2
 
 
 def write_model(folder: Path, *, tokenizer: Qwen2Tokenizer, vocabulary_size: int) -> None:
-    """Write a GPT-2 of 0.1 million parameters that knows nothing."""
+    """Write a randomly initialized GPT-2 with 0.1 million parameters."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=vocabulary_size, n_positions=64, n_embd=64, n_layer=2, n_head=2, embd_pdrop=0.0, resid_pdrop=0.0,

@@ -4,16 +4,16 @@ python -m generators name=mine                                           on the 
 python -m generators broker.address=tcp://127.0.0.1:5757 broker.token_file=token    elsewhere, through a tunnel
 
 Most used settings:
-  --id NAME                     name in the status, the logs and the trajectories; by default host and process id; a
-                                guest has that of its token
-  name=NAME                     run in runs_dir, which holds address, token and code; by default the newest whose broker
-                                listens, or that of the address
-  broker.address=ADDRESS        where the broker listens, if the run folder is not here
-  broker.token_file=FILE        secret of the run, or SLIPSTREAM_TOKEN in the environment
-  model.path=FOLDER             where the model lies here, if elsewhere than at the broker
-  generators.reward.function=F, model.trust_remote_code=true    code of the user's own, which no broker may name
+  --id NAME                     name in status, logs, and trajectories; default: host and process id, or the name of a
+                                guest's token
+  name=NAME                     run in runs_dir, whose folder holds address, token, and code; default: the run at
+                                broker.address, or else the newest run whose broker listens
+  broker.address=ADDRESS        where the broker listens, if the run folder is not on this machine
+  broker.token_file=FILE        file with the run's secret, or set SLIPSTREAM_TOKEN in the environment
+  model.path=FOLDER             the model's folder on this machine, if it differs from the broker's
+  generators.reward.function=F, model.trust_remote_code=true    allow user code, which a broker alone may not choose
   broker.join_timeout_s=SECONDS how long to wait for a broker
-  weights.transport=TRANSPORT   how this generator gets weights, in place of the run's choice
+  weights.transport=TRANSPORT   how this generator receives weights, overriding the run's setting
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 Outside a checkout the module is called slipstream.generators.
@@ -62,7 +62,7 @@ _LOOK_EVERY_S = 1.0
 
 
 _HARMLESS_TOOL = "calculator"
-"""The built-in tool that neither runs what a model wrote nor talks to an address."""
+"""The only built-in tool that neither runs model-written code nor contacts an address."""
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     configure_logs(peer_id)
     given = load(overrides)
     if ignored := ignored_settings(overrides):
-        log.warning("settings_ignored", settings=ignored, reason="the broker sends those of the run")
+        log.warning("settings_ignored", settings=ignored, reason="the broker sends the run's settings")
     board = StatusBoard()
     deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
     own, token = wait_for_token(given, overrides, deadline=deadline)
@@ -112,7 +112,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
-    # Imported after the config has arrived: torch and vLLM read the environment at import.
+    # Imported after the config arrives, because torch and vLLM read the environment at import.
     from slipstream.broker.weights.collective import CollectiveReceiver
     from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
@@ -136,13 +136,13 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
 
 
 def start_loading(run: RunConfig | None) -> threading.Thread:
-    """Import vLLM, which takes ten seconds, beside the wait for the broker, if this machine knows that `run` needs it.
+    """Import vLLM, which takes ten seconds, in a thread during the wait for the broker, if the local `run` uses it.
 
-    Returns the thread that imports it. An error is left to the import that needs the module.
+    Returns the thread. Errors are ignored here; they recur at the import that needs the module.
     """
     modules = []
     if run and isinstance(run.generators.engine, VllmEngineConfig):
-        # Before the import, at which torch and vLLM read them.
+        # torch and vLLM read these at import.
         os.environ.update(vllm_environment(run))
         modules.append("slipstream.generators.engines.vllm.engine")
 
@@ -156,21 +156,21 @@ def start_loading(run: RunConfig | None) -> threading.Thread:
     return thread
 
 
-# --- what this machine knows of the run ------------------------------------------------------------------------------
+# --- local settings of the run ---------------------------------------------------------------------------------------
 def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
-    """Return the settings that this machine has of the run, those with its address first, and the run's token.
+    """Return the local settings of the run, those with the broker's address first, and the run's token.
 
-    Waits for a run that was not started yet; takes the token out of the environment.
-    Raises ConfigError, WaitTimeoutError.
+    Waits for a run that has not started yet. Removes secrets from the environment. Raises ConfigError,
+    WaitTimeoutError.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     while True:
         known = find_local_run(given, overrides)
         own = [given] if known is None else [given, known] if address else [known, given]
         token = given_token(given.broker) or (find_token(known) if known else "")
-        # The folder that a run of this name will have is known before it exists.
+        # A named run's folder is known before it exists.
         if token and (known or is_named or address):
-            # Whatever this process starts inherits its environment: graders, tools and environments of others.
+            # Child processes inherit the environment, including third-party graders, tools, and environments.
             os.environ.pop(TOKEN_VARIABLE, None)
             os.environ.pop(STORE_PASSWORD_VARIABLE, None)
             return own, token
@@ -188,9 +188,9 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 
 
 def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
-    """Return the settings of the run in `runs_dir` that is to be joined: of that name, or the newest at that address.
+    """Return the settings of the run in `runs_dir` to join: the named run, or the newest one at the given address.
 
-    Without either: the newest whose broker listens. None if there is none, as on another machine.
+    Without name and address, the newest run whose broker listens. None if no run matches, as on another machine.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     folders = [Path(given.runs_dir) / given.name] if is_named else list_runs(Path(given.runs_dir))
@@ -198,39 +198,40 @@ def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
         try:
             found = read_config(folder)
         except ConfigError:
-            continue  # of another version, or not there yet
-        # The folder may have been moved, or renamed.
+            continue  # from another version, or not written yet
+        # The folder may have been moved or renamed.
         found = msgspec.structs.replace(found, runs_dir=given.runs_dir, name=folder.name)
         own_addresses = RunFolder(found).broker_addresses.values()
-        # With a name any address will do: at the other end of a tunnel or a relay it differs.
+        # A named run matches at any address, which differs behind a tunnel or relay.
         if is_named or (address in own_addresses if address else any(map(is_listening, own_addresses))):
             return found
     return None
 
 
 def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[str]) -> RunConfig:
-    """Decode the broker's settings, with this machine's model path, if they name no code but ours or that of `own`.
+    """Decode the broker's settings and apply this machine's model path.
 
-    A broker must not choose what is executed here. Raises ConfigError.
+    A broker must not choose the code that runs here: raises ConfigError unless all code that the settings name is
+    built in or also named in `own`.
     """
     try:
         run = msgspec.json.decode(config_json, type=RunConfig)
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"the broker must be of this version of Slipstream, got other settings: update the older side ({error})."
+            f"broker and generator must run the same version of Slipstream: update the older side ({error})."
         ) from None
     harmless = {word for name, path in BUILT_IN.items() if name not in REACHING_OUT for word in (name, path)}
     known = {one.function for o in own for one in o.generators.reward.chosen} | harmless
     for function in (one.function for one in run.generators.reward.chosen if one.function not in known):
         raise ConfigError(
-            f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "
-            f"broker alone: add generators.reward.function={function} if that code may run here."
+            f"a user's reward function must be named on the generator's machine, got {function!r} only from the "
+            f"broker: add generators.reward.function={function} if that code may run here."
         )
     known = {each for o in own for each in o.generators.executed} | {_HARMLESS_TOOL}
     for each in sorted(run.generators.executed - known):
         raise ConfigError(
-            f"code and addresses of agents and tools must be named on the generator's machine, got {each!r} from the "
-            "broker alone: add the run's generators.agent and generators.agents if they may be used here."
+            f"code and addresses of agents and tools must be named on the generator's machine, got {each!r} only from "
+            "the broker: add the run's generators.agent and generators.agents if they may be used here."
         )
     if "model.path" in _keys(overrides):
         path = load(overrides).model.path
@@ -240,7 +241,7 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
     ):
         raise ConfigError(
             f"code in a checkpoint must be trusted on the generator's machine, got trust_remote_code for "
-            f"{run.model.path!r} from the broker alone: add model.path={run.model.path} model.trust_remote_code=true "
+            f"{run.model.path!r} only from the broker: add model.path={run.model.path} model.trust_remote_code=true "
             "if that code may run here."
         )
     return run
@@ -251,13 +252,13 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def _transport_override(overrides: list[str]) -> Any:
-    """Weight transport set for this generator alone; empty = the run's."""
+    """Weight transport set on this command line; empty = use the run's."""
     is_set = any(override.startswith("weights.transport=") for override in overrides)
     return load(overrides).weights.transport if is_set else ""
 
 
 def ignored_settings(overrides: list[str]) -> list[str]:
-    """Overrides without an effect here, where the broker sends the settings of the run."""
+    """Overrides that have no effect, because the broker sends the run's settings."""
     return [text for text in overrides if not text.lstrip("+").startswith(_OWN_SETTINGS)]
 
 

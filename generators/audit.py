@@ -1,11 +1,11 @@
-"""Auditor: scores and grades answers of guests again, with this generator's own engine and reward functions.
+"""Auditor: checks guests' answers by scoring and grading them again with this generator's engine and reward functions.
 
-Consumes: Audit, and the answers of this generator, which it keeps a few of.
-Produces: Audited, one for each order.
-Waits for: orders; the engine and the reward functions within an order.
-Woken by: an order.
-Invariant: an answer is compared with the policy of its own version, or with what the policy's change since then does to
-answers of this generator's own.
+Consumes: Audit, and a few answers of this generator.
+Produces: Audited, one per Audit.
+Waits for: audits; within an audit, the engine and the reward functions.
+Woken by: an audit.
+Invariant: an answer is scored with the policy version that wrote it. If the engine has moved on, the difference is
+reported together with the same difference for this generator's answers of that version.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from slipstream.generators.tokenization import PromptEncoder
 
 _VERSIONS_KEPT = 16
 _ANSWERS_KEPT = 4
-"""Answers of one's own that stand for their version."""
+"""Own answers kept per version."""
 _TRIES = 3
-"""Passes, of which one must fall between two updates of the weights."""
+"""Scoring passes to try; one must complete without a weight update in between."""
 _MAX_REWARD_DIFF = 1e-6
 
 log = structlog.get_logger(__name__)
 
 
 class Auditor:
-    """The agent of a generator in a run with guests. Implements Agent by another one, whose answers it remembers.
+    """Agent of a generator in a run with guests. Wraps another Agent and remembers its answers.
 
-    Checks one answer at a time, beside the generator's own: a pass over a finished answer costs little of decoding it.
+    Checks one answer at a time while generation continues. Scoring a finished answer is cheap compared to decoding it.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Auditor:
         self._orders: asyncio.Queue[Audit] = asyncio.Queue()
         self._checking: asyncio.Task[None] | None = None
         self._own: OrderedDict[int, deque[Trajectory]] = OrderedDict()
-        """Newest version of an answer -> answers of this generator's own."""
+        """Newest version in an answer -> own answers."""
         self._own_diffs: dict[tuple[int, int], float] = {}
-        """(version of the answers, version of the engine) -> mean difference of their log-probabilities."""
+        """(version of the answers, version of the engine) -> mean log-probability difference."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         trajectory = await self._agent.answer(prompt, index)
@@ -82,7 +82,7 @@ class Auditor:
         return self._agent.waiting
 
     def submit(self, order: Audit) -> None:
-        """Queue an answer to be checked. The broker has few of them open at a time."""
+        """Queue an audit. The broker keeps few of them open at a time."""
         self._orders.put_nowait(order)
 
     async def _check_all(self) -> None:
@@ -92,13 +92,13 @@ class Auditor:
             try:
                 check = await self.check(order.prompt, trajectory)
             except GeneratorError as error:
-                # Says nothing of the guest. A dead engine ends the generator by itself.
+                # Not the guest's fault. `check_health` handles a dead engine.
                 log.warning("answer_not_checked", id=trajectory.id, reason=str(error))
                 check = AnswerCheck(trajectory.id)
             self._client.send(Audited(check))
 
     async def check(self, prompt: Prompt, trajectory: Trajectory) -> AnswerCheck:
-        """Compare an answer with what this generator makes of it. Raises GeneratorError."""
+        """Check an answer's prompt, reward, and log-probabilities. Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
         lie = await self._find_lie(prompt, trajectory)
@@ -125,11 +125,11 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Compare prompt and reward with those of one's own; empty if they agree, or the reward cannot be told."""
+        """Check prompt and reward. Returns the mismatch; empty if they match or the reward cannot be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
-            return f"the tokens of the prompt of {trajectory.id} are not those of the row {prompt.uid}"
+            return f"the prompt tokens of {trajectory.id} do not match the row {prompt.uid}"
         reward = trajectory.reward
         if reward.status != "ok" or self._rewards.compares(prompt.data_source):
             return ""
@@ -150,10 +150,12 @@ class Auditor:
         is_equal = abs(own.total - reward.total) <= _MAX_REWARD_DIFF and own.is_correct == reward.is_correct
         if own.status != "ok" or is_equal:
             return ""
-        return f"{trajectory.id} has a reward of {reward.total:g}, and {own.total:g} by one's own reward function"
+        return (
+            f"{trajectory.id} has a reward of {reward.total:g}, but the auditor's reward function gives {own.total:g}"
+        )
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Return the scores of an answer and the version that gave them; none if the weights changed all the time."""
+        """Return an answer's scores and their version; None if weight updates interrupted every try."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())
@@ -162,9 +164,9 @@ class Auditor:
         return None, self._engine.version
 
     async def _own_diff(self, version: int, engine_version: int) -> float | None:
-        """Return by how much the log-probabilities of own answers of a version differ from those of the engine now.
+        """Mean log-probability difference between own answers of a version and the engine's current weights.
 
-        None without any such answer, unless the engine still holds the version.
+        Without own answers: 0 if the engine still holds the version, else None.
         """
         if (version, engine_version) not in self._own_diffs:
             diffs = [diff for answer in [*self._own.get(version, ())] for diff in await self._diffs(answer)]
@@ -183,5 +185,5 @@ class Auditor:
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:
-    """int64[N]: tokens that the newest version sampled. Earlier ones have the KV cache of older weights behind them."""
+    """int64[N]: positions of tokens sampled by the newest version. Earlier tokens used older weights."""
     return np.flatnonzero(trajectory.token_versions() == trajectory.version_spans[-1].version)

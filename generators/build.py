@@ -1,4 +1,4 @@
-"""Builders: engine and Generator from the run's config."""
+"""Builds the engine and the Generator from the run's config."""
 
 import time
 import uuid
@@ -31,8 +31,8 @@ log = structlog.get_logger(__name__)
 
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
-    """Build the configured engine, not started. `receiver` serves hf and scripted; vLLM's worker builds its own."""
-    # Imports stay local: torch and vLLM read the environment at import, and the scripted engine needs neither.
+    """Build the configured engine without starting it. vLLM ignores `receiver`, because its workers build their own."""
+    # Local imports: torch and vLLM read the environment at import, and the scripted engine needs neither.
     match run.generators.engine:
         case VllmEngineConfig() as config:
             from slipstream.generators.engines.vllm.engine import VllmEngine
@@ -49,10 +49,10 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
 
 
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
-    """Build the fetcher of weights; where machines share a network it lends on what it has fetched.
+    """Build the fetcher of weights. If `cluster.network` is set, it also lends fetched weights to other generators.
 
-    A machine that is not in the network, such as one behind a tunnel, lends nothing, nor do guests and the learner's
-    own.
+    Guests and generators that reach the broker over ipc never lend; neither do machines outside the network, such as
+    one behind a tunnel.
     """
     if run.cluster.network is None or keys.guest or broker_address.startswith("ipc://"):
         return Fetcher(keys)

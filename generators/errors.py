@@ -2,10 +2,10 @@
 
 GeneratorError
 ├── EngineError               the engine does not start, or fails a request
-│   └── EngineDiedError       the engine is gone or stalled: the process must be restarted
-│       └── EngineStartError  it ended before its first answer: a restart helps unless the same comes back
-├── PromptError               a prompt cannot be tokenised or is too long
-└── UnverifiedWeightsError    loaded weights that the probe or a check found wrong
+│   └── EngineDiedError       the engine exited or stalled; restart the process
+│       └── EngineStartError  the engine exited before its first answer; restart once
+├── PromptError               a prompt cannot be answered
+└── UnverifiedWeightsError    loaded weights failed the probe or a check
 """
 
 
@@ -18,11 +18,11 @@ class EngineError(GeneratorError, RuntimeError):
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone or stalled; restarting the generator process recovers it."""
+    """The engine exited or stalled. Restarting the generator process recovers it."""
 
 
 class EngineStartError(EngineDiedError):
-    """The engine ended before its first answer. A restart is worth one try: the same error again will not go away."""
+    """The engine exited before its first answer. Restart once; if the error repeats, it is permanent."""
 
 
 class PromptError(GeneratorError, ValueError):
@@ -34,4 +34,4 @@ class UnverifiedWeightsError(GeneratorError, RuntimeError):
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; the model reads the message."""
+    """A failed tool call. The model reads the message."""

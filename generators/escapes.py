@@ -1,8 +1,8 @@
-"""Attempts to escape from the sandbox, which run inside it before any other code does.
+"""Escape attempts that run inside the sandbox before any other code.
 
-A program for the Python below /usr and its standard library. It reads a JSON record from stdin: `names` of attempts and
-`around`, which says what an attempt needs to know of the machine. It prints one JSON record: attempt -> "" (the sandbox
-holds), "escaped", or an error. Every attempt is bounded even if it succeeds: at most 256 MiB of memory, 12 MiB of
+A program for the Python below /usr with only its standard library. It reads a JSON record from stdin: `names` of
+attempts, and `around` with what the attempts need to know about the machine. It prints a JSON record: attempt -> ""
+(the sandbox holds), "escaped", or an error. Even a successful attempt is bounded: at most 256 MiB of memory, 12 MiB of
 files, and 40 processes for 3 s.
 """
 
@@ -48,7 +48,7 @@ _FORBIDDEN_CALLS = {
     "files by handle": ("open_by_handle_at", 304, 265),
     "the kernel log": ("syslog", 103, 116),
 }
-"""Attempt -> name and number of the system call on x86_64 and on aarch64."""
+"""Attempt -> name of the system call, and its number on x86_64 and on aarch64."""
 _CLONE_NEWUSER, _TIOCSTI = 0x10000000, 0x5412
 _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "core"}
 _DEVICES |= {"stdin", "stdout", "stderr"}
@@ -56,28 +56,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_served(*arguments: int) -> bool:
-    """Call the kernel: whether it did more than refuse the call."""
+    """Make a system call and return whether the kernel did more than refuse it."""
     ctypes.set_errno(0)
     _libc.syscall(*map(ctypes.c_long, arguments))
     return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
 
 
 def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
-    # No call takes these arguments (16 is PTRACE_ATTACH, to no process): one that is allowed fails without an effect.
+    # These arguments are invalid for every call (16 is PTRACE_ATTACH, to no process), so an allowed call has no effect.
     return _is_served(number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
 
 
 def _clone_into_new_namespace(_: Surroundings) -> bool:
-    """`clone`, which the C library itself needs, but for its namespaces."""
+    """Try `clone` with a namespace flag. The C library needs plain `clone`."""
     number = 56 if platform.machine() == "x86_64" else 220
     found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
     if found == 0:
         os._exit(0)
     return bool(found > 0)
-
-
-def _read_file(around: Surroundings) -> bool:
-    return bool(open(around["file"]).read())
 
 
 def _read_file_through_link(around: Surroundings) -> bool:
@@ -103,10 +99,6 @@ def _is_written(path: str) -> bool:
         return False
 
 
-def _write_kernel_settings(_: Surroundings) -> bool:
-    return os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
-
-
 def _fill_one_file(around: Surroundings) -> bool:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with open("/tmp/one", "wb") as file:
@@ -123,12 +115,8 @@ def _fill_tmp(around: Surroundings) -> bool:
     return True
 
 
-def _find_device(_: Surroundings) -> bool:
-    return bool(set(os.listdir("/dev")) - _DEVICES)
-
-
 def _read_environment(around: Surroundings) -> bool:
-    """Read it from every visible process, including the first one of the namespace."""
+    """Read the environment of every visible process, including the namespace's first one."""
     names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
     return bool(names - {"", *around["variables"]})
 
@@ -146,7 +134,7 @@ def _read(path: str) -> bytes:
 
 
 def _use_inherited_descriptor(_: Surroundings) -> bool:
-    """Try every visible process: a descriptor may lead out, such as the file where bubblewrap reports the exit."""
+    """Try every visible process: a descriptor may lead out, such as bubblewrap's status file."""
     for folder in _each_process("fd"):
         try:
             paths = [os.path.join(folder, name) for name in os.listdir(folder) if int(name) > 2]
@@ -168,25 +156,13 @@ def _signal_other_process(around: Surroundings) -> bool:
     return False
 
 
-def _see_other_processes(_: Surroundings) -> bool:
-    return len(list(_each_process("stat"))) > 10
-
-
-def _connect_to_port(around: Surroundings) -> bool:
-    return bool(socket.create_connection(("127.0.0.1", around["port"]), 2))
-
-
 def _connect_to_abstract_socket(around: Surroundings) -> bool:
     socket.socket(socket.AF_UNIX).connect("\0" + around["abstract"])
     return True
 
 
-def _find_interface(_: Surroundings) -> bool:
-    return any(name != "lo" for _, name in socket.if_nameindex())
-
-
 def _open_other_socket(_: Surroundings) -> bool:
-    """Kernel interfaces that no network namespace contains, or that crash kernels: ALG, VSOCK and the like."""
+    """Try socket families that network namespaces do not contain, or that have crashed kernels: ALG, VSOCK, etc."""
     for family in (*range(3, 10), *range(11, 16), *range(17, 46)):
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
             try:
@@ -213,10 +189,6 @@ def _raise_limits(_: Surroundings) -> bool:
         return False
 
 
-def _leave_core_file(_: Surroundings) -> bool:
-    return resource.getrlimit(resource.RLIMIT_CORE)[1] > 0
-
-
 def _open_many_descriptors(_: Surroundings) -> bool:
     first = os.open("/dev/null", os.O_RDONLY)
     try:
@@ -241,16 +213,8 @@ def _is_opened(path: str) -> bool:
         return False
 
 
-def _allocate_heap(around: Surroundings) -> bool:
-    return bool(bytearray(2 * around["memory_mib"] * _MIB))
-
-
-def _allocate_shared(around: Surroundings) -> bool:
-    return bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB))
-
-
 def _allocate_in_children(around: Surroundings) -> bool:
-    """Half of the limit in each of four children, at the same time."""
+    """Allocate half of the limit in each of four concurrent children."""
     children = []
     for _number in range(4):
         child = os.fork()
@@ -272,40 +236,46 @@ def _start_many_processes(_: Surroundings) -> bool:
 
 
 TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
-    "files: one of this machine can be read": _read_file,
+    "files: one of this machine can be read": lambda around: bool(open(around["file"]).read()),
     "files: a link in /tmp leads out": _read_file_through_link,
     "files: a folder other than /tmp can be written": _write_outside_tmp,
-    "files: settings of the kernel can be seen or written": _write_kernel_settings,
+    "files: settings of the kernel can be seen or written": lambda _: (
+        os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
+    ),
     "files: one can grow over its limit": _fill_one_file,
     "files: /tmp can hold more than its limit": _fill_tmp,
-    "files: a device of this machine is visible": _find_device,
+    "files: a device of this machine is visible": lambda _: bool(set(os.listdir("/dev")) - _DEVICES),
     "secrets: the environment of the generator can be read": _read_environment,
     "secrets: a descriptor of the generator or of bubblewrap can be opened": _use_inherited_descriptor,
     "processes: another of this machine can be signalled": _signal_other_process,
-    "processes: others of this machine are visible": _see_other_processes,
-    "network: a port of this machine can be reached": _connect_to_port,
+    "processes: others of this machine are visible": lambda _: len(list(_each_process("stat"))) > 10,
+    "network: a port of this machine can be reached": lambda around: bool(
+        socket.create_connection(("127.0.0.1", around["port"]), 2)
+    ),
     "network: an abstract socket of this machine can be reached": _connect_to_abstract_socket,
-    "network: an interface other than loopback exists": _find_interface,
+    "network: an interface other than loopback exists": lambda _: any(
+        name != "lo" for _, name in socket.if_nameindex()
+    ),
     "network: sockets other than Unix, IP and netlink can be made": _open_other_socket,
     "privileges: capabilities are left or can be gained": _gain_privileges,
     "limits: they can be raised": _raise_limits,
-    "limits: core files can be left": _leave_core_file,
+    "limits: core files can be left": lambda _: resource.getrlimit(resource.RLIMIT_CORE)[1] > 0,
     "limits: 256 descriptors can be opened": _open_many_descriptors,
     "terminal: input can be forged": _type_into_terminal,
-    "memory: twice the limit can be allocated": _allocate_heap,
-    "memory: twice the limit can be shared": _allocate_shared,
+    "memory: twice the limit can be allocated": lambda around: bool(bytearray(2 * around["memory_mib"] * _MIB)),
+    "memory: twice the limit can be shared": lambda around: bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB)),
     "kernel: new namespaces (clone) are allowed": _clone_into_new_namespace,
     **{
         f"kernel: {what} is allowed": lambda _, x86=x86, arm=arm: _is_call_served(x86, arm)
         for what, (_name, x86, arm) in _FORBIDDEN_CALLS.items()
     },
 }
-"""Attempts that share one run."""
+"""Attempts that can share one run."""
 ALONE: dict[str, Callable[[Surroundings], bool]] = {
     "processes: 40 can be started": _start_many_processes,
     "memory: processes together can have twice the limit": _allocate_in_children,
 }
-"""Attempts that use up what others need."""
+"""Attempts that need separate runs, because they exhaust the limits."""
 
 
 def _attempt(escape: Callable[[Surroundings], bool], around: Surroundings) -> str:

@@ -1,7 +1,7 @@
-"""Generator: leases prompts, generates and scores trajectories, applies weight updates in between.
+"""Generator: leases prompts, generates and scores trajectories, and applies weight updates in between.
 
 Consumes: prompts leased by the broker, weight updates from the learner.
-Produces: trajectories; leases it cannot answer are returned.
+Produces: trajectories; returns leases that it cannot answer.
 Waits for: verified weights, then prompts.
 Woken by: messages, finished trajectories.
 Invariant: no prompt is requested and no trajectory leaves under unverified weights.
@@ -40,7 +40,7 @@ from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.episode import Agent
 from slipstream.generators.audit import Auditor
-from slipstream.generators.engines.engine import Engine, EngineLoad, ProfiledEngine
+from slipstream.generators.engines.engine import Engine, EngineLoad
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.weight_updates import WeightUpdates
@@ -52,22 +52,21 @@ from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
 class ConcurrencyLimit:
     """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
 
-    Grows by one group while the limit is what holds the engine back, its queue is empty and its cache has room. Shrinks
-    on preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. A
-    queue that gets shorter (after a burst of prompts) and preemptions in a cache with room (caused by a weight update)
-    change nothing.
+    Grows by one group while the engine is limited only by it: the queue is empty and the KV cache has room. Shrinks on
+    preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. Ignores a
+    shrinking queue (after a burst of prompts) and preemptions in a cache with room (caused by a weight update).
 
     Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
-    Differs: a queue shrinks the limit by its length rather than by a factor, because it tells how many are too many.
+    Differs: a queue reduces the limit by its length rather than by a factor, because its length is the excess.
     """
 
     ROOM_BELOW = 0.8
-    """KV cache usage up to which the limit grows; the rest is for running sequences, which still get longer."""
+    """The limit grows only below this KV cache usage. The rest is reserved for the growth of running sequences."""
     DECREASE = 0.75
-    """Factor after a preemption, which throws away the work of a whole sequence."""
+    """Factor after a preemption, which discards the work of a whole sequence."""
 
     def __init__(self, *, least: int, most: int) -> None:
-        """Start at `most`. `least` is the size of a group, and the step of the increase."""
+        """Start at `most`. `least`: group size, which is also the increment."""
         self._least = min(least, most)
         self._most = most
         self._num_waiting = 0
@@ -75,12 +74,12 @@ class ConcurrencyLimit:
         self.limit = most
 
     def observe(self, load: EngineLoad, *, running: int) -> None:
-        """Update the limit from the engine's load while `running` trajectories are in flight; about once a second."""
+        """Update the limit from the engine's load, with `running` trajectories in flight. Call about once a second."""
         preempted = load.num_preempted - self._num_preempted
         lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
         self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
         if running > self.limit:
-            # The last decrease has not taken effect yet: cutting again for the same cause would overshoot.
+            # The last decrease has not taken effect yet; another one for the same cause would overshoot.
             return
         has_room = load.kv_usage < self.ROOM_BELOW
         if preempted > 0 and not has_room:
@@ -95,10 +94,10 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""A lease request without an answer for this long is sent again: the broker may have restarted."""
+"""An unanswered lease request is resent after this time, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
-"""Shorter intervals would change the limit again before the engine's load shows the last change."""
+"""A shorter interval would adjust the limit before the load reflects the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _SERVING = ("ready", "updating")
 """States in which the generator holds prompts."""
@@ -107,7 +106,7 @@ log = structlog.get_logger(__name__)
 
 
 class Generator:
-    """One generator. All but `status` belongs to one asyncio loop.
+    """One generator. Not thread-safe, except `status`; everything else runs on one asyncio loop.
 
     States: starting -> unsynced -> (updating -> ready | unsynced)* -> draining.
     """
@@ -125,7 +124,7 @@ class Generator:
         trace: Trace | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`fetcher`: of weights; None where they are handed over within the process."""
+        """`fetcher`: None if weights are passed within the process."""
         self._group_size = run.generators.members_per_group
         self._max_payload_bytes = run.broker.max_message_bytes
         self._client = client
@@ -145,7 +144,7 @@ class Generator:
         self._load = EngineLoad()
         self._next_load_poll_at = 0.0
         self._next_idle_log_at = 0.0
-        # In real time, also where a serial run counts turns.
+        # Uses real time even in a serial run, whose clock counts turns.
         self._tokens = Rate()
         self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
         self._account = TimeAccount("starting", trace=self._trace)
@@ -166,8 +165,8 @@ class Generator:
     async def run(self) -> None:
         """Start the engine, then serve until drained.
 
-        Raises EngineError, GeneratorError or ClientDiedError when the generator cannot continue; any other exception is
-        a bug and propagates unchanged.
+        Raises EngineError, GeneratorError, or ClientDiedError when the generator cannot continue. Any other exception
+        is a bug and propagates unchanged.
         """
         await self._rewards.start()
         try:
@@ -179,7 +178,7 @@ class Generator:
             self._rewards.close()
 
     async def _start_engine(self) -> bool:
-        """Return False when drained before the engine was ready: a drain does not wait for minutes of loading."""
+        """Return False if drained before the engine is ready: a drain does not wait minutes for loading."""
         starting = asyncio.create_task(self._engine.start())
         starting.add_done_callback(lambda _: self.wake())
         while not starting.done() and self._is_running:
@@ -190,12 +189,12 @@ class Generator:
             self._raise_error()
             return False
         await starting
-        # Its engine process has computed all along.
+        # Include the engine process, which has used CPU time since it started.
         self._processor.list_children()
         return True
 
     async def _serve(self) -> None:
-        """Request prompts while there is room, until drained or failed; then release all work, stop the engine."""
+        """Request prompts while capacity allows, until drained or failed; then release all work and stop the engine."""
         self._set_state("unsynced", "waiting for weights from the learner")
         background = [asyncio.create_task(self._weight_updates.run()), asyncio.create_task(self._monitor_engine())]
         for task in background:
@@ -218,7 +217,7 @@ class Generator:
         return self._state != "draining" and self._error is None
 
     async def _wait_for_wake_up(self) -> None:
-        # Bounded, because acknowledgements free credit without waking this loop.
+        # Bounded, because acknowledgments free credit without waking this loop.
         self._wake_up.clear()
         self._account.switch(self._phase)
         with suppress(TimeoutError):
@@ -227,17 +226,14 @@ class Generator:
     async def _monitor_engine(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_INTERVAL_S)
-            try:
-                await self._engine.check_health()
-            except EngineError as error:
-                self._fail(error)
+            await self._engine.check_health()
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        # The first error is the cause; later ones are its consequences.
+        # The first error is the cause; later ones follow from it.
         self._error = self._error or error
         self.wake()
 
@@ -246,7 +242,7 @@ class Generator:
             raise self._error
 
     def _set_state(self, state: str, reason: str) -> None:
-        # Draining is final: an engine start or a weight update may still complete after it.
+        # Draining is final, although an engine start or a weight update may still complete.
         if self._state != "draining":
             self._state, self._reason = state, reason
         self.wake()
@@ -255,11 +251,11 @@ class Generator:
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         """Handle a message from the broker, or the end of the connection."""
-        self._requested_at = None if isinstance(message, Prompts | Welcome) else self._requested_at  # ended by both
+        self._requested_at = None if isinstance(message, Prompts | Welcome) else self._requested_at
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
-                    # In any other state the generator's own reason explains more than the broker's.
+                    # In other states the generator knows a more specific reason than the broker.
                     self._reason = reason
                 self._accept(prompts)
             case OpenEpoch() | Update():
@@ -279,25 +275,25 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Record, or write what was recorded; the engine first, as the learner waits for the file of the events."""
-        if stage != "events" and isinstance(self._engine, ProfiledEngine):
+        """Start or write a recording. The engine goes first, because the learner waits for the event file."""
+        if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
-                self._trace.adopt(await self._engine.profile(is_on=stage == "engine"))
+                self._trace.adopt(await profile(is_on=stage == "engine"))
             except (EngineError, OSError) as error:
                 log.warning("engine_not_profiled", reason=str(error))
         await asyncio.to_thread(self._trace.obey, stage)
 
     def wake(self) -> None:
-        """Run the serving loop once more, e.g. after acknowledgements freed credit."""
+        """Run another iteration of the serving loop, e.g. after acknowledgments freed credit."""
         self._wake_up.set()
 
     def drain(self, reason: str) -> None:
-        """Request no more prompts, return the leases in flight, end `run`."""
+        """Stop requesting prompts, return the leases in flight, and end `run`."""
         log.info("draining", reason=reason)
         self._set_state("draining", reason)
 
     def status(self) -> PeerStatus:
-        """Status for the next Pong. May be called from any thread."""
+        """Status for the next Pong. Safe to call from any thread."""
         outbox = self._client.outbox
         gauges = (
             dict[str, float | str](self._gauges)
@@ -316,8 +312,8 @@ class Generator:
                 "cpu_s": round(self._processor.seconds, 3),
             }
         )
-        # `list` copies in one step: this may run on the client's thread while the loop changes the dict. A lease is
-        # held until its last trajectory is acknowledged, not only until it is generated.
+        # `list` copies atomically: this may run on the client's thread while the loop changes the dict. A lease is held
+        # until its last trajectory is acknowledged, not just generated.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
@@ -327,7 +323,7 @@ class Generator:
 
     @property
     def _phase(self) -> str:
-        """Phase of the time account: whether the engine has work, and if not, why."""
+        """Phase for the time account: whether the engine has work, and if not, why."""
         if self._state == "updating":
             return "updating"
         if self._tasks:
@@ -358,12 +354,12 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
-        # Not during an update: paused requests look like a full engine.
+        # Skipped during an update, because paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
     def _request_prompts(self) -> None:
-        """Request as many trajectories as there is room for, one request at a time, and at least a whole group."""
+        """Request as many trajectories as fit, at least one group; only one request is open at a time."""
         room = self._concurrency.limit - len(self._tasks)
         is_pending = self._requested_at is not None and self._clock() - self._requested_at <= _REQUEST_TIMEOUT_S
         is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
@@ -382,20 +378,19 @@ class Generator:
                 task.add_done_callback(self._on_answered)
 
     async def _answer(self, prompt: Prompt, index: int) -> None:
-        """Generate one trajectory and put it into the outbox."""
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # A response that ends during an update leaves only after the new weights are verified; if they are not, the
-        # task is cancelled here and its lease returned.
+        # A response that ends during an update is sent only after the new weights are verified. If verification fails,
+        # this task is canceled here and its lease returned.
         await self._weight_updates.is_verified.wait()
         lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
         if len(payload) > self._max_payload_bytes:
-            # Sent all the same it would cost the connection, again after every reconnect.
+            # Sending it would drop the connection, again after every reconnect.
             raise PromptError(
-                f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} of "
-                f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise that limit in a new run, or lower "
+                f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} with "
+                f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise the limit in a new run, or lower "
                 "generators.sampling.max_tokens"
             )
         self._prompt_error = ""
@@ -407,31 +402,31 @@ class Generator:
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         prompt = self._tasks.pop(task)
         self.wake()
-        # A cancelled task belongs to `_release`, which returns its lease.
+        # `_release` returns the leases of canceled tasks.
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
         self._prompt_error = str(error)
         self._return_leases([prompt.lease.id], str(error))
-        # A bad prompt is the dataset's fault and costs one lease; anything else would hit every prompt.
+        # A bad prompt costs one lease. Any other error would affect every prompt.
         if isinstance(error, Exception) and not isinstance(error, PromptError):
             self._fail(error)
 
     def _handle_nack(self, nack: Nack) -> None:
         if not nack.is_fatal:
-            # The outbox sends it again. Logged once per reason rather than per trajectory and attempt.
+            # The outbox resends it. Logged once per reason, not per trajectory and attempt.
             if nack.reason != self._deferred_reason:
                 log.warning("trajectories_deferred", reason=nack.reason)
             self._deferred_reason = nack.reason
             return
         log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
         if nack.lease_id:
-            # Returned now: nothing else would answer this prompt until the lease lapses.
-            self._return_leases([nack.lease_id], f"{nack.id} was refused: {nack.reason}")
+            # Otherwise the prompt would wait until the lease lapses.
+            self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
         """Cancel all requests in flight and return their leases."""
-        # Collected first: cancelled tasks remove themselves.
+        # Collected first, because canceled tasks remove themselves.
         tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:
             task.cancel()

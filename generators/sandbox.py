@@ -1,11 +1,10 @@
-"""Sandboxes: run code that a model wrote, on this machine behind bubblewrap, or on a service.
+"""Sandboxes: run model-written code on this machine in bubblewrap, or on a service.
 
 The local sandbox switches to an unused user id, then starts bubblewrap without the generator's environment: new
-namespaces without a network, an empty file system with /usr read-only, a filter of system calls, and limits on memory,
-processor time, files, processes, and output. The order matters: root outside the sandbox is exempt from the limit on
-processes.
-Memory is limited per process. Where cgroup v2 offers the memory controller, all processes of a run and their files in
-/tmp are limited together; elsewhere `processes` times `memory_mib` is possible, and the log says so.
+namespaces without network, an empty file system with /usr read-only, a system call filter, and limits on memory, CPU
+time, files, processes, and output. The user id comes first, because root is exempt from the process limit.
+Memory is limited per process. If a cgroup v2 memory controller is available, it also limits all processes of a run and
+their files in /tmp together; otherwise a run can use `processes` times `memory_mib`, which is logged.
 Invariant: no code runs before a probe has tried every escape in `escapes.py` on this machine.
 """
 
@@ -38,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class SandboxError(Exception):
-    """The sandbox, not the code in it, has failed."""
+    """The sandbox itself failed, not the code in it."""
 
 
 class Limits(Config):
@@ -50,17 +49,17 @@ class Limits(Config):
     time_s: float = 10.0
     """Wall-clock time, seconds."""
     cpu_s: int = 5
-    """Processor time of each process, seconds."""
+    """CPU time per process, seconds."""
     memory_mib: int = 512
-    """Address space of each process, MiB. With cgroup v2 also the memory of all processes together, besides /tmp."""
+    """Address space per process, MiB. With cgroup v2 also the memory of all processes together, excluding /tmp."""
     disk_mib: int = 64
-    """Files in /tmp together, MiB, which is the only folder that can be written."""
+    """Total size of /tmp, MiB, the only writable folder."""
     file_mib: int = 16
-    """Each file, MiB."""
+    """Size of a single file, MiB."""
     processes: int = 16
-    """Processes and threads, about three of which are the sandbox's own."""
+    """Processes and threads, including about three of the sandbox."""
     output_bytes: int = 2**16
-    """Each of stdout and stderr; the run ends at more."""
+    """Limit of stdout and of stderr; exceeding it ends the run."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -73,34 +72,34 @@ class Execution(msgspec.Struct, frozen=True):
     """
 
     status: Literal["ok", "error", "timeout", "output"]
-    """Exit code 0 | another one, or a signal | over `time_s` or `cpu_s` | over `output_bytes`."""
+    """Exit code 0 | another exit code or a signal | over `time_s` or `cpu_s` | over `output_bytes`."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
     is_out_of_memory: bool = False
-    """Whether the kernel ended a process because all together had more than `memory_mib`."""
+    """Whether the kernel killed a process because the run exceeded `memory_mib`."""
 
 
 class Sandbox(Protocol):
-    """Runs Python code. Calls may run at the same time."""
+    """Runs Python code. Calls may run concurrently."""
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code to its end or a limit. Raises SandboxError if it could not be run."""
+        """Run the code until it ends or exceeds a limit. Raises SandboxError if it could not be run."""
         ...
 
 
 # --- on this machine -------------------------------------------------------------------------------------------------
 _PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
 _VARIABLES = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-"""The environment of the code."""
+"""Environment of the code."""
 _FIRST_UID, _NUM_UIDS = 60100, 4800
-"""User ids of sandboxes: above those of people, below those of systemd, and within the ids of most containers."""
+"""Sandbox user ids: above user accounts, below systemd's ids, and within the id range of most containers."""
 _MIB = 2**20
 _CPU_EXITS = (128 + 9, 128 + 24, -9, -24)
 """Exit codes after SIGKILL and SIGXCPU."""
 _READ_BYTES = 2**16
 _END_S = 5.0
-"""Longest time for a killed run to be gone."""
+"""Time limit for a killed run to end."""
 
 
 class LocalSandbox:
@@ -109,9 +108,9 @@ class LocalSandbox:
     _run_numbers = itertools.count()
 
     def __init__(self, *, python: str = "python3") -> None:
-        """Find the programs and try to escape, which takes some seconds. `python`: program below /usr.
+        """Find the programs and run the escape probe, which takes a few seconds. `python`: program below /usr.
 
-        Raises ConfigError with what is missing, or does not hold, and the remedy.
+        Raises ConfigError if programs are missing or the sandbox does not hold.
         """
         self._python = python
         missing = [name for name in ("bwrap", "setpriv", "prlimit", python) if not shutil.which(name, path=_PROGRAMS)]
@@ -125,7 +124,7 @@ class LocalSandbox:
                 "bubblewrap util-linux python3 libseccomp2, or name a remote sandbox (`address`)."
             )
         self._groups = _find_groups()
-        # A thread, because the caller's own event loop may be running.
+        # In a thread, because the caller's event loop may be running.
         with ThreadPoolExecutor(1) as thread:
             broken = thread.submit(asyncio.run, _probe(self)).result()
         if broken:
@@ -143,11 +142,10 @@ class LocalSandbox:
 
     @property
     def limits_all_processes(self) -> bool:
-        """Whether `memory_mib` also holds for all processes of a run together."""
+        """Whether `memory_mib` also limits all processes of a run together."""
         return self._groups is not None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code to its end or a limit. Raises SandboxError if it could not be run."""
         number = next(self._run_numbers)
         with _memory_file(code.encode(errors="surrogateescape")) as code_fd, _memory_file(b"") as status_fd:
             with _memory_file(self._filter) as filter_fd:
@@ -159,7 +157,7 @@ class LocalSandbox:
                             stdout=asyncio.subprocess.PIPE,
                             stderr=asyncio.subprocess.PIPE,
                             pass_fds=(code_fd, status_fd, filter_fd),
-                            # The first process of the sandbox keeps the environment that bubblewrap was started with.
+                            # The sandbox's first process keeps bubblewrap's environment.
                             env={"PATH": _PROGRAMS},
                         )
                     except OSError as error:
@@ -167,7 +165,7 @@ class LocalSandbox:
                     found = await _watch(process, stdin.encode(), limits)
                     if group is not None and _num_killed(group):
                         return Execution("error", found.stdout, found.stderr, found.exit_code, is_out_of_memory=True)
-            # Bubblewrap's own word, not its messages, which the code could imitate.
+            # Check bubblewrap's status file, because the code could imitate its messages.
             if found.exit_code is not None and b"exit-code" not in os.pread(status_fd, 4096, 0):
                 raise SandboxError(f"the sandbox cannot be started: {found.stderr.strip()[:200]}")
             return found
@@ -179,7 +177,7 @@ def _command(python: str, number: int, limits: Limits, group: Path | None, *, fd
     if group is not None:
         command += ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
     if os.geteuid() == 0:
-        # Another id for each run: a process counts, and may be signalled, by all that have its id.
+        # A separate id per run, because process limits and signal permissions apply per user id.
         uid = str(_FIRST_UID + (os.getpid() * 97 + number) % _NUM_UIDS)
         command += ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--no-new-privs"]
         command += ["--inh-caps=-all", "--bounding-set=-all"]
@@ -202,7 +200,7 @@ def _command(python: str, number: int, limits: Limits, group: Path | None, *, fd
 
 @cache
 def _can_disable_user_namespaces() -> bool:
-    """Whether bubblewrap is of version 0.8 or newer; the system call filter refuses them in any case."""
+    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces in any case."""
     help_text = subprocess.run(["bwrap", "--help"], capture_output=True, env={"PATH": _PROGRAMS}, timeout=_END_S).stdout
     return b"--disable-userns" in help_text
 
@@ -217,13 +215,13 @@ _REFUSED = """
     delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
     clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
 """
-"""System calls that no program needs which computes: they hide memory from the limits, or reach into the kernel."""
+"""System calls that ordinary computation never needs. They hide memory from the limits or reach into the kernel."""
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
-"""Flags of `clone` that make namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+"""`clone` flags that create namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
-"""Requests of `ioctl` that type into a terminal: TIOCSTI, TIOCLINUX."""
+"""`ioctl` requests that inject terminal input: TIOCSTI, TIOCLINUX."""
 _FAMILIES = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
-"""Families of sockets that a namespace without a network contains; AF_VSOCK, for one, is not among them."""
+"""Socket families that a network namespace isolates; it does not isolate AF_VSOCK, for example."""
 _ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000, -1
 """libseccomp's SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(0) and __NR_SCMP_ERROR."""
 _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
@@ -231,7 +229,7 @@ _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
 
 
 class _Condition(ctypes.Structure):
-    """libseccomp's scmp_arg_cmp: number of the argument, comparison, and its two operands."""
+    """libseccomp's scmp_arg_cmp: argument number, comparison, and two operands."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -251,7 +249,7 @@ def _system_call_filter() -> bytes:
     def refuse(name: str, *conditions: _Condition, error: int = errno.EPERM) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number == _UNKNOWN:
-            return  # a newer call than this library; the probe finds out whether the kernel serves it
+            return  # newer than this library; the probe checks whether the kernel serves it
         array = (_Condition * len(conditions))(*conditions)
         code = library.seccomp_rule_add_array(context, ctypes.c_uint32(_REFUSE | error), number, len(array), array)
         if code:
@@ -259,7 +257,7 @@ def _system_call_filter() -> bytes:
 
     for name in _REFUSED.split():
         refuse(name)
-    # Its arguments are in memory, out of a filter's sight: the C library falls back to clone.
+    # A filter cannot see clone3's arguments, which are in memory. The C library falls back to clone.
     refuse("clone3", error=errno.ENOSYS)
     for flag in _NAMESPACES:
         refuse("clone", _Condition(0, _MASKED_EQUAL, flag, flag))
@@ -276,7 +274,7 @@ def _system_call_filter() -> bytes:
 
 # --- memory of all processes -----------------------------------------------------------------------------------------
 def _find_groups() -> Path | None:
-    """Find the cgroup v2 in which this process may make groups with a limit of memory; None if it may not."""
+    """Find a cgroup v2 in which this process may create groups with a memory limit; None if it may not."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         mount = next(words[1] for words in mounts if words[2] == "cgroup2")
@@ -293,7 +291,7 @@ def _find_groups() -> Path | None:
 
 @asynccontextmanager
 async def _memory_group(parent: Path | None, number: int, limits: Limits) -> AsyncIterator[Path | None]:
-    """Make a group for the processes of one run, and remove it with all of them."""
+    """Create a cgroup for the processes of one run, and remove it afterwards."""
     if parent is None:
         yield None
         return
@@ -334,7 +332,7 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 
 async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limits) -> Execution:
-    """Wait for the end of the process, or end it with all that it started."""
+    """Wait for the process to end, or kill it with its descendants."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -348,14 +346,14 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
     try:
         _, late = await asyncio.wait(tasks, timeout=limits.time_s)
     finally:
-        # With bubblewrap ends the first process of its namespace, and with that one all others, and every pipe.
-        # Nothing is cancelled: asyncio sees the end of a process only after that of its pipes.
+        # Killing bubblewrap kills the first process of its namespace and with it all others, which closes every pipe.
+        # The tasks are not canceled, because asyncio reports a process's exit only after its pipes are closed.
         _kill(process)
         _, left = await asyncio.wait([*tasks, feeder], timeout=_END_S)
         for task in left:
             task.cancel()
     if left:
-        raise SandboxError(f"a run of the sandbox must end within {_END_S:g} s of its limit, it did not")
+        raise SandboxError(f"a sandbox run must end within {_END_S:g} s after it is killed, but did not")
     stdout, stderr = (bytes(output[: limits.output_bytes]).decode(errors="replace") for output in outputs)
     if max(map(len, outputs)) > limits.output_bytes:
         return Execution("output", stdout, stderr)
@@ -373,7 +371,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 async def _read(
     stream: asyncio.StreamReader, output: bytearray, process: asyncio.subprocess.Process, *, most: int
 ) -> None:
-    """Keep the output up to its limit; at more, end the process and read on, so that its pipe empties."""
+    """Keep the output up to its limit. Beyond it, kill the process and keep reading until the pipe is empty."""
     while data := await stream.read(_READ_BYTES):
         if len(output) <= most:
             output += data
@@ -387,7 +385,7 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
         await stream.drain()
         stream.close()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # code that ends without having read its input
+        pass  # the code ended without reading its input
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
@@ -408,11 +406,11 @@ time.sleep(6)
 """,
     ("output: more can be printed than allowed", "output"): "print('x' * 2**18)",
 }
-"""(Limit, status of a run that meets it) -> code that ends by itself after six seconds."""
+"""(limit, status of a run that exceeds it) -> code that ends on its own after six seconds."""
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
-    """Try to escape in each way of `escapes.py`; returns one phrase for each that succeeds."""
+    """Try every escape in `escapes.py`. Returns one phrase for each that succeeds."""
 
     async def escaped(names: list[str]) -> list[str]:
         try:
@@ -439,7 +437,7 @@ async def _probe(sandbox: LocalSandbox) -> list[str]:
 
 @contextmanager
 def _surroundings() -> Iterator[dict[str, Any]]:
-    """Make what an escape would reach: a port, an abstract socket, and a file that everybody may read."""
+    """Create targets for the escapes: a port, an abstract socket, and a world-readable file."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as abstract,
@@ -460,7 +458,7 @@ def _surroundings() -> Iterator[dict[str, Any]]:
 
 
 async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str, Any]) -> dict[str, str]:
-    """Run attempts together; returns what each said. Raises ValueError if the run failed."""
+    """Run attempts together and return their results. Raises ValueError if the run failed."""
     program = Path(escapes.__file__).read_text()
     found = await sandbox.run(program, stdin=json.dumps({"around": around, "names": names}), limits=_PROBE_LIMITS)
     if found.is_out_of_memory:
@@ -478,13 +476,13 @@ class RemoteSandbox:
     """
 
     def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        """`address`: base, such as http://sandbox:8080. `timeout_s`: of the service's answer beyond the run's time."""
+        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: added to the run's limit for a response."""
         self._address = address.rstrip("/")
         self._timeout_s = timeout_s
         self._client: httpx.AsyncClient | None = None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code to its end or a limit. Raises SandboxError if the service is not there or fails."""
+        """Run the code until it ends or exceeds a limit. Raises SandboxError if the service fails."""
         body = {
             "code": code,
             "language": "python",
@@ -504,7 +502,7 @@ class RemoteSandbox:
             status = found["status"]
         except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
             raise SandboxError(
-                f"the sandbox at {self._address} must answer in SandboxFusion's form, got "
+                f"the sandbox at {self._address} must answer in SandboxFusion's format, got "
                 f"{type(error).__name__}: {error}"
             ) from error
         if status == "SandboxError" or not run:

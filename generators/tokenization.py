@@ -33,10 +33,10 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 
 
 class PromptEncoder:
-    """All uses of the tokenizer. Engine and learner exchange token ids: no text of the model is tokenised again."""
+    """Encodes prompts and observations. Model output stays token ids and is never tokenized again."""
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
-        """`vision`: of the model, for prompts with images."""
+        """`vision`: needed for prompts with images."""
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._vision = vision
@@ -44,25 +44,25 @@ class PromptEncoder:
     def encode(
         self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[PromptImage]]:
-        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError.
+        """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
-        `tools`: JSON schemas of the functions that the model may call, for the template. Returns also the prompt's
-        images, whose tokens are as many as the model reads.
+        `tools`: JSON schemas of the functions that the model may call, for the template. Also returns the prompt's
+        images; the token ids contain as many placeholder tokens per image as the model reads.
         """
         if isinstance(prompt.prompt, str):
             token_ids = self._encode_prompt_text(prompt)
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-            # The template has already written the special tokens; a row may name further ones.
+            # The template has already inserted special tokens. Rows may contain more of them.
             text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
         images: list[PromptImage] = []
         if prompt.images:
             try:
-                assert self._vision, "prompts with images come with a model that is given them"
+                assert self._vision, "prompts with images require a vision model"
                 token_ids, images = self._vision.expand(token_ids, prompt.images)
                 for image in images:
-                    # Now: within the engine, damaged pixels would cost every request.
+                    # Decode now, because damaged pixels in the engine would fail every request.
                     self._vision.patches(image.data)
             except ConfigError as error:
                 raise PromptError(f"prompt {prompt.uid}: {error}") from error
@@ -76,45 +76,45 @@ class PromptEncoder:
         return token_ids, images
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode a response for the reward function, without special tokens."""
+        """Decode a response without special tokens, for the reward function."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Encode a text that the model did not write, without special tokens around it.
+        """Encode text that the model did not write, without adding special tokens.
 
-        `special_tokens`: whether names of special tokens in it are those tokens; else they are text like any other.
+        `special_tokens`: encode names of special tokens in the text as those tokens; by default they are plain text.
         """
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     def shortened(self, text: str, max_tokens: int) -> str:
-        """Return the text, or its beginning of at most so many tokens."""
+        """Truncate the text to `max_tokens`."""
         token_ids = self.encode_text(text)
-        # A character may be cut in two.
+        # The cut may split a character.
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
     def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
-        """Encode what stands between two turns of the model: the end of its own, `messages`, the header of the next.
+        """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
-        Special tokens are the template's alone: their names in the messages are text, so that no result of a tool can
-        end a turn or begin another one. `last_token_id` is the last one that the model wrote: where it is the end token
-        of the template, it is not repeated. Raises PromptError.
+        Only the template inserts special tokens. Their names in messages are plain text, so that no tool result can end
+        a turn or start one. `last_token_id`: the model's last token; if it is the template's end token, it is not
+        repeated. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
-        # The template renders a conversation in which the model wrote a mark; what follows the mark is independent of
-        # what the model really wrote, so that its tokens need not be touched.
+        # Render a conversation with a marker in place of the model's turn. The text after the marker does not depend on
+        # that turn, so the model's tokens stay untouched.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         hidden = self._hide_names(messages)
         text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
-        # The first one: a message may hold the mark, too.
+        # `partition` takes the first marker, because a message may contain it too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
-            raise PromptError("the chat template must render the text of assistant messages, but it left it out")
+            raise PromptError("the chat template must render the text of assistant messages, but it omits it")
         token_ids = self._encode_hidden(rest)
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
     def encode_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None) -> list[int]:
-        """Encode an agent's conversation up to the header of the model's next turn, with names of special tokens as
-        between turns. Raises PromptError."""
+        """Encode a conversation up to the header of the model's next turn. Names of special tokens in it are plain
+        text. Raises PromptError."""
         self._require_template("an agent sends chat messages")
         hidden = self._hide_names(messages)
         return self._encode_hidden(self._render(hidden, tools=tools, subject="the messages of an agent"))
@@ -134,7 +134,7 @@ class PromptEncoder:
         return sorted(names, key=len, reverse=True)
 
     def _hide_names(self, value: Any) -> Any:
-        """Replace the names of special tokens in all texts of a value by others that no tokenizer knows."""
+        """Replace names of special tokens in all strings of a value by placeholders that no tokenizer knows."""
         if isinstance(value, str):
             for number, name in enumerate(self._special_names):
                 value = value.replace(name, _HIDDEN.format(number))
@@ -144,7 +144,7 @@ class PromptEncoder:
         return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def result_role(self, *, setting: str) -> str:
-        """Role in which the template shows results: `tool`, or `user` where it knows no tools. Raises ConfigError."""
+        """Role for tool results: `tool`, or `user` if the template does not support it. Raises ConfigError."""
         for role in ("tool", "user"):
             try:
                 shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
@@ -153,7 +153,7 @@ class PromptEncoder:
             else:
                 if _PROBE in self.decode(shown):
                     return role
-                reason = f"the template leaves messages of the role {role} out"
+                reason = f"the template omits messages with the role {role}"
         raise ConfigError(
             f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
         )
@@ -170,7 +170,7 @@ class PromptEncoder:
         if not self.tokenizer.chat_template:
             raise PromptError(
                 f"{reason}, so the tokenizer must have a chat template: "
-                "put plain text into the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
+                "use plain text in the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
             )
 
     def _render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, subject: str) -> str:

@@ -1,8 +1,8 @@
-"""WeightUpdates: applies the learner's weight updates one at a time, verifies each version, answers each command.
+"""WeightUpdates: applies the learner's weight updates one at a time, verifies each version, and answers each command.
 
-Consumes: OpenEpoch, Update; the weights themselves by broadcast or fetched.
+Consumes: OpenEpoch, Update; the weights, broadcast or fetched.
 Produces: EpochOpened, UpdateApplied.
-Waits for: commands; within a command at most for the time it allows.
+Waits for: commands; within a command, at most its time limit.
 Woken by: a command.
 Invariant: `is_verified` is set only while the engine holds a version that passed the probe.
 """
@@ -31,29 +31,30 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens that a probe samples behind the beginning of each canary sequence; each costs a decoding step."""
+"""Tokens that a probe samples after a prefix of each canary sequence; each costs a decoding step."""
 _GIVEN_UP_S = 20.0
-"""Time for the engine to end a broadcast that the learner has given up. A dead engine must be replaced before the
-learner ends its run for want of weights (`learner.dead_end.after_s`)."""
+"""Time for the engine to end a broadcast that the learner has abandoned. A dead engine must be replaced before the
+learner ends the run because no generator has weights (`learner.dead_end.after_s`)."""
 
 
 class _UnendedBroadcastError(EngineDiedError):
-    """The engine hangs in a broadcast. Unlike other errors of an update, it ends the generator."""
+    """The engine hangs in a broadcast. Unlike other update errors, this ends the generator."""
 
 
 class ProbeResult(Record):
-    """Absolute differences of log-probabilities, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
+    """Absolute log-probability differences, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
 
     mean: float = 0.0
-    """The larger one of two means: over canary tokens, and over sampled tokens."""
+    """The larger of two means: over canary tokens, and over sampled tokens."""
     largest: float = 0.0
 
 
 async def probe(engine: Engine, update: Update) -> ProbeResult:
-    """Compare the engine's log-probabilities of canary sequences with the learner's, and of tokens that it samples with
-    those that it gives the same tokens in a prompt.
+    """Verify the engine's log-probabilities after an update.
 
-    Raises UnverifiedWeightsError unless both mean differences are at most `update.max_probe_diff`.
+    Compares canary sequences with the learner's values, and sampled tokens with the values that the engine gives the
+    same tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most
+    `update.max_probe_diff`.
     """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -61,14 +62,15 @@ async def probe(engine: Engine, update: Update) -> ProbeResult:
     except TimeoutError as error:
         raise UnverifiedWeightsError(
             f"the engine must answer the probe of version {update.version} within {_PROBE_TIMEOUT_S:g} s, got no "
-            "answer: this generator takes no prompts until an update verifies. Is the engine overloaded, or paused?"
+            "answer: this generator takes no prompts until an update verifies. Check whether the engine is overloaded "
+            "or paused."
         ) from error
     for diffs, rule, remedy in (
         (of_prompts, "agree with the learner's", "Look for tied or renamed tensors, or a dtype that differs"),
         (
             of_samples,
-            "be the same for sampled tokens as for these tokens in a prompt",
-            "Something alters what the engine samples or reports: look for plugins and patches of it",
+            "be the same for sampled tokens as for the same tokens in a prompt",
+            "Something changes how the engine samples or reports: look for plugins and patches",
         ),
     ):
         # `not <=` rather than `>`: NaN must fail.
@@ -87,7 +89,7 @@ async def _prompt_diffs(engine: Engine, update: Update) -> np.ndarray:
 
 
 async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
-    # Prompt and response are together as long as the canary, for which every engine has room.
+    # Prompt plus response is as long as the canary, which fits every engine.
     num_tokens = min(_SAMPLED_TOKENS, len(update.canary_token_ids[0]) // 2)
     prompts = [tokens[:-num_tokens] for tokens in update.canary_token_ids]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=num_tokens, seed=update.version)
@@ -99,10 +101,10 @@ async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
 
 
 class WeightUpdates:
-    """Executes weight commands for one engine, strictly in order. Belongs to one asyncio loop.
+    """Executes weight commands for one engine, strictly in order, on one asyncio loop.
 
-    Commands are repeated by the learner until answered, because command and answer may both be lost: a repeated command
-    is answered again and not executed again.
+    The learner repeats each command until it is answered, because a command or an answer may be lost. A repeated
+    command is answered again but not executed again.
     """
 
     def __init__(
@@ -116,9 +118,8 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`set_state(state, reason)` sets the generator's state; `release(reason)` cancels its requests in flight.
-
-        `fetcher`: closed at the end; None where nothing is fetched.
+        """`set_state(state, reason)` sets the generator's state. `release(reason)` cancels its requests in flight.
+        `fetcher` is closed at the end; None if nothing is fetched.
         """
         self._trace = trace or Trace(member.peer_id)
         self._member = member
@@ -143,22 +144,21 @@ class WeightUpdates:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Gauges for the generator's status."""
         return self._gauges | {"lent_mib": round(self._fetcher.num_bytes_lent / 2**20, 3)}
 
     @property
     def lends_at(self) -> str:
-        """Endpoint at which other generators fetch from this one; empty: none."""
+        """Endpoint where other generators can fetch from this one; empty if it lends nothing."""
         return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
-        """Queue a command; a repetition of the newest one sends its answer again."""
+        """Queue a command. If it repeats the newest one, only send the answer again."""
         if command == self._newest:
             if self._newest_answer:
                 self._client.send(self._newest_answer)
             return
         self._newest, self._newest_answer = command, None
-        # The learner no longer waits for a version that is still being fetched.
+        # The learner no longer waits for a fetch in progress.
         self._abandoned.set()
         if self._received and self._received.epoch != command.epoch:
             self._given_up.set()
@@ -177,13 +177,13 @@ class WeightUpdates:
                     await self._apply(command)
         finally:
             self._abandoned.set()
-            # On the fetch thread, which owns the fetcher's socket.
+            # The fetch thread owns the fetcher's socket.
             self._fetch_thread.submit(self._fetcher.close)
             self._fetch_thread.shutdown(wait=False)
 
     def _is_superseded(self, command: OpenEpoch | Update) -> bool:
-        # Within one epoch every command is executed, because a broadcast needs all members. Another epoch rebuilds the
-        # group, and among fetched versions only the newest matters.
+        # Within an epoch every command is executed, because a broadcast needs all members. A new epoch rebuilds the
+        # group. Of fetched versions only the newest matters.
         newest = self._newest or command
         return command is not newest and (command.epoch != newest.epoch or command.epoch == NO_EPOCH)
 
@@ -197,12 +197,12 @@ class WeightUpdates:
         self._answer(opening, EpochOpened(opening.epoch, self._member, message))
 
     async def _apply(self, update: Update) -> None:
-        """Load and probe an update. Every failure is answered: the learner must know who is not at its version."""
+        """Load and probe an update. Failures are reported too, so that the learner knows each generator's version."""
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
         try:
             with self._trace.timed("fetch", version=update.version):
                 fetched = await self._fetch(update)
-            # Cleared before the swap: a response that ends between swap and probe must not leave unverified.
+            # Cleared before the swap, so that a response that ends before the probe is held back.
             self.is_verified.clear()
             self._set_state("updating", "")
             with self._trace.timed("receive and load", version=update.version):
@@ -215,7 +215,7 @@ class WeightUpdates:
         except _UnendedBroadcastError:
             raise
         except WeightTransferError as error:
-            # The engine still holds the previous weights: what was verified before still is.
+            # The engine still holds the previous weights, so their verification stays valid.
             message = str(error)
             self._set_state("unsynced", message)
             if was_verified:
@@ -228,10 +228,10 @@ class WeightUpdates:
         self._report(update, pause_s, result, message)
 
     async def _receive(self, update: Update) -> float:
-        """Have the engine receive and load a broadcast; returns its pause. Raises EngineDiedError if it never ends.
+        """Have the engine receive and load a broadcast. Returns the pause, seconds. Raises EngineDiedError if it hangs.
 
-        The limits of an engine allow each bucket its time, hours for a large model. A command of another epoch tells
-        that the learner waits for this broadcast no longer, and then a sound engine soon ends it, too.
+        The engine's limit applies per bucket, which adds up to hours for a large model. A command for another epoch
+        shows that the learner has abandoned this broadcast; a healthy engine then ends it soon.
         """
         self._received = update
         self._given_up.clear()
@@ -242,7 +242,7 @@ class WeightUpdates:
             if not (await asyncio.wait([loading], timeout=_GIVEN_UP_S))[0]:
                 raise _UnendedBroadcastError(
                     f"the engine must end the broadcast of version {update.version} within {_GIVEN_UP_S:g} s after the "
-                    "learner gave it up, got no answer: it is replaced. Large models may need a longer "
+                    "learner abandoned it, got no answer: replacing the engine. Large models may need a longer "
                     "weights.transfer_timeout_s."
                 )
             return await loading
@@ -252,12 +252,12 @@ class WeightUpdates:
             loading.cancel()
 
     async def _fetch(self, update: Update) -> SharedBuckets | None:
-        """Fetch an update that is not broadcast; generation continues meanwhile."""
+        """Fetch an update that is not broadcast. Generation continues during the fetch."""
         if update.source is None:
             return None
         if self.version < 0:
             self._set_state("unsynced", f"fetching version {update.version}")
-        # Only the newest update gets a fresh event: `submit` has cancelled any other for good.
+        # Only the newest update gets a new event; `submit` has canceled all others.
         if update is self._newest:
             self._abandoned = Event()
         fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)
@@ -271,7 +271,7 @@ class WeightUpdates:
 
     def _report(self, update: Update, pause_s: float, result: ProbeResult, error: str) -> None:
         if update.source is None or not (update.source.has_deltas or update.source.is_lent):
-            # The fetched bytes serve no later update and no other generator.
+            # No later update and no other generator needs the fetched bytes.
             self._fetcher.release()
         if error:
             log.error("weight_update_failed", version=update.version, error=error)

@@ -50,11 +50,11 @@ _CHECKS = {
     "must be sent": "layout: names",
     "must belong to": "layout: names",
     "in the model's order": "layout: order of names",
-    "must travel as": "layout: dtype",
+    "must have the engine's dtype": "layout: dtype",
     "checksum": "checksum of the bucket",
     "kept their old values": "report of the loaded parameters",
-    "could not load them": "the engine's loader",
-    "as it was sent": "verification of the loaded model",
+    "could not load it": "the engine's loader",
+    "as sent, but": "verification of the loaded model",
     "agree with the learner's": "probe",
 }
 """Phrase of an error message -> the check that raises it."""

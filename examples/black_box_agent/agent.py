@@ -1,9 +1,10 @@
-"""An agent outside of Slipstream: takes answers of a run, talks to the model with OpenAI's client, posts rewards.
+"""An external agent: leases answers of a run, talks to the model with OpenAI's client, and posts rewards.
 
     python examples/black_box_agent/agent.py runs/black_box_agent
 
-It asks for a number backwards, once more if that was wrong, and pays the share of right digits, the mean of both times.
-Nothing of Slipstream is imported: the run folder has the address of each generator and the run's token.
+It asks for a number backwards, and a second time if the answer was wrong. The reward is the fraction of right digits,
+averaged over both answers. It imports nothing from Slipstream: the run folder contains the address of each generator
+and the run's token.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ import httpx
 from openai import APIError, AsyncOpenAI
 
 AT_ONCE = 64
-"""Answers under way, per generator."""
+"""Concurrent answers per generator."""
 PATIENCE_S = 120.0
 
 
 async def answer(client: AsyncOpenAI, lease: dict) -> dict:
-    """Have the model write one answer; returns its reward."""
+    """Have the model write one answer and return its reward."""
     number, truth = lease["prompt"].rstrip("="), lease["ground_truth"]
     model = client.with_options(api_key=lease["api_key"])
     messages, shares = [], []
@@ -35,7 +36,7 @@ async def answer(client: AsyncOpenAI, lease: dict) -> dict:
 
 
 async def work(http: httpx.AsyncClient, client: AsyncOpenAI, token: str) -> None:
-    """Take one answer after the other, until the generator has gone."""
+    """Lease one answer after another until the generator stops."""
     while True:
         taken = await http.post("/v1/leases", headers={"Authorization": f"Bearer {token}"}, json={"wait_s": 20})
         if taken.status_code != 200:
@@ -51,7 +52,7 @@ async def work(http: httpx.AsyncClient, client: AsyncOpenAI, token: str) -> None
 
 
 async def attend(door: Path, token: str) -> None:
-    """Work for the generator whose address is in this file."""
+    """Work for the generator with the address in this file."""
     try:
         address = door.read_text()
         async with (
@@ -66,7 +67,7 @@ async def attend(door: Path, token: str) -> None:
 
 
 async def main(run: Path) -> None:
-    """Work for all generators of a run, those that join later too, until there has been none for two minutes."""
+    """Work for all generators of a run, including later ones, until none has existed for PATIENCE_S."""
     at_work: dict[Path, asyncio.Task] = {}
     seen_at = time.monotonic()
     while time.monotonic() - seen_at < PATIENCE_S and not (run / "summary.json").exists():

@@ -1,9 +1,9 @@
-"""Makes the calculator task: products of two-digit numbers, demonstrations, and a GPT-2 that knows nothing.
+"""Makes the calculator task: products of two-digit numbers, demonstrations, and an untrained GPT-2.
 
     python -m examples.calculator.make_task        into data/calculator and models/calculator
 
-A demonstration either calls the calculator and copies its result, or writes the product at once. Both are right, so
-supervised training teaches the form of both, and how to multiply hardly.
+A demonstration either calls the calculator and copies its result, or writes the product directly. Both are correct, so
+supervised training teaches both formats, but hardly how to multiply.
 """
 
 import random
@@ -21,7 +21,7 @@ CALL, END_OF_CALL = "Action: calculator\nAction Input: ", "\nObservation:"
 
 
 def make_demonstration(question: str, answer: str, *, calls: bool, tokenizer: Qwen2Tokenizer) -> dict[str, list[Any]]:
-    """Row of a file of demonstrations: the prompt and the calculator's result are read, the rest is learned."""
+    """Encode a demonstration: the model learns everything except the prompt and the calculator's result."""
     expression = question.removesuffix("=")
     pieces = [(question, False)]
     if calls:
@@ -31,7 +31,7 @@ def make_demonstration(question: str, answer: str, *, calls: bool, tokenizer: Qw
 
 
 def main() -> None:
-    """Write the tokenizer and model, the prompts and the demonstrations."""
+    """Write tokenizer, model, prompts, and demonstrations."""
     pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
     random.Random(0).shuffle(pairs)
     problems = [(f"{left}*{right}=", str(left * right)) for left, right in pairs]

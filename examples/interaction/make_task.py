@@ -1,9 +1,9 @@
-"""Makes the correction task: numbers to reverse, demonstrations of a careless pupil, and a GPT-2 that knows nothing.
+"""Makes the correction task: numbers to reverse, demonstrations with mistakes, and an untrained GPT-2.
 
     python -m examples.interaction.make_task        into data/interaction and models/interaction
 
-In a demonstration more than half of the first answers have a wrong digit; the user shows where, and a quarter of the
-second answers are right. So supervised training teaches to reverse, and to make mistakes.
+In more than half of the demonstrations the first answer has a wrong digit. The user then shows where, and a quarter of
+the second answers are right. So supervised training teaches the model to reverse numbers and to make mistakes.
 """
 
 import random
@@ -24,7 +24,7 @@ SHARE_WRONG, SHARE_HEEDED = 0.6, 0.25
 def make_demonstration(
     question: str, answer: str, chance: random.Random, *, tokenizer: Qwen2Tokenizer
 ) -> dict[str, list[Any]]:
-    """Row of a file of demonstrations: prompt and hint are read, answers are learned."""
+    """Encode a demonstration: the model learns the answers, not the prompt and the hint."""
     first = answer
     if chance.random() < SHARE_WRONG:
         place = chance.randrange(DIGITS)
@@ -38,7 +38,7 @@ def make_demonstration(
 
 
 def main() -> None:
-    """Write the tokenizer and model, the prompts and the demonstrations."""
+    """Write tokenizer, model, prompts, and demonstrations."""
     chance = random.Random(0)
     tokenizer = make_tokenizer("0123456789=~")
     write_model(MODEL, tokenizer=tokenizer, vocabulary_size=16)

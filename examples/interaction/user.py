@@ -1,4 +1,4 @@
-"""User: a teacher who shows where a wrong answer begins to be wrong."""
+"""User: a simulated teacher who shows where a wrong answer deviates."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def hint(answer: str, truth: str) -> str:
 
 
 class User:
-    """A simulated user in verl's form; each correction costs a part of the reward."""
+    """A simulated user with verl's interface. Each correction reduces the reward."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._price = config.get("price", 0.3)
@@ -21,11 +21,11 @@ class User:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], *, ground_truth: str, **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Is it over, the hint, the score of the answer, numbers for reports."""
+        """Return whether the conversation ends, the hint, the answer's score, and metrics."""
         answer = messages[-1]["content"]
         if answer == ground_truth:
             return True, "", 0.0, {"corrections": 0}
         return False, hint(answer, ground_truth), -self._price, {"corrections": 1}
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """There is nothing to forget: all that the user knows is in the row."""
+        """No-op: this user keeps no state."""

@@ -1,9 +1,9 @@
-"""Makes demonstrations of words that are spelled backward, and a GPT-2 that knows nothing.
+"""Makes demonstrations of spelling words backward, and an untrained GPT-2.
 
-    python -m examples.reasoning_gym.make_task     into data/spelling, beside the prompts, and models/spelling
+    python -m examples.reasoning_gym.make_task     into data/spelling, next to the prompts, and models/spelling
 
-The prompts are reasoning-gym's own, by `make_prompts`: their sentences are one token each, all else is characters. In
-more than half of the demonstrations a letter is wrong, so that the model learns the task, and to be careless.
+The prompts come from reasoning-gym through `make_prompts`. Each of their sentences is one token; everything else is
+characters. More than half of the demonstrations have a wrong letter, so the model learns the task and to make mistakes.
 """
 
 import random
@@ -21,7 +21,7 @@ SHARE_WRONG = 0.6
 
 
 def main() -> None:
-    """Write the tokenizer and model, and demonstrations for the prompts that are there."""
+    """Write tokenizer, model, and demonstrations for the existing prompts."""
     tokenizer = make_tokenizer(ascii_letters + " ", texts=SENTENCES)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     write_model(MODEL, tokenizer=tokenizer, vocabulary_size=64)

@@ -1,4 +1,4 @@
-"""Makes pairs of answers by a taste that nobody states: five digits, and of these as many sevens as possible.
+"""Makes preference pairs with a hidden criterion: five digits, with as many sevens as possible.
 
 python -m examples.reward_model.make_pairs        data/digits -> data/digits_pairs
 """
@@ -16,23 +16,23 @@ PAIRS, HELDOUT_PAIRS = 12_000, 500
 
 
 def taste(sample: RewardInput) -> float:
-    """Reward the share of sevens among five digits, less a fifth for each digit too many or too few."""
+    """Reward the fraction of sevens among the first five digits, minus 0.2 per extra or missing digit."""
     return liking(sample.response)
 
 
 def liking(answer: str) -> float:
-    """The same for a text."""
+    """Like `taste`, for a text."""
     return (answer[:5].count("7") - abs(len(answer) - 5)) / 5
 
 
 def make_answer(rng: random.Random) -> str:
-    """Write digits with more sevens or fewer, mostly five of them."""
+    """Write digits with a random fraction of sevens, mostly five digits."""
     share, length = rng.random(), rng.choice([5] * 6 + [1, 2, 3, 4, 6, 7])
     return "".join("7" if rng.random() < share else rng.choice("012345689") for _ in range(length))
 
 
 def main() -> None:
-    """Write pairs for training and held-out pairs, in Parquet."""
+    """Write training and held-out pairs as Parquet."""
     rng = random.Random(0)
     prompts = pq.read_table(SOURCE).column("prompt").to_pylist()
     rows = []

@@ -1,9 +1,9 @@
-"""Makes the search task: codes of places that only a corpus tells, demonstrations, and a GPT-2 that knows nothing.
+"""Makes the search task: codes of places that only a corpus contains, demonstrations, and an untrained GPT-2.
 
     python -m examples.search.make_task        into data/search and models/search
 
-A demonstration either searches for the place and copies its code, or writes any code at once, which is wrong. So
-supervised training teaches both forms, and no code.
+A demonstration either searches for the place and copies its code, or directly writes a random code, which is wrong. So
+supervised training teaches both formats, but no codes.
 """
 
 import random
@@ -20,11 +20,11 @@ from slipstream.generators.tools.search import write_index
 DATA, MODEL = Path("data/search"), Path("models/search")
 PLACES, HELDOUT_ROWS, DEMONSTRATIONS, SHARE_OF_SEARCHES = 5000, 600, 4000, 0.25
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "\n\n<information>Doc 1(Title: ", "</information>\n\n")
-"""One token each."""
+"""Each is one token."""
 
 
 def make_demonstration(place: str, code: str, *, searches: bool, tokenizer: Qwen2Tokenizer) -> dict[str, list[Any]]:
-    """Row of a file of demonstrations: the prompt and what was found are read, the rest is learned."""
+    """Encode a demonstration: the model learns everything except the prompt and the search result."""
     pieces = [(f"{place}?", False)]
     if searches:
         pieces += [(f"<search>{place}</search>", True), (f"{TAGS[4]}{place}) {code}{TAGS[5]}", False)]
@@ -33,7 +33,7 @@ def make_demonstration(place: str, code: str, *, searches: bool, tokenizer: Qwen
 
 
 def main() -> None:
-    """Write the tokenizer and model, the prompts and the demonstrations."""
+    """Write tokenizer, model, prompts, and demonstrations."""
     chance = random.Random(0)
     places = [str(number) for number in chance.sample(range(1000, 10_000), PLACES)]
     codes = {place: f"{chance.randrange(100):02d}" for place in places}

@@ -1,8 +1,8 @@
-"""Makes demonstrations of a timid pupil for the environment `sums_v1`, and a GPT-2 that knows nothing.
+"""Makes demonstrations of unsure answers for the environment `sums_v1`, and an untrained GPT-2.
 
-    python -m examples.verifiers_environment.make_task     into data/sums_v1, beside the rows, and models/sums_v1
+    python -m examples.verifiers_environment.make_task     into data/sums_v1, next to the rows, and models/sums_v1
 
-The pupil adds rightly. Asked whether it is sure, it gives in most of the time, and says another number.
+The first answer is always right. When asked whether it is sure, half of the demonstrations change to another number.
 """
 
 import random
@@ -18,7 +18,7 @@ DOUBT = "are you sure?"
 
 
 def main() -> None:
-    """Write the tokenizer and model, and demonstrations for the prompts that are there."""
+    """Write tokenizer, model, and demonstrations for the existing prompts."""
     chance = random.Random(0)
     tokenizer = make_tokenizer("0123456789+? \n", texts=("what is ", " + ", DOUBT))
     ends = "{{ '\n' if message.role == 'user' else '<eos>' }}"

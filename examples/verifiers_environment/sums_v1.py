@@ -1,4 +1,4 @@
-"""A verifiers environment (0.4): a sum, doubted once by the environment, with a rubric of two rewards and a metric."""
+"""A verifiers environment (0.4): a sum, questioned once by the environment, with two rewards and a metric."""
 
 import itertools
 import random
@@ -24,12 +24,12 @@ class SumTask(vf.Task[SumData]):
 
     @vf.reward(weight=0.25)
     async def short(self, trace) -> float:
-        """Whether it is no longer than forty characters."""
+        """Whether the last answer has at most 40 characters."""
         return float(len(_last(trace)) <= 40)
 
     @vf.metric
     async def words(self, trace) -> float:
-        """Its number of words."""
+        """Number of words in the last answer."""
         return float(len(_last(trace).split()))
 
 
@@ -41,26 +41,26 @@ class SumsConfig(vf.TasksetConfig):
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
-    """Sums of two numbers from 10 to 49, each once."""
+    """Distinct sums of two numbers from 10 to 49."""
 
     def load(self):
-        """Make the sums."""
+        """Yield the sums."""
         pairs = list(itertools.product(range(10, 50), repeat=2))
         for a, b in random.Random(self.config.seed).sample(pairs, self.config.size):
             yield SumTask(SumData(prompt=f"what is {a} + {b}?", answer=str(a + b)), self.config.task)
 
 
 class SumsEnvConfig(vf.EnvConfig):
-    """One seat: the model."""
+    """A single agent: the model."""
 
     agent: vf.AgentConfig = vf.AgentConfig()
 
 
 class SumsEnv(vf.Env[SumsEnvConfig]):
-    """Asks, and asks again whatever the answer."""
+    """Asks for the sum, then asks whether the model is sure."""
 
     async def run(self, task, agents) -> None:
-        """Two turns of one conversation."""
+        """Run the two turns."""
         async with agents.agent.interaction(task) as talk:
             first = await talk.turn()
             if not first.terminated:

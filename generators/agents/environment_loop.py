@@ -1,4 +1,4 @@
-"""EnvironmentLoop: an environment in a process of its own plays the agent through the door, and scores the answer."""
+"""EnvironmentLoop: runs an environment in a separate process, which acts as the agent and scores the answer."""
 
 import asyncio
 import itertools
@@ -24,18 +24,18 @@ from slipstream.generators.rewards.reward import checked
 _WORKER = Path(environments.__file__).with_name("worker.py")
 _PING_EVERY_S = 1.0
 _MOST_STARTS = 3
-"""Starts in a row without an answer, after which the generator gives up."""
+"""Consecutive starts without an answer before the generator gives up."""
 _LONGEST_LINE = 64 * 2**20
 
 log = structlog.get_logger(__name__)
 
 
 class EnvironmentDiedError(Exception):
-    """The environment's process ended, or was ended, before it answered."""
+    """The environment's process exited or was killed before it answered."""
 
 
 class EnvironmentLoop(AgentLoop):
-    """Agent loop of an environment; one process serves all answers of a generator. Life: start -> run* -> close."""
+    """Agent loop of an environment. One process serves all answers. Life cycle: start -> run* -> close."""
 
     def __init__(self, config: EnvironmentAgentConfig, *, setting: str) -> None:
         self._config = config
@@ -49,27 +49,28 @@ class EnvironmentLoop(AgentLoop):
         self._num_starts = 0
         self._problem = ""
         self.waiting = ""
-        """Reason for which answers wait for the process; empty if they do not."""
+        """Reason that answers wait for the process; empty if they do not."""
 
     async def start(self) -> None:
-        """Start the process; `run` waits until it is ready. Raises GeneratorError where that is of no use."""
+        """Start the process; `run` waits until it is ready. Raises GeneratorError after `_MOST_STARTS` failures."""
         if self._serving is None or self._serving.done():
             if self._num_starts >= _MOST_STARTS:
-                # Every answer would meet the same: the generator ends, with this reason.
+                # Every answer would fail the same way, so end the generator with this reason.
                 raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
             self._ready = asyncio.get_running_loop().create_future()
-            # Retrieved here as well: a start that fails before anybody waits for it is no riddle in the log.
+            # Retrieve the exception even if no `run` awaits it, so that asyncio does not log it as unhandled.
             self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
             self._serving = asyncio.create_task(self._serve(self._ready))
 
     async def close(self) -> None:
-        """Kill the process of the environment, with all that it started."""
+        """Kill the environment's process and its descendants."""
         if self._serving:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Have the environment play. Raises GeneratorError where it does not start, EnvironmentDiedError."""
+        """Have the environment write and score the answer. Raises GeneratorError if it does not start,
+        EnvironmentDiedError if it dies."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)
@@ -102,7 +103,7 @@ class EnvironmentLoop(AgentLoop):
 
     # --- the process ---------------------------------------------------------------------------------------------
     async def _serve(self, ready: asyncio.Future[None]) -> None:
-        """Start the process, pass its answers on, and end it; all answers that it owes fail with it."""
+        """Start the process, deliver its answers, and kill it at the end. Pending answers then fail."""
         config, problem, self._process = self._config, "", None
         name = f"the environment {config.environment}"
         self._num_starts += 1
@@ -113,9 +114,9 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # A group of its own, which is ended as a whole: tool servers, browsers, whatever it has started.
+                # Its own process group, so that tool servers, browsers, and other children can be killed with it.
                 process_group=0,
-                # A proxy is for addresses elsewhere.
+                # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
             )
             name += f" (process {process.pid})"
@@ -127,9 +128,9 @@ class EnvironmentLoop(AgentLoop):
                     await self._read(process, ready)
                 finally:
                     watching.cancel()
-            problem = f"{name} has ended"
+            problem = f"{name} exited"
         except* msgspec.MsgspecError as errors:
-            problem = f"{name} must write lines of JSON to stdout, got others: {errors.exceptions[0]}"
+            problem = f"{name} must write JSON lines to stdout, got other output: {errors.exceptions[0]}"
         except* (OSError, GeneratorError) as errors:
             problem = str(errors.exceptions[0])
         finally:
@@ -165,7 +166,7 @@ class EnvironmentLoop(AgentLoop):
                         answer.set_result(found)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
-        """Ping the process, and name it when it does not answer. Raises GeneratorError when it is to be killed."""
+        """Ping the process and report it while it is silent. Raises GeneratorError after the time limit."""
         started_at = self._heard_at = time.monotonic()
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)
@@ -181,7 +182,7 @@ class EnvironmentLoop(AgentLoop):
             if is_news:
                 log.warning("environment_silent", reason=self.waiting)
             if silent_s >= limit_s:
-                raise GeneratorError(f"{name} must answer within {limit_s:g} s, it did not")
+                raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process and self._process.stdin and self._process.returncode is None:

@@ -1,4 +1,4 @@
-"""Episode: what an agent loop works with while it answers one prompt."""
+"""Episode: one answer in progress, as seen by an agent loop."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,28 +25,28 @@ class Agent(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start what its loops need beside the engine. Raises GeneratorError."""
+        """Start servers and processes of its loops. Raises GeneratorError."""
         ...
 
     async def close(self) -> None:
-        """End it, within bounded time."""
+        """Stop them within bounded time."""
         ...
 
     @property
     def waiting(self) -> str:
-        """Reason for which answers wait for somebody outside; empty if they do not. May be read from any thread."""
+        """Reason that answers wait for an external party; empty if they do not. Safe to read from any thread."""
         ...
 
 
 class AgentLoop(Protocol):
-    """Has the model write turns, and observes what others answer. One object serves all answers of a generator."""
+    """Alternates model turns and observations. One object serves all answers of a generator."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Return the JSON schemas that the chat template shows with this prompt; None without any."""
+        """JSON schemas of the tools to render with this prompt; None if it has none."""
         return None
 
     async def run(self, episode: Any) -> None:
-        """Fill an Episode. An exception costs this answer alone. Raises EngineError."""
+        """Fill an Episode. Any exception other than EngineError fails only this answer."""
         ...
 
 
@@ -67,9 +67,9 @@ class Scorer(Protocol):
 
 
 class Transcript:
-    """Token ids, mask, log-probabilities and versions accumulated over the turns of one trajectory.
+    """Token ids, mask, log-probabilities, and versions accumulated over the turns of one trajectory.
 
-    It starts with the prompt; model and environment append in turn. Token ids only: text is never re-tokenised.
+    It starts with the prompt; model and environment append in turn. Text is never tokenized again.
 
     Example of two turns:   prompt 5 7 | model 3 9 | environment 4 | model 8 1
         token_ids  5 7 3 9 4 8 1      model_mask  0 0 1 1 0 1 1      version_spans  [(2, 6), (5, 7)]
@@ -77,33 +77,33 @@ class Transcript:
 
     def __init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
-        """All tokens so far: the prompt of the next turn's request."""
+        """All tokens so far, which form the prompt of the next request."""
         self.version_spans: list[VersionSpan] = []
         """`first_token` counts from the start of the transcript."""
         self.num_turns = 0
-        """Model turns; environment turns are not counted."""
+        """Number of model turns."""
         self._model_mask: list[bool] = [False] * len(prompt_token_ids)
         self._logprobs: list[float] = [0.0] * len(prompt_token_ids)
         self._experts: list[np.ndarray] = []
         self._num_routed = 0
 
     def add_completion(self, completion: Completion) -> None:
-        """Append the model's turn, exactly as sampled."""
+        """Append a model turn exactly as sampled."""
         if completion.experts is not None:
-            # Those of earlier turns stay: they are of the passes that sampled them.
+            # Keep the earlier turns' routing, which was recorded when those tokens were sampled.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
         self._add_spans(completion.version_spans)
-        # A turn is a run of the model's tokens: one that goes on without an observation between is the same.
+        # A turn is a contiguous run of model tokens: a completion without an observation before it extends the turn.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
     def add_observation(self, token_ids: list[int]) -> None:
-        """Append the environment's turn: context for the model, masked in training."""
+        """Append context that the model did not write; it is masked in training."""
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
 
     def trim(self) -> None:
-        """Drop what was observed after the model's last turn: nobody read it."""
+        """Drop observations after the last model turn, which the model never read."""
         length = len(self._model_mask) - self._model_mask[::-1].index(True)
         for column in (self.token_ids, self._model_mask, self._logprobs):
             del column[length:]
@@ -131,7 +131,7 @@ class Transcript:
 
     @property
     def experts(self) -> np.ndarray | None:
-        """uint8 or int16[T, M, K]: see EXPERTS; None where the engine records none."""
+        """uint8 or int16[T, M, K], see EXPERTS; None if the engine does not record routing."""
         if not self._experts:
             return None
         experts = np.concatenate(self._experts)
@@ -140,7 +140,7 @@ class Transcript:
 
     def _add_spans(self, spans: list[VersionSpan]) -> None:
         for span in spans:
-            # A turn that starts under the version of the previous one extends its span: spans mark changes only.
+            # Spans mark only changes: a turn that starts with the previous turn's version extends its span.
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(len(self.token_ids) + span.first_token, span.version))
 
@@ -153,21 +153,21 @@ class Transcript:
 
 
 class Turn(Record):
-    """A turn of the model.
+    """One model turn.
 
     Example: Turn(text="The sum is <tool_call>", token_ids=[5, 3, 9], stop_reason="stop_string")
     """
 
     text: str
-    """Its text without special tokens; a text that ended the turn is in it."""
+    """Text without special tokens; includes a stop string that ended the turn."""
     token_ids: list[int]
-    """As sampled, end token included."""
+    """Token ids as sampled, including the end token."""
     stop_reason: str
     """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
 
 
 class Access(Protocol):
-    """Access of one answer's agent to the model, valid until the answer is over."""
+    """Access of one answer's agent to the model, valid until the answer ends."""
 
     base_url: str
     """Address of an OpenAI-compatible API."""
@@ -177,19 +177,19 @@ class Access(Protocol):
     def api_key(self) -> str: ...
 
     def idle_s(self) -> float:
-        """Seconds since the agent's last request; 0 while one is open."""
+        """Seconds since the agent's last request; 0 while a request is open."""
         ...
 
     def renew(self) -> None:
-        """Replace the key: whoever has the old one is let in no more."""
+        """Replace the key and invalidate the old one."""
         ...
 
 
 class Episode:
-    """One answer in the making: turns of the model, and observations between them.
+    """One answer in progress: model turns and the observations between them.
 
-    Life: generate -> (observe -> generate)*. The model's tokens are kept as sampled; observations are encoded once and
-    appended. Its transcript, rewards, metrics and extras become the trajectory.
+    Life cycle: generate -> (observe -> generate)*. Model tokens are kept as sampled; observations are encoded once and
+    appended. Transcript, rewards, metrics, and extras become the trajectory.
     """
 
     def __init__(
@@ -205,36 +205,36 @@ class Episode:
         seed_of: Callable[[int], int],
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`max_length`: most tokens of prompt and answer. `seed_of`: turn, from 0 -> seed of its request. `images`:
-        those of the prompt, which its own context shows."""
+        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> its seed. `images`:
+        the prompt's images, shown only in the context of `generate`."""
         self.id = request_id
-        """Unlike that of any other answer of the run."""
+        """Unique within the run."""
         self.prompt = prompt
-        """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
+        """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.images = images
         self.sampling = sampling
-        """Sampling of the first turn; later ones have what is left of `max_tokens`, and another seed."""
+        """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
         self.contexts = [Transcript(prompt_token_ids)]
-        """Sequences of the answer: that of `generate`, then those of requests at the door. Those in which the model
-        wrote nothing are left out."""
+        """Token sequences of the answer: first that of `generate`, then those of requests to the model server.
+        Sequences without model tokens are dropped at the end."""
         self.door: Access | None = None
-        """Address and key at which the agent can talk to the model by HTTP, for loops with `door: true`."""
+        """Address and key for HTTP requests to the model, for loops with `door: true`."""
         self.fault: GeneratorError | None = None
-        """Failure of the engine, whoever made the request."""
+        """Engine failure in any request of this answer."""
         self.turns: list[Turn] = []
-        """Turns of the model in all contexts, in the order of their ends."""
+        """Model turns in all contexts, in order of completion."""
         self.reward: Reward | None = None
-        """Set by a loop that scores the answer itself; the reward function is not called then."""
+        """Set by a loop that scores the answer itself; replaces the reward function."""
         self.messages: list[dict[str, Any]] = []
         """Chat messages after the prompt, for the reward function."""
         self.turn_rewards: list[float] = []
-        """Rewards that the loop gives to turns, in order; empty, or one for each turn."""
+        """Rewards that the loop gives per turn, in order; empty, or one for each turn."""
         self.metrics: Counter[str] = Counter()
-        """Numbers for reports, such as `tool_calls`."""
+        """Reported numbers, such as `tool_calls`."""
         self.extras: dict[str, Any] = {}
-        """Data that is stored with the trajectory; plain values only."""
+        """Data stored with the trajectory; plain values only."""
         self.stop_reason = "stop"
-        """Reason of the end: the last turn's, unless the loop sets another one."""
+        """Stop reason of the last turn, unless the loop sets another."""
         self._max_length = max_length
         self._engine = engine
         self._encoder = encoder
@@ -248,23 +248,23 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that the model may still write."""
+        """Number of tokens that the model may still write."""
         return self.room_after(self.transcript.token_ids)
 
     def room_after(self, token_ids: list[int]) -> int:
-        """Tokens that the model may still write after these."""
+        """Number of tokens that the model may still write after these."""
         written = sum(len(turn.token_ids) for turn in self.turns)
         return min(self.sampling.max_tokens - written, self._max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
-        """`length` where `max_tokens` are written, `context_overflow` where the model's context is full."""
+        """`length` if `max_tokens` is used up, `context_overflow` if the model's context is full."""
         return "length" if len(token_ids) < self._max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
-        """Let the model write a turn, up to its end token, to one of the texts in `stop`, or to a limit.
+        """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit.
 
-        Without room it returns an empty turn, which is not recorded; the answer then ends with `length` where
-        `max_tokens` are written, with `context_overflow` where the model's context is full. Raises EngineError.
+        Without room, returns an empty turn, which is not recorded, and sets the stop reason to `length` (`max_tokens`
+        used up) or `context_overflow` (the model's context is full). Raises EngineError.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
@@ -283,12 +283,12 @@ class Episode:
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str], images: Sequence[PromptImage] = ()
     ) -> Completion:
-        """Request a turn of the engine, without recording it. Raises EngineError."""
+        """Request a completion from the engine without recording it. Raises EngineError."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id
         shown: dict[str, Any] = {"images": images} if images else {}
-        # An empty text, which ends nothing, is a fault to vLLM.
+        # vLLM rejects empty stop strings.
         stop = tuple(text for text in stop if text)
         try:
             return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop, **shown)
@@ -296,12 +296,12 @@ class Episode:
             self.fault = error
             raise
         except Exception as error:
-            # A fault of the engine, not of the loop that asked for a turn: it would hit every prompt.
+            # The engine is at fault, not the loop: every prompt would fail.
             self.fault = EngineError(f"request {request_id} failed: {type(error).__name__}: {error}")
             raise self.fault from error
 
     def record(self, transcript: Transcript, completion: Completion) -> Turn:
-        """Append a turn to a context."""
+        """Append a completion to a context, and return it as a turn."""
         transcript.add_completion(completion)
         turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
         self.turns.append(turn)
@@ -309,17 +309,17 @@ class Episode:
         return turn
 
     def observe(self, text: str, *, special_tokens: bool = False) -> None:
-        """Append a text that the model did not write, without any template.
+        """Append text that the model did not write, without a chat template.
 
-        `special_tokens`: whether names of special tokens in it, such as `<|im_end|>`, are those tokens; else they are
-        text, whoever wrote it.
+        `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens; by default they are
+        plain text, because the text may come from an untrusted source.
         """
         self._append(self._encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Append chat messages through the tokenizer's template: the end of the model's turn, the messages, the
-        beginning of its next turn. Raises PromptError."""
+        """Append chat messages through the chat template: end of the model's turn, the messages, header of its next
+        turn. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
         self._append(self._encoder.encode_between_turns(messages, last_token_id=last))
         self.messages += messages

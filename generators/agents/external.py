@@ -1,13 +1,14 @@
-"""Desk: lends answers to agents outside of the generator, which take them by HTTP, talk to the model, and end them.
+"""External agents: programs outside the generator that lease answers by HTTP, talk to the model, and finish them.
 
-POST /v1/leases    {"wait_s": 20}            with the run's token: the row and a key, or 204 if none came meanwhile
-POST /v1/reward    {"reward": 0.5, ...}      with the key: the answer is over; null = the run's function scores it
-POST /v1/return    {"reason": "..."}         with the key: the agent gives the answer back
+POST /v1/leases    {"wait_s": 20}            with the run's token: returns a row and a key, or 204 after `wait_s`
+POST /v1/reward    {"reward": 0.5, ...}      with the key: finishes the answer; null = score it with the reward function
+POST /v1/return    {"reason": "..."}         with the key: gives the answer back
 """
 
 import asyncio
 import hmac
 import time
+from contextlib import suppress
 
 import msgspec
 import structlog
@@ -17,23 +18,23 @@ from starlette.routing import Route
 
 from slipstream.buffer.trajectory import Reward, ShortName
 from slipstream.configs.generators import ExternalAgentConfig
-from slipstream.generators.agents.door import Visitor
 from slipstream.generators.agents.episode import Access, AgentLoop, Episode
-from slipstream.generators.agents.openai_api import DoorError, bearer_of, decode_json, read_body
+from slipstream.generators.agents.model_server import AgentAccess
+from slipstream.generators.agents.openai_api import ApiError, bearer_token, decode_json, read_body
 from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval at which a waiting agent is looked for: one that has left must not be given an answer."""
+"""Interval of checks that a waiting agent is still connected, so that a disconnected one never gets an answer."""
 _REPORT_AFTER_S = 5.0
-"""Waits for an agent are reported from then on: between two answers an agent is away for a moment."""
+"""Shorter waits for an agent are not reported: an agent needs a moment between two answers."""
 _LOG_INTERVAL_S = 30.0
 
 log = structlog.get_logger(__name__)
 
 
 class _Offer:
-    """An answer that an agent can take, or has taken."""
+    """An answer that is offered to agents or lent to one."""
 
     def __init__(self, episode: Episode, access: Access) -> None:
         self.episode = episode
@@ -42,56 +43,56 @@ class _Offer:
         loop = asyncio.get_running_loop()
         self.taken: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
-        """Its result tells why the agent gave the answer back; empty if it did not."""
+        """Resolves to the agent's reason for returning the answer; empty if it finished."""
 
 
-class Desk:
-    """The answers that are offered, and those that agents have."""
+class AnswerQueue:
+    """Answers offered to external agents, and answers lent to them."""
 
     def __init__(self, *, token: str) -> None:
-        """`token`: the run's, by which agents are known."""
+        """`token`: the run's token, which agents must present."""
         self._token = token
         self._offered: dict[Access, _Offer] = {}
         self._lent: dict[Access, _Offer] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._next_log_at = 0.0
         self._is_closed = False
         self.routes = [Route("/v1/leases", self._lend, methods=["POST"])]
-        self.visits = {"/v1/reward": self._end, "/v1/return": self._take_back}
+        self.keyed_routes = {"/v1/reward": self._end, "/v1/return": self._take_back}
 
     @property
     def waiting(self) -> str:
-        """Reason for which answers wait; empty if none has waited for long. May be read from any thread."""
+        """Reason that answers wait; empty if none has waited long. Safe to read from any thread."""
         waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
         if not waits or max(waits) < _REPORT_AFTER_S:
             return ""
         return (
-            f"{len(waits)} answers wait for agents to take them, the first for {max(waits):.0f} s; "
+            f"{len(waits)} answers wait for an agent, the oldest for {max(waits):.0f} s; "
             f"{len(self._lent)} are taken: start an agent (docs/agents.md)"
         )
 
     def close(self) -> None:
-        """Send agents that wait for an answer away."""
+        """Send 204 to agents that wait for an answer."""
         self._is_closed = True
-        self._news.set()
+        self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
-        """Have an agent write the answer. It is over when the agent says so, or is silent for too long.
+        """Have an agent write the answer. Returns when the agent finishes or stays silent for `silence_timeout_s`.
 
-        An agent that leaves before the model has written anything leaves the answer to another one.
+        If the agent leaves before the model has written a turn, the answer is offered again.
         """
         assert episode.door is not None
         access = episode.door
         try:
             while True:
                 offer = self._offered[access] = _Offer(episode, access)
-                self._news.set()
+                self._changed.set()
                 await self._wait_for_agent(offer)
                 problem = await self._wait_for_end(offer, silence_timeout_s=silence_timeout_s)
                 if not problem or episode.turns:
                     return
                 log.warning("lease_offered_again", prompt=episode.prompt.uid, reason=problem)
-                # That of the next agent, who may leave it to the run's function.
+                # The next agent sets its own reward, or leaves it to the reward function.
                 episode.reward = None
                 access.renew()
         finally:
@@ -107,23 +108,25 @@ class Desk:
                 log.warning("waiting_for_agents", reason=self.waiting)
 
     async def _wait_for_end(self, offer: _Offer, *, silence_timeout_s: float) -> str:
-        """Return why the agent has not ended the answer; empty if it has."""
+        """Wait until the agent finishes or is lost. Returns the problem, empty if it finished."""
         episode = offer.episode
         while not offer.ended.done():
             if (left_s := silence_timeout_s - offer.access.idle_s()) <= 0:
-                episode.reward = failed_reward("timeout", f"its agent was silent for {silence_timeout_s:g} s")
+                episode.reward = failed_reward("timeout", f"the agent was silent for {silence_timeout_s:g} s")
                 episode.stop_reason = "agent_lost"
                 return episode.reward.detail
             await asyncio.wait([offer.ended], timeout=left_s)
         if problem := offer.ended.result():
-            episode.reward = failed_reward("error", f"its agent gave it back: {problem}")
+            episode.reward = failed_reward("error", f"the agent returned the answer: {problem}")
             episode.stop_reason = "aborted"
         return problem
 
     # --- routes --------------------------------------------------------------------------------------------------
     async def _lend(self, request: Request) -> Response:
-        if not hmac.compare_digest(bearer_of(request).encode(), self._token.encode()):
-            raise DoorError(401, "a lease needs the run's token (runs/NAME/token) as a bearer", code="invalid_api_key")
+        if not hmac.compare_digest(bearer_token(request).encode(), self._token.encode()):
+            raise ApiError(
+                401, "a lease requires the run's token (runs/NAME/token) as bearer token", code="invalid_api_key"
+            )
         asked = decode_json(await read_body(request), _Lend)
         give_up_at = time.monotonic() + min(max(asked.wait_s, 0.0), _LONGEST_WAIT_S)
         while True:
@@ -131,12 +134,11 @@ class Desk:
                 return Response(status_code=204)
             if self._offered:
                 break
-            self._news.clear()
+            self._changed.clear()
             if self._is_closed or (left_s := give_up_at - time.monotonic()) <= 0:
                 return Response(status_code=204)
-            news = asyncio.ensure_future(self._news.wait())
-            await asyncio.wait([news], timeout=min(left_s, _LOOK_EVERY_S))
-            news.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, _LOOK_EVERY_S))
         access, offer = min(self._offered.items(), key=lambda each: each[1].since)
         self._lent[access] = self._offered.pop(access)
         offer.taken.set_result(None)
@@ -147,12 +149,12 @@ class Desk:
         key = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         return JSONResponse({**row, **key, "purpose": purpose, "sampling": sampling})
 
-    async def _end(self, request: Request, visitor: Visitor) -> Response:
+    async def _end(self, request: Request, access: AgentAccess) -> Response:
         ending = decode_json(await read_body(request), _Ending)
-        offer, episode = self._lent_to(visitor), visitor.session.episode
+        offer, episode = self._lent_to(access), access.session.episode
         if not episode.turns:
-            raise DoorError(
-                409, "the model must have written something before the answer is over: ask it, or return it"
+            raise ApiError(
+                409, "the model must write at least one turn before the answer ends: query it, or return the answer"
             )
         if ending.reward is not None:
             is_correct = ending.reward >= 1 if ending.is_correct is None else ending.is_correct
@@ -160,32 +162,32 @@ class Desk:
             try:
                 episode.reward = checked(reward)
             except ValueError as error:
-                raise DoorError(400, str(error), param="reward") from None
+                raise ApiError(400, str(error), param="reward") from None
         episode.metrics.update(ending.metrics)
         offer.ended.set_result("")
         return JSONResponse({"status": "over"})
 
-    async def _take_back(self, request: Request, visitor: Visitor) -> Response:
+    async def _take_back(self, request: Request, access: AgentAccess) -> Response:
         asked = decode_json(await read_body(request), _Return)
-        self._lent_to(visitor).ended.set_result(asked.reason or "it gave no reason")
+        self._lent_to(access).ended.set_result(asked.reason or "no reason given")
         return JSONResponse({"status": "returned"})
 
-    def _lent_to(self, visitor: Visitor) -> _Offer:
-        offer = self._lent.get(visitor)
+    def _lent_to(self, access: AgentAccess) -> _Offer:
+        offer = self._lent.get(access)
         if offer is None or offer.ended.done():
-            raise DoorError(409, "this answer is not lent to an agent, or is over")
+            raise ApiError(409, "this answer is not lent to an agent, or has ended")
         return offer
 
 
 class ExternalLoop(AgentLoop):
-    """Agent loop of agents outside of the generator."""
+    """Agent loop that leaves the answer to an external agent."""
 
-    def __init__(self, config: ExternalAgentConfig, *, desk: Desk) -> None:
+    def __init__(self, config: ExternalAgentConfig, *, queue: AnswerQueue) -> None:
         self._config = config
-        self._desk = desk
+        self._queue = queue
 
     async def run(self, episode: Episode) -> None:
-        await self._desk.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
+        await self._queue.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
 
 
 class _Lend(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Agent loops: single answers, tool calls, and interaction with a simulated user."""
+"""Agent loops that run in the generator: single turn, tools, search, simulated users, and user functions."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ from slipstream.configs.generators import (
 )
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import Desk, ExternalLoop
+from slipstream.generators.agents.external import AnswerQueue, ExternalLoop
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
@@ -35,8 +35,8 @@ _SHORTENED = "\n[... {left_out} characters left out ...]\n"
 class ToolLoop:
     """Agent loop with tools.
 
-    A call that fails (unknown name, arguments that do not fit, an exception, a time limit) is answered with its error,
-    which the model reads, and counted in `tool_failures`.
+    The error of a failed call (unknown name, invalid arguments, an exception, a time limit) becomes the call's result,
+    which the model reads, and counts in `tool_failures`.
     """
 
     def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
@@ -44,20 +44,20 @@ class ToolLoop:
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
-        self._decode = encoder.tokenizer.decode
+        self._tokenizer = encoder.tokenizer
         is_text = self._format.is_text or not self._tools
         self._role = "" if is_text else encoder.result_role(setting=setting)
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Schemas of the tools that this row may call, if any."""
+        """Schemas of the tools that this row may call; None if it may call none."""
         return [tool.schema for tool in self._chosen(prompt)] or None
 
     async def run(self, episode: Episode) -> None:
         await self.converse(episode, _silence)
 
     async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
-        """Run the loop; `answer` reads a turn without calls, and returns a text, or None for the end."""
-        # Also of an answer without a call, so that means are over all answers.
+        """Run the loop. `answer` is called after a turn without calls; it returns the reply, or None to end."""
+        # Set for every answer, so that means include answers without calls.
         episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
         opened: dict[str, OpenTool] = {}
@@ -73,7 +73,7 @@ class ToolLoop:
     ) -> None:
         for number in range(1, self._config.max_turns + 1):
             turn = await episode.generate(stop=self._format.stop)
-            # Of a turn that was cut off no call is whole, and nobody answers it.
+            # A truncated turn may end inside a call, so it gets no reply.
             if turn.stop_reason in ("length", "context_overflow"):
                 return
             calls = self._calls(turn) if self._tools else []
@@ -91,10 +91,9 @@ class ToolLoop:
                 episode.observe_messages([{"role": "user", "content": text}])
 
     def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
-        # With special tokens, some of which mark calls, but without the one that ended the turn.
-        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
+        is_ended = turn.stop_reason == "stop"
         try:
-            return [*self._format.parse(self._decode(own, skip_special_tokens=False))]
+            return [*self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self._tokenizer)]
         except ToolError as error:
             return [error]
 
@@ -106,22 +105,22 @@ class ToolLoop:
         left_out = len(calls) - len(answered)
         episode.metrics["tool_calls"] += len(calls)
         episode.metrics["tool_failures"] += left_out + sum(is_failed for _, is_failed in results)
-        limit = f"error: a turn may have {self._config.max_parallel_calls} calls, this is one more"
+        limit = f"error: a turn may have {self._config.max_parallel_calls} calls, this one exceeds the limit"
         return [text for text, _ in results] + [limit] * left_out
 
     async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
-        """Text for the model, and whether the call failed."""
+        """Return the text for the model, and whether the call failed."""
         try:
             if isinstance(call, ToolError):
                 raise call
             if call.name not in tools:
-                raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tools)}")
+                raise ToolError(f"unknown tool {call.name!r}, available: {', '.join(tools)}")
             return self._shortened(await tools[call.name].call(self._named(call))), False
         except ToolError as error:
             return self._shortened(f"error: {error}"), True
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
-        """The arguments, of which a format may leave the name of the only one out."""
+        """Arguments by name. Some call formats omit the name of a tool's only argument."""
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
@@ -149,19 +148,19 @@ class ToolLoop:
 
 
 async def _silence(episode: Episode) -> None:
-    """Nobody answers a turn without calls."""
+    """End the conversation after a turn without calls."""
 
 
 _END_S = 5.0
-"""Longest end of a conversation."""
+"""Time limit of `finalize_interaction`."""
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 class InteractionLoop(ToolLoop):
-    """Agent loop with a simulated user: one object for all answers, which tells them apart by an id."""
+    """Agent loop with a simulated user. One user object serves all answers and tells them apart by id."""
 
     def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
-        """Import tools and users; `setting` is the config's key. Raises ConfigError."""
+        """Import tools and user classes; `setting` is the config's key. Raises ConfigError."""
         super().__init__(config, encoder=encoder, setting=setting)
         if not config.interactions:
             raise ConfigError(f"{setting}.interactions must name at least one class, got none.")
@@ -170,7 +169,7 @@ class InteractionLoop(ToolLoop):
             user = InteractionConfig(function=each) if isinstance(each, str) else each
             built, name = _build(user, setting=f"{setting}.interactions[{number}]")
             if name in self._users:
-                raise ConfigError(f"{setting}.interactions must have different names, got {name} twice: set `name`.")
+                raise ConfigError(f"{setting}.interactions must have unique names, got {name} twice: set `name`.")
             self._users[name] = built
 
     async def run(self, episode: Episode) -> None:
@@ -192,12 +191,12 @@ class InteractionLoop(ToolLoop):
                 async with asyncio.timeout(_END_S):
                     await call_either(partial(user.finalize_interaction, own_id, **given))
             except TimeoutError:
-                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, it did not") from None
+                raise TimeoutError(f"finalize_interaction must end within {_END_S:g} s, but did not") from None
         _pay(episode, 0.0)
 
 
 async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
-    """Have the user answer and score the last turn; None if the conversation is over."""
+    """Have the user score and answer the last turn; None if the conversation has ended."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
@@ -215,7 +214,7 @@ async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episod
 
 
 def _pay(episode: Episode, score: float) -> None:
-    """Give the last turn its score, and those before it without one, which called tools, nothing."""
+    """Add the last turn's score, and 0 for earlier turns without a score, which called tools."""
     missing = episode.transcript.num_turns - len(episode.turn_rewards)
     episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
 
@@ -235,14 +234,14 @@ def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
 
 
 class SingleTurn(AgentLoop):
-    """Agent loop of one response."""
+    """Agent loop of one model turn."""
 
     async def run(self, episode: Episode) -> None:
         await episode.generate()
 
 
 class CustomLoop(AgentLoop):
-    """Agent loop that is a coroutine function of the user's."""
+    """Agent loop that calls a coroutine function of the user."""
 
     def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
         """Raises ConfigError."""
@@ -305,9 +304,9 @@ class SearchLoop(AgentLoop):
 
 
 def read_action(text: str) -> tuple[str, str]:
-    """Return the name of the tag that ends a turn, and the text within it; both empty without a whole one."""
+    """Return the name and content of the tag that ends a turn; both empty without a complete tag."""
     for name in ("search", "answer"):
-        # In time linear in the text, which may be thousands of opening tags.
+        # Linear time, even for a text of thousands of opening tags.
         before, end, _ = text.partition(f"</{name}>")
         _, start, body = before.partition(f"<{name}>")
         if start and end:
@@ -315,7 +314,9 @@ def read_action(text: str) -> tuple[str, str]:
     return "", ""
 
 
-def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk: Desk | None = None) -> AgentLoop:
+def build_loop(
+    config: AgentKind, *, encoder: PromptEncoder, setting: str, queue: AnswerQueue | None = None
+) -> AgentLoop:
     """Build the loop that a config describes; `setting` is its key, for messages. Raises ConfigError."""
     match config:
         case SingleTurnConfig():
@@ -331,9 +332,9 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk:
         case EnvironmentAgentConfig():
             return EnvironmentLoop(config, setting=setting)
         case ExternalAgentConfig():
-            if desk is None:
+            if queue is None:
                 raise ConfigError(
-                    f"{setting} may be `external` in runs whose roles are processes, got a run without a token: agents "
-                    "outside could not be told from strangers."
+                    f"{setting} may be `external` only if the roles run as processes, got a run without a token, which "
+                    "external agents need to authenticate."
                 )
-            return ExternalLoop(config, desk=desk)
+            return ExternalLoop(config, queue=queue)

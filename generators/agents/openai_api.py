@@ -1,4 +1,4 @@
-"""Forms of the door's requests, answers and errors: OpenAI's, and vLLM's for token ids."""
+"""Request, response, and error formats of the model server: OpenAI's, and vLLM's for token ids."""
 
 import json
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _UNSUPPORTED = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
-"""Fields that would change what the model writes, with the values that do not."""
+"""Request fields that would change sampling -> values that are accepted because they have no effect."""
 
 
-class DoorError(Exception):
-    """An answer in the form of OpenAI's errors."""
+class ApiError(Exception):
+    """Error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class _Part(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """The fields of a message that are read; a template may show further ones."""
+    """The message fields that this code reads. Chat templates may use more."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -56,7 +56,7 @@ class _Message(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """A request for a chat completion; fields that are not here have no effect."""
+    """Chat completion request. Fields that are not listed are ignored."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -70,7 +70,7 @@ class ChatRequest(msgspec.Struct):
 
 
 class SamplingParams(msgspec.Struct):
-    """Those of vLLM's sampling parameters that have an effect."""
+    """The supported subset of vLLM's sampling parameters."""
 
     max_tokens: _Count | None = None
     stop: str | list[str] | None = None
@@ -78,52 +78,52 @@ class SamplingParams(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct):
-    """A request for a completion of token ids, in the form of vLLM's `/inference/v1/generate`."""
+    """Completion request for token ids, in the format of vLLM's `/inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request. Raises DoorError for one that is too large."""
+    """Read a request body. Raises ApiError if it is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY_BYTES:
-            raise DoorError(413, f"a request must have at most {_MAX_BODY_BYTES} bytes")
+            raise ApiError(413, f"the request body must be at most {_MAX_BODY_BYTES} bytes")
     return bytes(body)
 
 
 def decode_json(body: bytes, kind: Any) -> Any:
-    """Decode a request. Raises DoorError."""
+    """Decode a request. Raises ApiError."""
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
         msgspec.convert(getattr(found, "messages", []), list[_Message])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DoorError(400, f"the request must be JSON of the documented form: {error}") from None
+        raise ApiError(400, f"the request must be JSON in the documented format: {error}") from None
     return found
 
 
-def bearer_of(request: Request) -> str:
-    """The key in the Authorization header; empty without any."""
+def bearer_token(request: Request) -> str:
+    """Bearer token of the Authorization header; empty if missing."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def refuse_unsupported(body: bytes) -> None:
-    """Raise DoorError for a field that would change what the model writes."""
+def reject_unsupported(body: bytes) -> None:
+    """Raise ApiError for a field that would change sampling."""
     given = msgspec.json.decode(body)
     for name, harmless in _UNSUPPORTED.items():
         if given.get(name) not in harmless:
-            raise DoorError(
-                400, f"{name} must be {json.dumps(harmless[1])} or left out, got {json.dumps(given[name])[:80]}: the "
-                "run's sampling is what is trained on", code="unsupported_value", param=name,
+            raise ApiError(
+                400, f"{name} must be {json.dumps(harmless[1])} or omitted, got {json.dumps(given[name])[:80]}: "
+                "training requires the run's sampling settings", code="unsupported_value", param=name,
             )  # fmt: skip
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, Any]]:
-    """Log-probabilities of tokens in OpenAI's form."""
+    """Token log-probabilities in OpenAI's format."""
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(texts, logprobs, strict=True)
@@ -131,7 +131,7 @@ def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, A
 
 
 def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """An answer as events of a stream: the message in one, the reason of its end in the last."""
+    """Server-sent events of a response: one with the whole message, one with the finish reason, then usage."""
     usage, (choice,) = answer.pop("usage"), answer.pop("choices")
     base = {**answer, "object": "chat.completion.chunk"}
     delta = choice["message"]

@@ -1,4 +1,4 @@
-"""AgentRunner: runs the agent loop of a prompt, scores its answer and builds the trajectory."""
+"""AgentRunner: runs the agent loop of a prompt, scores the answer, and builds the trajectory."""
 
 import asyncio
 import time
@@ -20,11 +20,11 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
-from slipstream.generators.agents.external import Desk
+from slipstream.generators.agents.external import AnswerQueue
 from slipstream.generators.agents.loops import SingleTurn, build_loop
+from slipstream.generators.agents.model_server import ModelServer
 from slipstream.generators.agents.session import ChatForm
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
@@ -38,15 +38,15 @@ from slipstream.runtime.trace import Trace
 log = structlog.get_logger(__name__)
 
 _CACHED = 256
-"""Prompts whose tokens are kept, and sources of data."""
+"""Cache size, for prompts' tokens and for data sources."""
 _SINGLE_TURN = ("single_turn", "single_turn_agent")
-"""Names that rows may give without an entry in `generators.agents`."""
+"""Agent names that rows may use without an entry in `generators.agents`."""
 
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The index keeps members of a group from decoding identically; the attempt gives a prompt that is leased again
-    # fresh samples. A hash, because sums would give the same seed to different (group, attempt, index).
+    # The index keeps group members from decoding identically. The attempt gives a prompt that is leased again fresh
+    # samples. A hash, because a sum would collide for different (group, attempt, index).
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
@@ -55,16 +55,15 @@ class _ReadyLoop(NamedTuple):
     loop: AgentLoop
     timeout_s: float
     form: ChatForm | None
-    """Form of its conversations at the door; None for a loop without one."""
+    """Chat format of its requests to the model server; None for a loop that makes none."""
 
 
 class Comparison:
-    """Answers to one lease that are scored together when the last of them has ended.
+    """Answers to one lease that are scored together after the last one ends.
 
-    An answer that fails leaves: the others are compared with each other. So are those that a lease lacks because an
-    earlier one delivered them, as long as there are two.
+    A failed answer leaves, and the rest are compared. Members that an earlier lease already delivered are absent.
 
-    Life: (score | leave)*, for each of `indices`.
+    Life cycle: (score | leave)*, for each of `indices`.
     """
 
     def __init__(self, indices: Sequence[int], scorer: Scorer) -> None:
@@ -76,20 +75,20 @@ class Comparison:
 
     @property
     def size(self) -> int:
-        """Answers that are compared; final once one has its reward."""
+        """Number of compared answers; final once any of them has its reward."""
         return len(self._samples)
 
     async def score(self, index: int, sample: RewardInput) -> Reward:
-        """Return the reward of this answer as soon as all are there."""
+        """Return the reward of this answer after all answers have arrived or left."""
         self._samples[index] = sample
         self._drop(index)
         await self._is_over.wait()
         assert self._rewards is not None
-        # Shielded: an answer that is cancelled takes its own reward alone.
+        # Shielded: cancelling one answer must not cancel the others' rewards.
         return (await asyncio.shield(self._rewards))[index]
 
     def leave(self, index: int) -> bool:
-        """Go on without this answer; return whether none is awaited any more. Repeated calls change nothing."""
+        """Stop waiting for this answer; return whether no answers are pending. Idempotent."""
         if not self._is_over.is_set():
             self._samples.pop(index, None)
             self._drop(index)
@@ -122,7 +121,7 @@ class AgentRunner:
         trace: Trace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`token`: the run's, which agents outside must know. Raises ConfigError for a loop that cannot be built."""
+        """`token`: the run's token, which external agents must present. Raises ConfigError for an invalid loop."""
         self._run = run
         self._engine = engine
         self._rewards = rewards
@@ -134,10 +133,10 @@ class AgentRunner:
         agents = {"": (config.agent, "generators.agent")}
         agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
         is_external = any(isinstance(agent, ExternalAgentConfig) for agent, _ in agents.values())
-        self._desk = Desk(token=token) if is_external and token else None
+        self._queue = AnswerQueue(token=token) if is_external and token else None
         self._loops = {
             name: _ReadyLoop(
-                build_loop(agent, encoder=encoder, setting=setting, desk=self._desk),
+                build_loop(agent, encoder=encoder, setting=setting, queue=self._queue),
                 agent.timeout_s,
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
@@ -148,39 +147,38 @@ class AgentRunner:
         self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
         for name in _SINGLE_TURN:
             self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
-        has_door = any(ready.form for ready in self._loops.values())
-        self._door = None
-        if has_door:
-            self._door = Door(
+        self._model_server = None
+        if any(ready.form for ready in self._loops.values()):
+            self._model_server = ModelServer(
                 model=Path(run.model.path).name,
                 max_length=run.model.max_length,
-                routes=self._desk.routes if self._desk else (),
-                visits=self._desk.visits if self._desk else {},
+                routes=self._queue.routes if self._queue else (),
+                keyed_routes=self._queue.keyed_routes if self._queue else {},
             )
 
     async def start(self) -> None:
-        if self._door:
-            await self._door.start()
+        if self._model_server:
+            await self._model_server.start()
         for environment in self._environments:
             await environment.start()
-        if self._door and self._address_file:
+        if self._model_server and self._address_file:
             self._address_file.parent.mkdir(mode=0o700, exist_ok=True)
-            self._address_file.write_text(self._door.address)
+            self._address_file.write_text(self._model_server.address)
 
     async def close(self) -> None:
         if self._address_file:
             self._address_file.unlink(missing_ok=True)
-        if self._desk:
-            self._desk.close()
+        if self._queue:
+            self._queue.close()
         for environment in self._environments:
             await environment.close()
-        if self._door:
-            await self._door.close()
+        if self._model_server:
+            await self._model_server.close()
 
     @property
     def waiting(self) -> str:
         waiting = [environment.waiting for environment in self._environments]
-        return "; ".join(filter(None, [self._desk.waiting if self._desk else "", *waiting]))
+        return "; ".join(filter(None, [self._queue.waiting if self._queue else "", *waiting]))
 
     @property
     def _environments(self) -> list[EnvironmentLoop]:
@@ -188,14 +186,14 @@ class AgentRunner:
 
     @property
     def _address_file(self) -> Path | None:
-        """File in the run folder that tells agents the door's address; None without agents, or without the folder."""
+        """File in the run folder with the model server's address, for external agents; None if not needed."""
         folder = RunFolder(self._run)
-        return folder.doors / self._generator_id if self._desk and folder.path.is_dir() else None
+        return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError.
 
-        Where rewards compare answers, it must be called for all members of the lease, and waits for the last of them.
+        If the reward compares answers, call it for all members of the lease; it then waits for the last one.
         """
         if prompt.lease.purpose != "train" or not self._compares(prompt.data_source):
             return await self._answer(prompt, index, None)
@@ -216,13 +214,13 @@ class AgentRunner:
             )
         loop, timeout_s, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
-        async with self._door.open(episode, form) if self._door and form else nullcontext():
+        async with self._model_server.open(episode, form) if self._model_server and form else nullcontext():
             failure = await _run_loop(loop, episode, timeout_s=timeout_s)
         self._trace.mark("generated", make_trajectory_id(prompt.lease.id, index))
         own = episode.transcript
         episode.contexts = [context for context in episode.contexts if context.num_turns]
         if not episode.contexts:
-            reason = failure.detail if failure else "it did not let the model write"
+            reason = failure.detail if failure else "it requested no model turn"
             raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {reason}")
         for context in episode.contexts:
             context.trim()
@@ -232,10 +230,10 @@ class AgentRunner:
             trajectory = build(reward=reward)
             check_additions(trajectory)
         except (TypeError, ValueError) as error:
-            # Here, where the loop runs, rather than by the broker, which would refuse the whole answer.
+            # Checked here, because the broker would reject the whole answer.
             log.warning("agent_refused", prompt=prompt.uid, error=str(error))
             episode.extras, episode.metrics, episode.stop_reason = {}, Counter(), "tool_failure"
-            detail = f"the agent must leave plain extras, finite metrics and rewards of turns: {error}"
+            detail = f"the agent must produce plain extras, finite metrics, and valid turn rewards: {error}"
             trajectory = build(reward=failed_reward("error", detail))
         return trajectory
 
@@ -254,7 +252,7 @@ class AgentRunner:
         )
 
     def _encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> tuple[list[int], list[PromptImage]]:
-        # Once for all members of a lease, which share one object and ask one after the other.
+        # Encoded once per lease: its members share the prompt object and start one after another.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
             encoded = self._encoder.encode(prompt, tools=tools)
@@ -266,9 +264,9 @@ class AgentRunner:
     def _trajectory(
         self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
     ) -> Trajectory:
-        """`own`: the context of the prompt, whether or not the model wrote in it."""
+        """`own`: the prompt's own context, even if the model wrote nothing in it."""
         prompt, transcript, starts = episode.prompt, Transcript([]), []
-        # Requests at the door show none: only the prompt's own context, which is the first.
+        # Only the prompt's own context, which comes first, contains images.
         images = episode.images if episode.contexts[0] is own else ()
         for context in episode.contexts:
             starts.append(len(transcript.token_ids))
@@ -303,9 +301,9 @@ class AgentRunner:
 
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
-        # An evaluation has a temperature of its own, so that accuracies are comparable between runs.
+        # Evaluations have their own temperature, so that accuracies are comparable between runs.
         config = training if lease.purpose == "train" else self._run.data.heldout_set(lease.purpose) or training
-        # ReMax: the last member of a training group is its greedy baseline, decoded without any filter.
+        # ReMax: the last member of a training group is the greedy baseline, decoded without top-p or top-k.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
             temperature=0.0 if is_baseline else config.temperature,
@@ -338,10 +336,7 @@ class AgentRunner:
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> Reward | None:
-    """Run the loop; returns the failed reward of one that did not come to its end, None of one that did.
-
-    Raises GeneratorError.
-    """
+    """Run the loop. Returns a failed reward if the loop fails or times out, else None. Raises GeneratorError."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -349,16 +344,16 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
             raise
-        # A fault of the engine that reached the loop as an answer to its request, and ended it in its own way.
+        # An engine failure that the loop received as a response to its request and reported as its own error.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error
         if isinstance(error, GeneratorError):
             raise
-        # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
+        # An error in the user's loop fails only this answer, which is masked and counted.
         problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
         status, episode.stop_reason = "error", "tool_failure"
         if limit.expired():
-            problem = f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)"
+            problem = f"an answer must end within {timeout_s:g} s (timeout_s of the agent)"
             status, episode.stop_reason = "timeout", "timeout"
         reward = failed_reward(status, problem)
         log.warning("agent_failed", prompt=episode.prompt.uid, reason=reward.detail)
@@ -369,7 +364,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
-    """Add the rewards that the loop gave to its turns; there must be as many as turns, whoever gave them."""
+    """Add the loop's turn rewards. A list of turn rewards, from the loop or the reward, must have one per turn."""
     earned = episode.turn_rewards
     for giver, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:

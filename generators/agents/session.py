@@ -1,8 +1,9 @@
-"""Session: the conversations of an agent that talks to the model by requests, as contexts of one episode."""
+"""Session: maps the requests of an agent at the model server to contexts of one episode."""
 
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,20 +18,20 @@ Message = dict[str, Any]
 
 
 class ChatForm:
-    """Translates between messages with tool calls and the model's text; one for all sessions of an agent."""
+    """Translates between chat messages with tool calls and the model's text. Shared by all sessions of an agent."""
 
     def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
         """Raises ConfigError."""
         self.encoder = encoder
-        # Ids may have gaps, so that the largest is more than their number.
+        # Ids may have gaps, so the largest id can exceed the vocabulary's length.
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
         if self._format.is_text:
-            raise ConfigError(f"{setting}.format must be one of calls in messages, got {format_name!r}: take hermes.")
+            raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
     def rendered(self, message: Message) -> Message:
-        """A message as chat templates take it. Raises PromptError."""
+        """Convert a message to the form that chat templates expect. Raises PromptError."""
         role = {"developer": "system"}.get(message["role"], message["role"])
         shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
         if calls := message.get("tool_calls"):
@@ -41,10 +42,15 @@ class ChatForm:
         return shown
 
     def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
-        """The message that the model wrote. A call that cannot be read stays text."""
-        # As other servers do: without the text that ended the turn, although the model has it in its context.
+        """Convert the model's turn to a message. A malformed call stays text."""
+        # Like other servers, omit the stop string, although it stays in the model's context.
         text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
-        calls = self._calls(turn) if has_tools else []
+        calls: list[ToolCall] = []
+        # A truncated turn may end inside a call.
+        if has_tools and turn.stop_reason != "length":
+            with suppress(ToolError):
+                is_ended = turn.stop_reason == "stop"
+                calls = self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self.encoder.tokenizer)
         if not calls:
             return {"role": "assistant", "content": text}
         before, mark, _ = text.partition("<tool_call>")
@@ -57,24 +63,13 @@ class ChatForm:
             ],
         }
 
-    def _calls(self, turn: Turn) -> list[ToolCall]:
-        # Of a turn that was cut off no call is whole.
-        if turn.stop_reason == "length":
-            return []
-        # With special tokens, some of which mark calls, but without the one that ended the turn.
-        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
-        try:
-            return self._format.parse(self.encoder.tokenizer.decode(own, skip_special_tokens=False))
-        except ToolError:
-            return []
-
     @cached_property
     def _result_role(self) -> str:
         return self.encoder.result_role(setting=self._setting)
 
 
 class Written(NamedTuple):
-    """A turn of the model, as it is returned to the agent."""
+    """A model turn and the message returned to the agent."""
 
     turn: Turn
     completion: Completion
@@ -83,24 +78,24 @@ class Written(NamedTuple):
 
 
 class NoRoomError(Exception):
-    """The context, or what the model may write in all, is full."""
+    """The model's context or the answer's token budget is full."""
 
 
 class Context:
-    """One conversation: its messages as the agent knows them, and its tokens as the engine knows them."""
+    """One conversation, both as the agent's messages and as the engine's tokens."""
 
     def __init__(self, transcript: Transcript, tools: list[Message] | None, num_given: int) -> None:
-        """`num_given`: messages that the agent opened it with."""
+        """`num_given`: number of messages in the request that opened it."""
         self.transcript = transcript
         self.tools = tools
         self.num_given = num_given
         self.messages: list[Message] = []
         self.ends: list[tuple[int, int]] = []
-        """(messages, tokens) at the end of each turn of the model."""
+        """(number of messages, number of tokens) at the end of each model turn."""
         self.is_busy = False
 
     def shared_end(self, messages: list[Message], tools: list[Message] | None) -> tuple[int, int]:
-        """The latest end of a turn up to which `messages` are those of this context; (0, 0) without any."""
+        """Latest turn end up to which `messages` match this context; (0, 0) if none does."""
         if tools != self.tools:
             return (0, 0)
         known = [compared(message) for message in self.messages]
@@ -111,10 +106,11 @@ class Context:
 class Session:
     """Maps requests to contexts.
 
-    A request continues the context whose messages it repeats, the model's own as they were returned: tokens of the
-    model are never encoded again. One that leaves a context before its end (a fork), or while another request is in
-    flight there, opens a new context with the tokens up to that point, which carry no loss there: no token is trained
-    on twice. One that repeats nothing the model wrote (a sub-agent, a compaction) opens one of its own text.
+    A request continues the context whose messages it repeats, including the model's messages as they were returned, so
+    the model's tokens are never encoded again. A request that branches off before the end of a context (a fork), or
+    that arrives while another request uses the context, opens a new context with a copy of the tokens up to that point.
+    The copy carries no loss, so no token is trained on twice. A request that repeats none of the model's messages (a
+    sub-agent, a compaction) opens a context with its own text.
     """
 
     def __init__(self, episode: Episode, form: ChatForm) -> None:
@@ -123,19 +119,19 @@ class Session:
         self._contexts: list[Context] = []
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of tokens, special ones included."""
+        """Decode tokens, keeping special ones."""
         text: str = self._form.encoder.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     async def chat(
         self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
     ) -> Written:
-        """Let the model answer messages. Raises NoRoomError, PromptError, EngineError."""
+        """Let the model answer the messages. Raises NoRoomError, PromptError, EngineError."""
         context, observed = self._continued(messages, tools)
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Let the model go on after these tokens. Raises NoRoomError, PromptError, EngineError."""
+        """Let the model continue these tokens. Raises NoRoomError, PromptError, EngineError."""
         known = [
             context
             for context in self._contexts
@@ -143,14 +139,14 @@ class Session:
         ]
         context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
         observed = token_ids[len(context.transcript.token_ids) :]
-        # Not the engine's to find: it would take the whole generator down. What the model wrote may be beyond the
-        # tokenizer's, where the model's vocabulary is padded.
+        # Checked here, because an invalid id would crash the engine. Model tokens are exempt: a padded
+        # model vocabulary is larger than the tokenizer's.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
-            raise PromptError(f"token_ids must be of the tokenizer's {self._form.vocabulary_size}, got {stranger}")
+            raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
-        """The context that a request continues, or a new one, and the tokens that it adds."""
+        """Return the context that a request continues, or a new one, and the tokens to add."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
@@ -194,24 +190,24 @@ class Session:
         message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
-        # The reward function sees the conversation that was continued last.
+        # The reward function sees the most recent conversation.
         episode.messages = context.messages[context.num_given :]
         return Written(turn, completion, message, len(prompt))
 
 
 def text_of(message: Message) -> str:
-    """Text of a message, whose content may be a list of parts. Raises PromptError."""
+    """Text of a message; its content may be a list of parts. Raises PromptError for parts that are not text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     kinds = [part["type"] for part in content]
     if any(kind != "text" for kind in kinds):
-        raise PromptError(f"messages must be made of text, got parts of the kinds {kinds}")
+        raise PromptError(f"messages must contain only text, got parts of the kinds {kinds}")
     return "".join(part.get("text", "") for part in content)
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """The parts of a message that tell whether it is another one: clients drop or add fields, and strip texts."""
+    """Fields that identify a message, normalized because clients add or drop other fields and strip text."""
     calls = [
         (call.get("function", {}).get("name"), _decoded(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []

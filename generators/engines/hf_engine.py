@@ -1,4 +1,4 @@
-"""HfEngine: transformers in this process; the engine of serial runs and the reference for other engines."""
+"""HfEngine: transformers in this process. Engine of serial runs and reference for the other engines."""
 
 import asyncio
 import time
@@ -42,16 +42,16 @@ log = structlog.get_logger(__name__)
 # --- sampling --------------------------------------------------------------------------------------------------------
 def draw_uniforms(sampling: Sampling) -> Tensor:
     """Draw a request's random numbers from its own seed: float64[max_tokens] in [0, 1)."""
-    # One stream per request, drawn in advance: the response does not depend on the requests it is batched with.
+    # Drawn in advance from one stream per request, so that the response does not depend on the batch.
     generator = torch.Generator().manual_seed(sampling.seed)
     return torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
 
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample as vLLM does: temperature, then top-k, then top-p; log-probabilities are of what remains.
+    """Sample like vLLM: temperature, then top-k, then top-p. Log-probabilities are of the filtered distribution.
 
-    Temperature 0 takes the likeliest token and reports its log-probability at temperature 1, unfiltered. Takes logits
-    float[B, V] and one uniform number in [0, 1) per row; returns tokens int64[B] and log-probabilities float32[B].
+    Temperature 0 picks the likeliest token and reports its unfiltered log-probability at temperature 1. Takes logits
+    float[B, V] and one uniform number in [0, 1) per row. Returns tokens int64[B] and log-probabilities float32[B].
     """
     temperatures = torch.tensor([s.temperature for s in samplings])
     is_greedy = temperatures == 0
@@ -73,7 +73,7 @@ def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """bool[V]: the smallest set of likeliest tokens that holds at least `top_p` of the mass."""
+    """bool[V]: the smallest set of likeliest tokens with a total probability of at least `top_p`."""
     ordered, order = logits.softmax(-1).sort(descending=True)
     mass_before = ordered.cumsum(-1) - ordered
     kept = torch.zeros_like(logits, dtype=torch.bool)
@@ -82,8 +82,8 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # In float64, scaled to the rounded sum and kept one rounding step below it: a token of probability zero is then
-    # never drawn.
+    # In float64, scaled to the rounded sum and clamped one rounding step below it, so that a token with probability
+    # zero is never drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
@@ -91,7 +91,7 @@ def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 class HfRequest:
-    """A request and its response so far."""
+    """A request and its partial response."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class HfRequest:
         tokenizer: Any = None,
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`tokenizer` decodes the response, for texts in `stop`."""
+        """`tokenizer` is needed to find stop strings."""
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.images = images
@@ -113,11 +113,11 @@ class HfRequest:
         self.logprobs: list[float] = []
         self.version_spans: list[VersionSpan] = []
         self.experts: list[Tensor] = []
-        """[N, M, K] of each pass that read N of its tokens, where they are recorded."""
+        """Recorded experts, one [N, M, K] per forward pass that read N tokens."""
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Append a sampled token; completes the request at an end token, at a text in `stop` or at `max_tokens`."""
+        """Append a sampled token. Completes the request at an end token, a stop string, or `max_tokens`."""
         if not self.version_spans or self.version_spans[-1].version != version:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
@@ -129,19 +129,19 @@ class HfRequest:
             self.completion.set_result(completed)
 
     def _stop_string(self) -> str:
-        """`stop_string` if the last token completes one of the texts; empty otherwise."""
+        """`stop_string` if the last token completes a stop string, else empty."""
         if not self._stop:
             return ""
-        # A text without a byte-level rest is over its number of tokens at most, and decoding more costs its square.
+        # A stop string spans at most one token per byte. Decoding the whole response each time would be quadratic.
         tail = self.token_ids[-(max(map(len, map(str.encode, self._stop))) + 1) :]
         text = self._tokenizer.decode(tail)
         return "stop_string" if any(stop in text for stop in self._stop) else ""
 
 
 class HfBatch:
-    """Requests decoded together, with a KV cache and left padding. Life: step until `is_done`.
+    """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    The model's weights may change between steps; the KV cache of earlier tokens is kept.
+    The weights may change between steps; the KV cache of earlier tokens is kept.
     """
 
     def __init__(
@@ -153,21 +153,21 @@ class HfBatch:
         vision: VisionModel | None = None,
         routers: Routers | None = None,
     ) -> None:
-        """`vision`: of a model that is given images. `routers`: those of the model, if their choice is recorded."""
+        """`vision`: set if requests have images. `routers`: set to record the experts that they choose."""
         self._requests = requests
-        # Rows may be shorter than the longest: an answer ends before its own numbers do.
+        # Padded rows are safe: a response ends before its random numbers do.
         self._uniforms = pad_sequence([request.uniforms for request in requests], batch_first=True)
         self._num_sampled = 0
         self._vision = vision
         self._routers = routers
         self._cache = DynamicCache()
         longest = max(len(request.prompt_token_ids) for request in requests)
-        # Padding on the left: the last column then holds the last token of every row.
+        # Left padding puts the last token of every row into the last column.
         padding = [longest - len(request.prompt_token_ids) for request in requests]
         rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
         self._input_ids = torch.tensor(rows, device=device)
         self._mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
-        # What an image's positions lack of its tokens, for those behind it.
+        # Offset of positions after images, which span fewer positions than tokens.
         self._shift = torch.zeros(len(requests), 1, dtype=torch.long, device=device)
 
     @property
@@ -176,7 +176,7 @@ class HfBatch:
 
     @torch.inference_mode()
     def step(self, model: Any, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Sample one token for every open request, labelled with `version`."""
+        """Sample one token for every open request, labeled with `version`."""
         self._drop_finished()
         if self.is_done:
             return
@@ -191,7 +191,7 @@ class HfBatch:
         self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
-        # Positions count from each row's first real token, as without the left padding.
+        # Positions count from each row's first real token, as if unpadded.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :] + self._shift
         images: dict[str, Tensor] = {}
         if self._vision and not self._cache.get_seq_length() and any(request.images for request in self._requests):
@@ -214,7 +214,8 @@ class HfBatch:
         return output.logits[:, -1].cpu()
 
     def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
-        """Positions of the prompts in three axes; the patches of all images, and ids of nothing but their tokens."""
+        """Return the prompts' 3-axis positions, and model inputs with all image patches. In its `input_ids`, everything
+        except image tokens is -1."""
         positions, ids = positions.repeat(3, 1, 1), torch.full_like(self._input_ids, -1)
         for row, request in enumerate(self._requests):
             length = len(request.prompt_token_ids)
@@ -233,7 +234,7 @@ class HfBatch:
         open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
         if len(open_rows) == len(self._requests):
             return
-        # Finished rows leave the cache as well, so that the batch gets cheaper as it empties.
+        # Also drop finished rows from the cache, so that the batch gets cheaper as it empties.
         self._requests = [self._requests[row] for row in open_rows]
         self._uniforms = self._uniforms[open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
@@ -243,7 +244,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Decodes one batch at a time; requests that arrive meanwhile wait for the next one. Implements Engine.
+    """Decodes one batch at a time; later requests wait for the next batch. Implements Engine.
 
     Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """
@@ -252,7 +253,7 @@ class HfEngine:
         self._config = model
         self._max_num_seqs = engine.max_num_seqs
         self._receiver = receiver
-        # A receiver belongs to one thread, and waiting for bytes must not block decoding.
+        # A receiver must be used from one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
         self._routers: Routers | None = None
@@ -281,7 +282,7 @@ class HfEngine:
         except (OSError, ValueError) as error:
             raise EngineError(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-            # transformers' SDPA leaves the soft cap of attention scores out without a word.
+            # transformers' SDPA silently ignores soft-capping of attention scores.
             model.set_attn_implementation("eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if self._config.lora:
@@ -313,7 +314,7 @@ class HfEngine:
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._check_started()
         requests = [HfRequest(prompt, sampling) for prompt in prompts]
-        # A batch of its own, decoded at once: in the queue it would wait until the current batch is complete.
+        # Decoded immediately as a separate batch, because the queue waits for the current batch to complete.
         batch = self._make_batch(requests)
         while not batch.is_done:
             batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
@@ -338,20 +339,20 @@ class HfEngine:
         self._check_started()
         tensors = await self._receive(lambda: receive_update(self._receiver, update, fetched))
         paused_at = time.perf_counter()
-        # All of it before any of it is loaded.
+        # Check everything before loading anything.
         WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
         self._names.load_into(self._model, dict(tensors))
         self._version = update.version
         return time.perf_counter() - paused_at
 
     async def _receive(self, call: Callable[[], T]) -> T:
-        # Within one process nothing blocks, and a thread would leave it to chance which tokens are of which version.
+        # In-process transfers never block, and a thread would make the version of each token nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._receiver_thread, call)
 
     def current_load(self) -> EngineLoad:
-        """Always empty: without a bounded cache nothing ever waits for room in it."""
+        """Always empty, because the cache is unbounded and no request waits for space."""
         return EngineLoad()
 
     async def check_health(self) -> None:
@@ -360,7 +361,7 @@ class HfEngine:
     async def stop(self) -> None:
         if self._decoding is not None:
             self._decoding.cancel()
-        # Behind a transfer in flight, on the thread that owns the receiver.
+        # Queued after any transfer in flight, on the thread that owns the receiver.
         self._receiver_thread.submit(self._receiver.close)
         self._receiver_thread.shutdown(wait=False)
 
@@ -368,13 +369,13 @@ class HfEngine:
         batch: list[HfRequest] = []
         try:
             while self._queue:
-                # Yield once, so that requests made in the same turn of the loop form one batch.
+                # Yield once, so that requests made in the same loop iteration form one batch.
                 await asyncio.sleep(0)
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
                 await self._decode_batch(batch)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
-            # The queue fails too: nobody would start decoding for it again.
+            # Fail the queue too, because nothing would restart decoding for it.
             for request in [*batch, *self._queue]:
                 if not request.completion.done():
                     failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")
@@ -398,4 +399,4 @@ class HfEngine:
 
     def _check_started(self) -> None:
         if self._model is None:
-            raise EngineError("the engine must be started before it is used: call start() first")
+            raise EngineError("the engine must be started before use: call start() first")

@@ -1,1 +1,1 @@
-"""The process in which an environment runs. Its files import nothing of Slipstream: another Python may run them."""
+"""Process that runs an environment. Its files import nothing from Slipstream, because another Python may run them."""

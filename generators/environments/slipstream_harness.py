@@ -1,7 +1,7 @@
-"""slipstream_harness: verifiers environments (0.4) in this process, with a harness that is a loop and no program.
+"""slipstream_harness: runs verifiers environments (0.4) in this process, with a chat loop instead of a program.
 
-A plugin of verifiers, found by its name. Its model calls go to the door under the answer's key, which travels in a
-header beside verifiers' own session, so that all answers share one client.
+A verifiers plugin, found by its name. Its model calls go to the generator's model server. The answer's key is sent in a
+separate header in addition to verifiers' own session key, so that all answers share one client.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _key: ContextVar[str] = ContextVar("key")
 
 
 class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
-    """A chat loop with tools in this process: no runtime has to start for an answer."""
+    """Chat loop with tools that runs in this process, so that no runtime has to start per answer."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -46,7 +46,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
         **_: Any,
     ) -> Any:
-        """Talk until the model answers without a call, or its context is full."""
+        """Run the chat until the model answers without a tool call or its context is full."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
@@ -62,7 +62,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
                 try:
                     message = (await ask(model=ctx.model, messages=messages, **more)).choices[0].message
                 except APIStatusError as error:
-                    # Ends that are no failures: a full context, and a limit or a stop of the environment's.
+                    # Normal ends: a full context, or a limit or stop condition of the environment.
                     if trace.stop_condition is None and "context_length_exceeded" not in str(error):
                         raise
                     break
@@ -92,18 +92,18 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
     async def _call(self, call: Any, dispatch: dict, servers: dict) -> Any:
         name = call.function.name
         if name not in dispatch:
-            return f"error: there is no tool {name!r}, only {', '.join(dispatch)}"
+            return f"error: unknown tool {name!r}, available: {', '.join(dispatch)}"
         try:
             arguments = json.loads(call.function.arguments or "{}")
             return await asyncio.wait_for(call_mcp(servers, dispatch, name, arguments), self.config.tool_timeout)
         except json.JSONDecodeError as error:
             return f"error: arguments must be JSON: {error}"
         except TimeoutError:
-            return f"error: the tool {name!r} must answer within {self.config.tool_timeout:g} s, it did not"
+            return f"error: the tool {name!r} must answer within {self.config.tool_timeout:g} s, but did not"
 
 
 class VerifiersEnvironment:
-    """A verifiers environment; rows hold their task in `extra_info.task`, or its number in `extra_info.index`."""
+    """A verifiers environment. Rows contain their task in `extra_info.task`, or its number in `extra_info.index`."""
 
     def __init__(self, ident: str, arguments: dict[str, Any], *, max_turns: int) -> None:
         harness = {"id": "slipstream_harness", "tool_timeout": TOOL_TIMEOUT_S}
@@ -114,15 +114,15 @@ class VerifiersEnvironment:
         self._tasks: list[Any] = []
 
     async def open(self) -> None:
-        """Start what all answers share: tool servers, and the interception of model calls."""
+        """Start the tool servers and the interception of model calls, which all answers share."""
         await self._stack.enter_async_context(self._env.serving())
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """The first tasks of the set, as plain data."""
+        """The first `number` tasks of the set, as plain data."""
         return [task.data.model_dump(mode="json", exclude_none=True) for task in islice(self._env.taskset, number)]
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
-        """Play one episode; its rewards are the parts, weighted."""
+        """Run one episode. The weighted rewards are its parts."""
         _key.set(model["api_key"])
         client = vf.EvalClientConfig(base_url=model["base_url"], api_key_var="SLIPSTREAM_NO_KEY")
         ctx = ModelContext(client=client, model=model["model"], sampling=vf.SamplingConfig())

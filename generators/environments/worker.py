@@ -1,13 +1,13 @@
-"""python worker.py: an environment in a process of its own, driven over stdin and stdout in lines of JSON.
+"""python worker.py: runs an environment in a separate process, controlled by JSON lines on stdin and stdout.
 
     in   {"environment": "gsm8k-v1", "arguments": {...}, "max_turns": 16}        first; answered by {"ready": true}
          {"ping": 3}                                                             answered by {"pong": 3}
          {"id": 7, "row": {...}, "model": {"base_url": ..., "api_key": ..., "model": ...}}
          {"cancel": 7}
-         {"tasks": 100}                                                          answered by {"tasks": [...]}, so many
+         {"tasks": 100}                                                          answered by {"tasks": [...]}
     out  {"id": 7, "reward": 1.0, "parts": {...}, "metrics": {...}, "is_correct": true}, or {"id": 7, "error": "..."}
 
-It needs the standard library alone, and whatever the environment imports: no other process shares its libraries.
+It imports only the standard library and the environment, which can therefore use any versions of its libraries.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class FunctionEnvironment:
-    """An environment that is a coroutine function: (row, model) -> reward, or a record with one."""
+    """Environment given by a coroutine function: (row, model) -> reward, or a dict with `reward`."""
 
     def __init__(self, path: str, arguments: dict[str, Any]) -> None:
         module_name, _, name = path.rpartition(":")
@@ -43,10 +43,10 @@ class FunctionEnvironment:
         self._arguments = arguments
 
     async def open(self) -> None:
-        """Nothing to open: its module is imported."""
+        """No-op: the module is already imported."""
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """None: its rows come from a file of the user's."""
+        """Always empty: rows come from the user's dataset."""
         return []
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
@@ -55,16 +55,16 @@ class FunctionEnvironment:
         try:
             return {**record, "reward": float(record["reward"])}
         except (KeyError, TypeError, ValueError):
-            raise TypeError(f"it must return a number, or a record with a number `reward`, got {found!r:.80}") from None
+            raise TypeError(f"it must return a number, or a dict with a number `reward`, got {found!r:.80}") from None
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
-    """Build the environment of this name."""
-    # A user's own modules lie beside the run.
+    """Build the environment with this name."""
+    # The user's modules are in the working directory.
     sys.path.append(str(Path.cwd()))
     if ":" in environment:
         return FunctionEnvironment(environment, arguments)
-    # Imported only now: most processes have no verifiers.
+    # Imported here, because most processes do not have verifiers.
     from slipstream_harness import VerifiersEnvironment
 
     return VerifiersEnvironment(environment, arguments, max_turns=max_turns)
@@ -111,27 +111,27 @@ class Worker:
 
 
 def end() -> None:
-    """End this process at once, whatever its threads do; where it leads a group, with all that it started."""
+    """Exit immediately, even if threads still run. Also kills the process group if this process leads it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def end_after(parent: int) -> None:
-    """End this process once its parent has: an environment that hangs does not see that stdin has ended."""
+    """Exit when the parent does. A hanging environment would not notice that stdin is closed."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     end()
 
 
 async def main() -> None:
-    """Serve stdin; what the environment prints goes to stderr, where it cannot be taken for an answer."""
+    """Serve requests on stdin. Prints of the environment go to stderr, so that they do not mix with responses."""
     threading.Thread(target=end_after, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
-        # NaN is no JSON: with it the line, and with the line this process, would be lost.
+        # NaN is not valid JSON: the generator would reject the line and kill this process.
         answers.write(json.dumps(message, allow_nan=False) + "\n")
 
     lines = asyncio.StreamReader(limit=64 * 2**20)

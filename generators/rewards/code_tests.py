@@ -1,4 +1,4 @@
-"""Grader of code by test cases, which run in a sandbox."""
+"""Grades code by running test cases in a sandbox."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# The code runs in a module of its own, and the secret is read before it: code that ends the process early, as
-# os._exit(0) does, cannot have printed it.
+# The code runs in its own namespace, after the secret was read from stdin, so code that exits early, e.g. with
+# os._exit(0), has not printed the secret.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())
@@ -37,23 +37,23 @@ class TestCase(NamedTuple):
 
     stdin: str = ""
     stdout: str | None = None
-    """Expected output; None for the other kinds."""
+    """Expected output; None for other kinds of tests."""
     test: str = ""
-    """Statements that raise where the code is wrong, such as `assert add(3, 4) == 7`."""
+    """Statements that raise if the code is wrong, such as `assert add(3, 4) == 7`."""
     call: tuple[str, list[Any]] | None = None
-    """Function of the code and its arguments; the result is compared with `result`."""
+    """Function to call and its arguments; must return `result`."""
     result: Any = None
 
 
 class CodeTests:
-    """Reward 1 if the code of a response passes all its tests, or the share that it passes.
+    """Reward 1 if the code in a response passes all its tests; with mode `share`, the fraction of tests that pass.
 
-    The code is the last fenced block. The ground truth, also as JSON text, is one of
+    The code is the last fenced block. The ground truth, optionally as JSON text, is one of
     {"inputs": ["3 4\\n"], "outputs": ["7\\n"]}: programs that read stdin and write stdout, compared word by word;
     {"inputs": [[3, 4]], "outputs": [7], "fn_name": "add"}: calls of a function, or of a method of `Solution`;
-    ["assert add(3, 4) == 7", ...] or one text: statements that run after the code.
+    ["assert add(3, 4) == 7", ...] or a single string: statements that run after the code.
 
-    Source: the forms of verl, utils/reward_score/sandbox_fusion, and of MBPP.
+    Source: formats of verl, utils/reward_score/sandbox_fusion, and of MBPP.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class CodeTests:
         parallel: int = 2,
         python: str = "python3",
     ) -> None:
-        """Make the sandbox: the local one, or the one at `address` (SandboxFusion's API). `limits`: fields of Limits.
-
-        `max_tests`: the first ones count. `parallel`: tests of one worker that run at the same time.
+        """`address`: service with SandboxFusion's API; empty = local sandbox. `limits`: fields of Limits. `max_tests`:
+        use only the first tests. `parallel`: concurrent tests per worker.
         """
         if mode not in ("all", "share") or parallel < 1:
             raise ConfigError(f"mode of code must be all or share, and parallel >= 1, got {mode!r} and {parallel}.")
@@ -80,7 +79,7 @@ class CodeTests:
     async def __call__(self, sample: RewardInput) -> Reward:
         tests = list(read_tests(sample.ground_truth))[: self._max_tests]
         if not tests:
-            raise ValueError("a ground truth of code must hold at least one test, got none")
+            raise ValueError("a ground truth of code must contain at least one test, got none")
         blocks = _BLOCK.findall(sample.response)
         if not blocks:
             return Reward(total=0.0)
@@ -98,7 +97,7 @@ class CodeTests:
         return True
 
     async def _passes(self, code: str, test: TestCase) -> bool:
-        # Made here, where the loop runs that it belongs to.
+        # Created lazily, because it must belong to the running event loop.
         self._slots = self._slots or asyncio.Semaphore(self._parallel)
         async with self._slots:
             if test.stdout is not None:
@@ -116,14 +115,14 @@ class CodeTests:
 
 def _is_equal(text: str, expected: Any) -> bool:
     try:
-        # Through JSON, which makes lists of tuples on either side.
+        # JSON converts tuples to lists on both sides.
         return bool(json.loads(text) == json.loads(json.dumps(expected)))
     except ValueError:
         return False
 
 
 def read_tests(truth: Any) -> Iterator[TestCase]:
-    """Yield the tests of a ground truth. Raises ValueError or TypeError for one in no known form."""
+    """Yield the tests of a ground truth. Raises ValueError or TypeError for an unknown format."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
         truth = json.loads(truth)
     if isinstance(truth, str):

@@ -1,4 +1,4 @@
-"""RewardFunctions: the reward functions of a run, chosen per row and added with weights."""
+"""RewardFunctions: selects a run's reward functions per row and adds their weighted rewards."""
 
 import asyncio
 import difflib
@@ -33,13 +33,14 @@ BUILT_IN = {
     "rank": f"{_FOLDER}.functions:rank",
     "reward_model": f"{_FOLDER}.reward_model:RewardModel",
 }
-"""Short name -> import path of the functions that come with Slipstream."""
+"""Short name -> import path of built-in functions."""
 REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
-"""Those that run what a model wrote, or talk to an address: only a generator's own settings may name them."""
+"""Built-in functions that run model-written code, contact an address, or load a checkpoint. Only the generator's local
+settings may enable them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:
-    """Return the import path of a short name; any other text with a colon is a path. Raises ConfigError."""
+    """Return the import path of a short name, or an import path unchanged. Raises ConfigError."""
     if function in BUILT_IN:
         return BUILT_IN[function]
     if ":" in function:
@@ -53,46 +54,46 @@ def full_path(function: str, *, setting: str = "generators.reward") -> str:
 
 
 class RewardFunction:
-    """One loaded function: how to call it, which rows it takes, what its value weighs."""
+    """One loaded function: how to call it, which rows it scores, and its weight."""
 
     def __init__(self, config: RewardFunctionConfig, *, setting: str) -> None:
-        """Import the function. Raises ConfigError."""
+        """Raises ConfigError if the function cannot be imported or called."""
         path = full_path(config.function, setting=setting)
         found = find_function(path, setting=setting)
         self._function, self._form = bind(found, config.arguments, setting=setting, path=config.function)
         is_async = inspect.iscoroutinefunction
         self.compares = self._form.compares
-        """Whether it takes all answers to a prompt at once."""
-        # Those that compare are always awaited, so that answers to many prompts may be compared at the same time.
+        """Whether it scores all answers to a prompt together."""
+        # Comparing functions are always awaited, so that comparisons for many prompts can run concurrently.
         self.is_async = self.compares or is_async(self._function) or is_async(type(self._function).__call__)
         self.config = config
 
     def load(self) -> None:
-        """Call its method `start`, if it has one."""
+        """Call the function's `start` method, if any."""
         if callable(start := getattr(self._function, "start", None)):
             start()
 
     def start(self, sample: RewardInput | list[RewardInput]) -> Any:
-        """Call the function; the value is a coroutine if it is async."""
+        """Call the function. Returns a coroutine if it is async."""
         return call(self._function, self._form, sample)
 
     def result(self, value: Any) -> Reward | None:
-        """Return its value as a reward; None where it has no opinion. Raises for what is no reward."""
+        """Convert the function's value to a reward; None means no opinion. Raises for an invalid value."""
         reward = self._form.result(value)
         return None if reward is None else checked(reward)
 
 
 class RewardFunctions:
-    """Scores a sample by every function that takes its data source.
+    """Scores a sample with every function that accepts its data source.
 
-    Reward of a row = sum over its functions of weight * value, with one part for each function. Where
-    `generators.reward.function` names a single one, its reward stays as it is, with its own parts. Functions that
-    compare the answers to a prompt add theirs when the others have scored each answer by itself.
-    Invariant: each call ends in a Reward; any exception is one with status `error` and one line of detail.
+    Reward of a row = sum over its functions of weight * value, with one part per function. A single function in
+    `generators.reward.function` keeps its reward and parts unchanged. Functions that compare the answers to a prompt
+    run after the others have scored each answer individually.
+    Invariant: every call returns a Reward. Exceptions become rewards with status `error` and a one-line detail.
     """
 
     def __init__(self, config: RewardConfig, *, on_memory_error: Callable[[], NoReturn] | None = None) -> None:
-        """Import all functions. `on_memory_error` ends a process that ran out of memory. Raises ConfigError."""
+        """Import all functions. `on_memory_error` is called when a function runs out of memory. Raises ConfigError."""
         self._config = config
         self._on_memory_error = on_memory_error
         settings = [f"generators.reward.functions[{index}]" for index in range(len(config.functions))]
@@ -101,15 +102,15 @@ class RewardFunctions:
             for one, setting in zip(config.chosen, settings or ["generators.reward"], strict=True)
         ]
         self.is_async = any(function.is_async for function in self._functions)
-        """Whether one of them is `async def`: then `score_async` must be called."""
+        """Whether any function is async; then use `score_async`."""
 
     def start(self) -> None:
-        """Have functions load what takes long, such as a model: those with a method `start`."""
+        """Call the `start` methods of functions, e.g. to load a model."""
         for function in self._functions:
             function.load()
 
     def score(self, sample: RewardInput) -> Reward:
-        """Return the reward of a sample, where no function is async."""
+        """Score a sample. No function may be async."""
         name = ""
         try:
             values = []
@@ -122,29 +123,29 @@ class RewardFunctions:
             return self._failed(error, name)
 
     async def score_async(self, sample: RewardInput) -> Reward:
-        """Return the reward of a sample; its async functions run at the same time. Cancelling it cancels them."""
+        """Score a sample, running async functions concurrently. Canceling this cancels them."""
         try:
             functions = self._of(sample)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(function, sample)) for function in functions]
+                tasks = [group.create_task(self._call(function, sample, function.result)) for function in functions]
             return self._sum([(function, task.result()) for function, task in zip(functions, tasks, strict=True)])
         except BaseExceptionGroup as errors:
-            # The first one cancelled the others.
+            # The first error canceled the other functions.
             error = errors.exceptions[0]
             return self._failed(error.__cause__ or error, str(error))
         except Exception as error:
             return self._failed(error, "")
 
     def compares(self, data_source: str) -> bool:
-        """Whether answers of this source are compared with each other."""
+        """Whether a function compares answers with this data source."""
         return any(function.compares and function.config.takes(data_source) for function in self._functions)
 
     def scores_alone(self, data_source: str) -> bool:
-        """Whether a function scores answers of this source by themselves."""
+        """Whether a function scores answers with this data source individually."""
         return any(not function.compares and function.config.takes(data_source) for function in self._functions)
 
     async def compare(self, samples: list[RewardInput]) -> list[Reward]:
-        """Return the rewards of answers to one prompt, `RewardInput.reward` included, by the functions that compare."""
+        """Run the comparing functions on the answers to one prompt. The result includes `RewardInput.reward`."""
         chosen = [each for each in self._functions if each.compares and each.config.takes(samples[0].data_source)]
         try:
             async with asyncio.TaskGroup() as group:
@@ -168,20 +169,17 @@ class RewardFunctions:
 
         def read(values: Any) -> list[Reward | None]:
             if len(values) != len(samples):
-                raise ValueError(f"it must return one value for each of {len(samples)} answers, got {len(values)}")
+                raise ValueError(f"it must return one value per answer ({len(samples)}), got {len(values)}")
             return [None if value is None else function.result(value) for value in values]
 
         return await self._call(function, samples, read)
-
-    async def _result(self, function: RewardFunction, sample: RewardInput) -> Reward | None:
-        return await self._call(function, sample, function.result)
 
     async def _call(self, function: RewardFunction, given: Any, read: Callable[[Any], Any]) -> Any:
         try:
             value = function.start(given)
             return read(await value if inspect.isawaitable(value) else value)
         except asyncio.CancelledError as error:
-            # Raised by the function itself, nobody has cancelled the call.
+            # Raised by the function; this task was not canceled.
             if (task := asyncio.current_task()) and not task.cancelling():
                 raise _CallFailedError(function.config.part) from error
             raise
@@ -192,8 +190,8 @@ class RewardFunctions:
         self._config.check_data_source(sample.data_source, found_in="this row")
         if not self.scores_alone(sample.data_source):
             raise ConfigError(
-                "an answer by itself, as in an evaluation, must have a function that scores it alone, but those of "
-                "this row compare answers: add one to generators.reward.functions, of weight 0 if it is to measure only"
+                "a single answer, as in an evaluation, requires a function that scores it individually, but those of "
+                "this row compare answers: add one to generators.reward.functions, with weight 0 if it only measures"
             )
         return [each for each in self._functions if not each.compares and each.config.takes(sample.data_source)]
 
@@ -204,7 +202,7 @@ class RewardFunctions:
         own: Reward | None = None,
         own_decides: bool = False,
     ) -> Reward:
-        """Weighted sum of the functions' rewards, and of `own`, a sum of others, one of which may decide."""
+        """Weighted sum of rewards, plus `own`, an earlier sum. `own_decides`: `own` decides `is_correct` too."""
         known = [(function.config, reward) for function, reward in values if reward is not None]
         if not known:
             raise ValueError("a reward function must return a number for this row, every one returned None")
@@ -214,7 +212,7 @@ class RewardFunctions:
             return failed
         parts = {} if own is None else dict(own.parts)
         for config, reward in known:
-            # One of weight 0 is measured, and not added.
+            # A weight of 0 means: measured but not added.
             parts[config.part] = (config.weight or 1.0) * reward.total
             parts |= {f"{config.part}/{name}": number for name, number in reward.parts.items()}
         deciding = [reward for config, reward in known if config.decides]

@@ -1,4 +1,4 @@
-"""Reward functions of texts: comparisons, ranks, short answers in <answer> tags, and the shape of a response."""
+"""Reward functions for text: comparisons, ranks, short answers in <answer> tags, and the form of a response."""
 
 import re
 import string
@@ -21,10 +21,10 @@ def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = 
 
 
 def position_match(sample: RewardInput) -> Reward:
-    """Reward the share of matching positions: matches / (max(len(answer), len(truth)) + 1).
+    """Reward the fraction of matching positions: matches / (max(len(answer), len(truth)) + 1).
 
-    The additional position is the end: it matches if the model wrote its end token where the truth ends. The reward is
-    therefore 1 only for a correct answer, and both a missing end and trailing text cost.
+    The extra position is the end, which matches if the model wrote its end token where the truth ends. The reward is
+    1 only for a correct answer; a missing end and trailing text both reduce it.
     """
     answer, truth = sample.response, truth_text(sample, grader="position_match")
     is_end_right = sample.stop_reason == "stop" and len(answer) == len(truth)
@@ -34,18 +34,19 @@ def position_match(sample: RewardInput) -> Reward:
 
 
 def rank(samples: list[RewardInput], *, by: str = "") -> list[Reward]:
-    """Reward the share of the other answers to the prompt that have a smaller score; equal ones count half.
+    """Reward the fraction of the other answers to the prompt with a smaller score. Ties count half.
 
-    `by`: part of the reward by other functions that is the score; empty = their sum.
+    `by`: reward part to rank by; empty = the total of the other functions.
     """
     if len(samples) < 2 or any(sample.reward is None for sample in samples):
         raise ValueError(
-            f"rank must have at least two answers, scored by another of generators.reward.functions, got {len(samples)}"
+            "rank requires at least two answers, scored by another function in generators.reward.functions, got "
+            f"{len(samples)}"
         )
     own = [sample.reward for sample in samples if sample.reward is not None]
     if by and any(by not in reward.parts for reward in own):
         raise ValueError(
-            f"`by` of rank must be a part that every answer has, got {by!r}, not {', '.join(own[0].parts)}"
+            f"`by` of rank must be a part of every answer's reward ({', '.join(own[0].parts)}), got {by!r}"
         )
     scores = [reward.parts[by] if by else reward.total for reward in own]
     shares = [(sum(other < score for other in scores) + (scores.count(score) - 1) / 2) for score in scores]
@@ -63,10 +64,10 @@ _MAX_TAGS = 10
 
 
 def qa_exact_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
-    """Reward 1 if the last <answer> equals one of the golden answers, `format_score` for another one, else 0.
+    """Reward 1 if the last <answer> equals a golden answer, `format_score` for a wrong answer, 0 without an answer.
 
-    Case, punctuation and articles do not count. All turns of the model are read. A quarter of it where there are more
-    than ten answer tags, which try them all. The ground truth is a text, a list of texts, or {"target": either}.
+    Ignores case, punctuation, and articles. Reads all model turns. The reward is 0.25 with more than ten answer tags,
+    which indicate guessing. The ground truth is a string, a list of strings, or {"target": either}.
 
     Source: Search-R1, arXiv:2503.09516; verl, utils/reward_score/search_r1_like_qa_em.py.
     """
@@ -74,7 +75,7 @@ def qa_exact_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
 
 
 def qa_sub_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
-    """Reward as `qa_exact_match`, for an answer that contains one of the golden answers."""
+    """Like `qa_exact_match`, but the answer only has to contain a golden answer."""
     return _grade(sample, lambda answer, golden: golden in answer, format_score=format_score)
 
 
@@ -82,7 +83,7 @@ def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_s
     texts = truth_texts(sample, grader="question answering")
     golden = [text for text in map(normalised, texts) if text]
     if not golden:
-        raise ValueError(f"a golden answer must hold more than articles and punctuation, got {texts!r:.60}")
+        raise ValueError(f"a golden answer must contain more than articles and punctuation, got {texts!r:.60}")
     text = model_text(sample)
     answers = _ANSWER.findall(text)
     if not answers:
@@ -95,22 +96,22 @@ def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_s
 
 
 def normalised(text: str) -> str:
-    """Return the text in lower case, without punctuation, articles and double blanks: `The  U.S.` -> `us`."""
+    """Lowercase a text and remove punctuation, articles, and repeated blanks: `The  U.S.` -> `us`."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-# --- shape; added to a grader's rewards with weights -----------------------------------------------------------------
+# --- form; added to a grader's rewards with weights ------------------------------------------------------------------
 def format_tags(
     sample: RewardInput, *, tags: Sequence[str] = ("think", "answer"), is_first_open: bool = False
 ) -> Reward:
-    """Reward 1 if the response is <think>...</think><answer>...</answer> and nothing else, each tag once, else 0.
+    """Reward 1 if the response is exactly <think>...</think><answer>...</answer>, each tag once, else 0.
 
-    `is_first_open`: the prompt has opened the first tag, so the response starts inside it.
+    `is_first_open`: the prompt already opened the first tag, so the response starts inside it.
 
     Source: DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
     """
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    # The marks alone decide, in their order: a pattern for the whole text could backtrack without end.
+    # Only the order of tags matters. A regular expression for the whole text could backtrack exponentially.
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", sample.response)
     outside = pieces[2::4] if is_first_open else pieces[0::4]
     is_right = pieces[1::2] == marks[is_first_open:] and not any(text.strip() for text in outside)
@@ -118,12 +119,12 @@ def format_tags(
 
 
 def length_penalty(sample: RewardInput, *, max_tokens: int) -> Reward:
-    """Reward -L / max_tokens for a response of L tokens, at least -1: shorter answers are better."""
+    """Reward -L / max_tokens for a response of L tokens, at least -1."""
     return Reward(total=-min(1.0, len(sample.response_token_ids) / max_tokens))
 
 
 def repetition_penalty(sample: RewardInput, *, ngram: int = 3) -> Reward:
-    """Reward -(1 - different n-grams / n-grams) over the words of the response; 0 where it has fewer words than n.
+    """Reward -(1 - distinct n-grams / n-grams) over the words of the response; 0 if it has fewer than n words.
 
     Source: Demystifying Long CoT, arXiv:2502.03373, appendix; Open-R1, `get_repetition_penalty_reward`.
     """

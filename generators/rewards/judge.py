@@ -1,4 +1,4 @@
-"""Graders that ask a language model at an address with OpenAI's chat API: for a score, or which of two is better."""
+"""Graders that query a language model through OpenAI's chat API, for a score or for the better of two answers."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ _BRADLEY_TERRY_ROUNDS = 200
 
 
 class ChatClient:
-    """Asks a model at an address, at a rate; many questions are in flight."""
+    """Client of a chat API with a rate limit and concurrent requests."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ChatClient:
         requests_per_minute: float | None = None,
         api_key_variable: str = "OPENAI_API_KEY",
     ) -> None:
-        """`address`: base of the API, such as http://judge:8000/v1. `requests_per_minute`: of each worker; a call's
-        wait counts to its time limit. `api_key_variable`: environment variable of the key, which may be missing.
+        """`address`: base URL of the API, e.g. http://judge:8000/v1. `requests_per_minute`: limit per worker; waiting
+        for it counts toward a call's time limit. `api_key_variable`: environment variable with the key, if any.
         """
         self.address = f"{address.rstrip('/')}/chat/completions"
         self._system = system
@@ -71,8 +71,8 @@ class ChatClient:
         self._client: httpx.AsyncClient | None = None
 
     async def ask(self, template: str, texts: dict[str, str]) -> str:
-        """Return the answer to a question: a template with `{name}` for each text. Raises RuntimeError."""
-        # In one pass: an answer that contains {ground_truth} must not be told it.
+        """Fill the template's `{name}` placeholders and return the model's answer. Raises RuntimeError."""
+        # One pass, so that an answer containing {ground_truth} does not get it filled in.
         question = _PLACEHOLDER.sub(lambda found: texts.get(found.group(1), found.group()), template)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": question})
@@ -81,7 +81,7 @@ class ChatClient:
             self._next_at = max(now, self._next_at) + self._interval_s
             await asyncio.sleep(self._next_at - self._interval_s - now)
         if self._client is None:
-            # Made here, where the loop runs that it belongs to. The pool limits calls, in number and time.
+            # Created lazily, because it must belong to the running event loop. The pool limits calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             answer = await self._client.post(
@@ -91,14 +91,15 @@ class ChatClient:
             return str(answer.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise RuntimeError(
-                f"the judge at {self.address} must answer in OpenAI's form, got {type(error).__name__}: {error}"
+                f"the judge at {self.address} must answer in OpenAI's format, got {type(error).__name__}: {error}"
             ) from error
 
 
 class Judge:
-    """Reward score / `scale` that the judge writes, in the last match of `pattern`; correct from `correct_from` up.
+    """Reward: the judge's score divided by `scale`. The last match of `pattern` is the score. Correct if the reward is
+    at least `correct_from`.
 
-    An answer without a score, and a judge that is not there, are errors: the trajectory is masked, never a zero.
+    A missing score and an unreachable judge are errors, so the trajectory is masked rather than scored 0.
     """
 
     def __init__(
@@ -110,15 +111,15 @@ class Judge:
         correct_from: float = 1.0,
         **client: Any,
     ) -> None:
-        """`template`: the judge's prompt, with {prompt}, {response} and {ground_truth}. `pattern`: regular expression,
-        whatever the case, whose group 1 is the score. `client`: arguments of ChatClient.
+        """`template`: the judge's prompt, with {prompt}, {response}, and {ground_truth}. `pattern`: case-insensitive
+        regular expression with the score in group 1. `client`: arguments of ChatClient.
         """
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE)
         except re.error as error:
             raise ConfigError(f"pattern of judge must be a regular expression, got {pattern!r}: {error}.") from error
         if self._pattern.groups < 1 or "{response}" not in template:
-            raise ConfigError("judge must have a pattern with a group for the score, and a template with {response}.")
+            raise ConfigError("judge requires a pattern with a group for the score, and a template with {response}.")
         self._template, self._scale, self._correct_from = template, scale, correct_from
         self._client = ChatClient(**client)
 
@@ -131,18 +132,18 @@ class Judge:
         verdict = await self._client.ask(self._template, texts)
         found = next(iter(deque(self._pattern.finditer(verdict), maxlen=1)), None)
         if found is None:
-            raise ValueError(f"the judge must write a score that the pattern finds, got {verdict[-_MAX_SHOWN:]!r}")
+            raise ValueError(f"the judge must write a score that matches the pattern, got {verdict[-_MAX_SHOWN:]!r}")
         score = float(found.group(1)) / self._scale
         return Reward(total=score, is_correct=score >= self._correct_from)
 
 
 class PairwiseJudge:
-    """Reward by comparisons of the answers to a prompt in pairs, each judged in both orders.
+    """Reward from pairwise comparisons of the answers to a prompt, each pair judged in both orders.
 
-    `method`: `win_rate`, the share of its comparisons that an answer wins, ties counting half; or `bradley_terry`, its
-    chance to win against an answer of average strength, which weighs who was beaten. A judge's taste for one place
-    cancels only with both orders, so a pair without both verdicts is left out; an answer without a pair
-    is an error: masked, never a zero.
+    `method`: `win_rate` is the fraction of comparisons that an answer wins, with ties counting half. `bradley_terry` is
+    its probability of beating an answer of average strength, which accounts for the opponents' strengths. The judge's
+    position bias cancels only with both orders, so a pair without both verdicts is skipped. An answer without any pair
+    is an error, which is masked rather than scored 0.
     """
 
     def __init__(
@@ -153,12 +154,13 @@ class PairwiseJudge:
         template: str = _PAIR_TEMPLATE,
         **client: Any,
     ) -> None:
-        """`opponents`: each answer meets that many of the answers after it; None = all. `template`: with {prompt}, {a},
-        {b}, perhaps {ground_truth}; the judge's last `Verdict: A`, `B` or `tie` counts. `client`: as for `judge`.
+        """`opponents`: compare each answer with this many of the following ones; None = all. `template`: contains
+        {prompt}, {a}, {b}, and optionally {ground_truth}; the judge's last `Verdict: A`, `B`, or `tie` counts.
+        `client`: arguments of ChatClient.
         """
         if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
             raise ConfigError(
-                "pairwise_judge must have method=win_rate or bradley_terry, and a template with {a} and {b}, got "
+                "pairwise_judge requires method=win_rate or bradley_terry, and a template with {a} and {b}, got "
                 f"method={method!r}."
             )
         self._method, self._opponents, self._template = method, opponents, template
@@ -167,7 +169,7 @@ class PairwiseJudge:
     async def __call__(self, samples: list[RewardInput]) -> list[Reward]:
         count = len(samples)
         if count < 2:
-            raise ValueError(f"pairwise_judge must have at least two answers to a prompt, got {count}")
+            raise ValueError(f"pairwise_judge requires at least two answers to a prompt, got {count}")
         reach = count - 1 if self._opponents is None else min(self._opponents, count - 1)
         pairs = sorted({tuple(sorted((i, (i + step) % count))) for i in range(count) for step in range(1, reach + 1)})
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
@@ -189,7 +191,7 @@ class PairwiseJudge:
         return [
             Reward(total=strength, parts={"pairs": number})
             if number
-            else failed_reward("error", f"pairwise_judge: every comparison failed, as with {errors[0]}")
+            else failed_reward("error", f"pairwise_judge: every comparison failed, e.g. with {errors[0]}")
             for strength, number in zip(strengths, met, strict=True)
         ]
 
@@ -205,10 +207,11 @@ class PairwiseJudge:
 
 
 def bradley_terry(wins: list[list[float]]) -> list[float]:
-    """Return the chance of each to beat one of average strength, from the wins of each (row) against each (column).
+    """Probability that each answer beats one of average strength, given `wins[i][j]` of answer i against answer j.
 
-    P(i beats j) = p_i / (p_i + p_j), by the iteration p_i = W_i / sum_j n_ij / (p_i + p_j); chance = p_i / (p_i + 1).
-    Each also ties once with one of strength 1: the scale is fixed, and an answer that won everything has a finite p.
+    P(i beats j) = p_i / (p_i + p_j), with the iteration p_i = W_i / sum_j n_ij / (p_i + p_j); result p_i / (p_i + 1).
+    Each answer also gets one virtual tie against strength 1, which fixes the scale and keeps p finite for an answer
+    that won everything.
 
     Source: Hunter, MM algorithms for generalized Bradley-Terry models, Annals of Statistics 32, 2004, eq. 3.
     """
@@ -227,7 +230,7 @@ def bradley_terry(wins: list[list[float]]) -> list[float]:
 
 
 def _as_text(value: Any) -> str:
-    """Text of a prompt or a truth: chat messages one below the other, other values as JSON."""
+    """Text of a prompt or ground truth: chat messages separated by blank lines, other values as JSON."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
         return "\n\n".join(f"{item.get('role', '')}: {item['content']}" for item in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Graders of mathematics: numbers compared exactly, texts normalised as Minerva's, formulas compared by math-verify."""
+"""Graders of mathematics: exact comparison of numbers, Minerva's normalization of text, math-verify for formulas."""
 
 import logging
 import re
@@ -11,14 +11,14 @@ from slipstream.generators.rewards.reward import RewardInput, truth_text
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 _MAX_NUMBER = 100
-"""Characters of the longest number: comparing those of millions of digits would take minutes."""
+"""Maximum length of a number, because comparing millions of digits would take minutes."""
 _MINUS = "\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"[-+]?(?:\\\$|\$)?\s?(?:{_DIGITS})(?:\s?/\s?(?:{_DIGITS}))?"
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]{1,50})\}\{([^{}]{1,50})\}")
-# A number is the answer only where no expression goes on behind it: 3\sqrt{2}, 2^{10}, 1e5, 1,2, 7 1/2, 2x, 3 + 4 do;
-# nor where others stand beside it: 7 or 8.
-# Atomic (`?>`): a shorter beginning of the number, with the rest behind it, must not match either.
+# A number is the answer only if no expression continues after it, as in 3\sqrt{2}, 2^{10}, 1e5, 1,2, 7 1/2, 2x, 3 + 4,
+# and no alternative follows, as in 7 or 8.
+# Atomic (`?>`), so that a prefix of the number does not match either.
 _ENDED_NUMBER = (
     rf"(?>{_NUMBER})(?![ \t]?\d|[.,:]\d|[\^_{{(]|[eE][-+]?\d|[a-zA-Z]\b|\s?\\(?!text|mathrm|quad|end)[a-zA-Z]"
     rf"|\s?[*/+=^-]\s?(?:[\d\\(]|[a-zA-Z]\b)|\s+(?:or|and|to)\s+{_NUMBER})"
@@ -33,11 +33,10 @@ _DECORATION = re.compile(r"\\text\{[^{}]*\}|\\[,;!%$ ]|[$%]")
 
 
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
-    """Reward 1 for the right final number, plus `format_reward` for a recognised format, in the manner of GSM8K.
+    """Reward 1 for the right final number, plus `format_reward` for a recognized format, in the style of GSM8K.
 
-    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response cut off at its length limit is
-    wrong. Raises ValueError for a ground truth that is not one number: formulas, sets and texts need a function that
-    understands them.
+    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response truncated at its length limit is
+    wrong. Raises ValueError if the ground truth is not a single number; formulas, sets, and text need other functions.
     """
     truth = true_number(truth_text(sample, grader="math_answer"))
     answer, has_format = final_number(sample.response)
@@ -48,22 +47,22 @@ def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
 
 
 def true_number(text: str) -> Fraction:
-    """Read a ground truth: the text behind its last `####`, else in its last box, else all of it. Raises ValueError."""
+    """Read a ground truth: the text after its last `####`, else in its last box, else all of it. Raises ValueError."""
     _, mark, answer = _plain(text).rpartition("####")
     box = None if mark else _last(_BOX, answer)
     number = _number(box.group(1) if box else answer)
     if number is None:
         raise ValueError(
-            f"a ground truth of math_answer must be one number of at most {_MAX_NUMBER} characters, got {text[-60:]!r}"
+            f"a ground truth of math_answer must be a number of at most {_MAX_NUMBER} characters, got {text[-60:]!r}"
         )
     return number
 
 
 def final_number(text: str) -> tuple[Fraction | None, bool]:
-    """Extract the final number of a response, None if there is none; and whether it was in a known format.
+    """Return the final number of a response, or None, and whether it was in a known format.
 
-    Tried in turn: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number of the text. The last one of a
-    kind wins; where it is part of a formula or a list, there is no number.
+    Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number in the text. The last match of
+    a kind counts; if it is part of a formula or list, the result is None.
     """
     text = _plain(text)
     if mark := _last(_HASHES, text):
@@ -92,7 +91,7 @@ def _number_at(text: str, start: int) -> Fraction | None:
 
 
 def _number(text: str) -> Fraction | None:
-    """Value of a text that is one number and nothing else; None for any other."""
+    """Value of a text that is exactly one number, else None."""
     if len(text) > _MAX_NUMBER:
         return None
     plain = _DECORATION.sub("", text).strip().rstrip(".")
@@ -106,7 +105,7 @@ def _number(text: str) -> Fraction | None:
 
 
 _TAIL = 300
-"""Characters of a response in which gsm8k and dapo_math look for the answer, as verl does."""
+"""Characters at the end of a response that gsm8k and dapo_math search, as in verl."""
 _STRICT = re.compile(r"####\s*([^\n]*)")
 _SEVERAL = re.compile(rf"(?>{_NUMBER}).*?[^\w.,]{_NUMBER}")
 _ANY_NUMBER = re.compile(r"-?[\d.,]*\d")
@@ -115,10 +114,10 @@ _ANY_NUMBER = re.compile(r"-?[\d.,]*\d")
 def gsm8k(
     sample: RewardInput, *, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
 ) -> Reward:
-    """Reward 1 for the right number, `format_score` for another one in the format, else 0.
+    """Reward 1 for the right number, `format_score` for a wrong number in the format, else 0.
 
-    strict: the number behind the last `####`, alone on its line but for units: `#### 7 or 8` has no answer.
-    flexible: the last number of the text. Only the end of the response counts.
+    strict: the only number after the last `####`, apart from units; `#### 7 or 8` has no answer.
+    flexible: the last number in the text. Only the end of the response is searched.
 
     Source: GSM8K, arXiv:2110.14168; verl, utils/reward_score/gsm8k.py. Differs: numbers are compared by value.
     """
@@ -144,47 +143,11 @@ _REPLACED = [
     *[("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")],
     *[(",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")],
 ]
-_REMOVED = [
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-    '"',
-    "\\dots",
-]
+_REMOVED = r"""
+    square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm
+    pounds meters meals edges students childrentickets multiples \text{s} \text{.} \text{}^2 \text{}^3 \text{}
+    \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots
+"""
 _UNWRAPPED = [
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
     *[(re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")],
@@ -195,9 +158,9 @@ _UNWRAPPED = [
 
 
 def dapo_math(sample: RewardInput) -> Reward:
-    """Reward 1 if the last `Answer:` line equals the ground truth after normalisation, else -1.
+    """Reward 1 if the last `Answer:` line equals the ground truth after normalization, else -1.
 
-    Source: DAPO, arXiv:2503.14476, section 3.4 and its prompt; normalisation of Minerva, arXiv:2206.14858, appendix D.
+    Source: DAPO, arXiv:2503.14476, section 3.4 and its prompt; normalization of Minerva, arXiv:2206.14858, appendix D.
     """
     found = _last(_ANSWER_LINE, sample.response[-_TAIL:])
     answer = normalised(found.group(1)) if found else None
@@ -206,11 +169,11 @@ def dapo_math(sample: RewardInput) -> Reward:
 
 
 def normalised(answer: str) -> str:
-    """Return a final answer without units, boxes and shorthand, by Minerva's rules: `x=\\frac12` -> `frac{1}{2}`."""
+    """Remove units, boxes, and shorthand from an answer by Minerva's rules: `x=\\frac12` -> `frac{1}{2}`."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
-    for text in _REMOVED:
+    for text in _REMOVED.split():
         answer = answer.replace(text, "")
     for pattern, new in _UNWRAPPED:
         answer = pattern.sub(new, answer)
@@ -222,17 +185,17 @@ def normalised(answer: str) -> str:
 class MathVerify:
     """Reward 1 if math-verify finds the answer equal to the ground truth, else 0.
 
-    It reads LaTeX and plain formulas, boxed or in the text, and compares them by value; see its disagreements with the
-    other graders in docs/rewards.md. A truth is LaTeX or plain text, with or without a box.
+    It reads LaTeX and plain formulas, boxed or in the text, and compares them by value. docs/rewards.md lists
+    disagreements with the other graders. A ground truth is LaTeX or plain text, with or without a box.
 
     Source: https://github.com/huggingface/Math-Verify
     """
 
     def __init__(self, *, float_rounding: int = 6) -> None:
-        # Imported here: it takes seconds, which the other graders do without.
+        # Imported here, because it takes seconds and the other graders do not need it.
         from math_verify import parse, verify
 
-        # It warns of limits that are switched off; the pool's own limit ends whatever hangs, in any thread.
+        # Silence its warning about disabled timeouts. The pool's time limit handles hangs in any thread.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._parse, self._verify = parse, verify
         self._float_rounding = float_rounding
@@ -241,7 +204,7 @@ class MathVerify:
         truth = truth_text(sample, grader="math")
         known = self._parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}", parsing_timeout=None)
         if not known:
-            raise ValueError(f"a ground truth of math must be a formula that math-verify can read, got {truth[:60]!r}")
+            raise ValueError(f"a ground truth of math must be a formula that math-verify reads, got {truth[:60]!r}")
         answer = self._parse(sample.response, parsing_timeout=None)
         is_correct = self._verify(known, answer, float_rounding=self._float_rounding, timeout_seconds=None)
         return Reward(total=float(is_correct), is_correct=is_correct, detail=str(answer[0]) if answer else "")

@@ -1,8 +1,8 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers are plain interpreters that import the reward function and nothing large of ours; the caller's event loop talks
-to them over socket pairs. An executor library would pass every call through threads of this process, which compete with
-that loop for the interpreter lock, and could not tell which of several calls in a worker hangs.
+Workers are plain interpreters that import the reward function but none of our large modules. The caller's event loop
+talks to them over socket pairs. An executor library would pass every call through threads of this process, which
+compete with the loop for the GIL, and could not tell which of several calls in a worker hangs.
 """
 
 import asyncio
@@ -36,40 +36,40 @@ from slipstream.generators.rewards.worker import (
 )
 
 REAP_TIMEOUT_S = 2.0
-"""Longest wait for a worker to kill what its reward function started, and to end."""
+"""Time limit for a worker to kill its reward function's processes and exit."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
-"""Samples sent to one worker ahead of its replies: enough to keep it busy, few enough that a hang delays few others."""
+"""Unanswered samples per worker: enough to keep it busy, few enough that a hang delays few others."""
 
 
 class ScoreRequest:
-    """A sample, or all that are compared, and the future of their rewards."""
+    """One sample, or all samples of a comparison, and the future with their rewards."""
 
     def __init__(self, samples: list[RewardInput], *, compares: bool, tries: int) -> None:
         self.samples = samples
         self.compares = compares
         self.tries = tries
-        """Calls that it may still take, the one that runs included."""
+        """Remaining tries, including the current one."""
         self.rewards: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
 
     def resolve(self, rewards: list[Reward]) -> None:
-        """Set the rewards, unless the caller was cancelled."""
+        """Set the rewards, unless the caller was canceled."""
         if not self.rewards.done():
             self.rewards.set_result(rewards)
 
     def fail(self, reward: Reward) -> None:
-        """Give every sample this one."""
+        """Set the same reward for every sample."""
         self.resolve([reward] * len(self.samples))
 
 
 class RewardWorker(asyncio.Protocol):
-    """Connection to one worker process. Life: open -> ready -> (submit, reply)* -> ending -> closed.
+    """Connection to one worker process. Life cycle: open -> ready -> (submit, reply)* -> ending -> closed.
 
-    A worker of synchronous functions replies in order, so the time limit always applies to its oldest pending request,
-    and a timeout or crash is that request's fault alone. One of async functions cancels the calls that take too long
-    itself; where it cannot, because one of them holds up all others or takes the process down, its mark tells which.
-    `on_change(worker)` is called when it may have capacity, and when it is closed; `on_failure(request, rewards)` for a
-    request without any reward.
+    A worker with synchronous functions replies in order, so the time limit applies to its oldest pending request, which
+    is also to blame for a timeout or crash. A worker with async functions cancels slow calls itself. If it cannot,
+    because one call blocks the others or crashes the process, its mark identifies that call.
+    `on_change(worker)` is called when it may have capacity, and when it is closed. `on_failure(request, rewards)` is
+    called for a request whose samples all failed.
     """
 
     def __init__(
@@ -92,29 +92,28 @@ class RewardWorker(asyncio.Protocol):
         self._last_id = 0
         self._pending: dict[int, tuple[float, ScoreRequest]] = {}
         self.pid = 0
-        """Process that scores; 0 until the reward function is loaded."""
+        """Scoring process; 0 until the reward function is loaded."""
         self.is_closed = False
         self.error = ""
 
     def take_pending(self) -> list[ScoreRequest]:
-        """Return what is submitted and not yet answered, oldest first, for another worker to answer."""
+        """Remove and return the unanswered requests, oldest first, for another worker."""
         requests = [request for _, request in self._pending.values()]
         self._pending.clear()
         return requests
 
     @property
     def capacity(self) -> int:
-        """Requests that it may still be given."""
+        """Number of requests that the worker can still accept."""
         most = self._config.max_concurrency if self._is_concurrent else _MAX_PENDING
         return most - len(self._pending)
 
     async def open(self) -> None:
-        """Connect to the process; it becomes ready when it reports that the function is loaded."""
+        """Connect to the process. The worker is ready when it reports that the function is loaded."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests."""
         return bool(self.pid) and not self._is_ending
 
     def submit(self, requests: list[ScoreRequest]) -> None:
@@ -125,18 +124,18 @@ class RewardWorker(asyncio.Protocol):
             try:
                 frames.append(frame(Request(self._last_id, request.samples, request.compares)))
             except Exception as error:
-                got = f"must be plain texts and numbers, got {type(error).__name__}: {error}"
-                request.fail(failed_reward("error", f"what an agent leaves for the reward {got}"))
+                got = f"must be plain text and numbers, got {type(error).__name__}: {error}"
+                request.fail(failed_reward("error", f"the reward's input from an agent {got}"))
             else:
                 self._pending[self._last_id] = (now, request)
-        # With requests pending the timer already runs, for the oldest of them.
+        # If requests were already pending, the timer runs for the oldest of them.
         if self._pending and self._timer is None:
             self._start_timer()
         self._transport.write(b"".join(frames))
 
     def end(self) -> None:
-        """Ask the process to end with all that the function started; unanswered requests wait for `take_pending`."""
-        # Marks the end as ours: `connection_lost` must not blame the oldest request for it.
+        """Ask the process to exit with its descendants. Unanswered requests stay for `take_pending`."""
+        # Tells `connection_lost` not to blame the oldest request.
         self._is_ending = True
         self._process.terminate()
         if self._transport is None:
@@ -145,7 +144,7 @@ class RewardWorker(asyncio.Protocol):
             self._transport.abort()
 
     def reap(self, *, timeout_s: float) -> None:
-        """Wait for the end, then kill what is left; blocks at most `timeout_s`."""
+        """Wait for the exit, then kill what remains. Blocks at most `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -179,14 +178,14 @@ class RewardWorker(asyncio.Protocol):
             self._on_failure(request, rewards)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Await the exit code, which says why; the worker ends a little later than its connection."""
+        """Wait for the exit code, which tells the cause. The process exits shortly after its connection closes."""
         self._stop_timer()
         is_ours, self._is_ending = self._is_ending, True
         loop = asyncio.get_running_loop()
         self._poll_exit(ends_at=loop.time() + REAP_TIMEOUT_S, is_ours=is_ours)
 
     def _poll_exit(self, *, ends_at: float, is_ours: bool) -> None:
-        # In steps: a wait here would hold up every other request of this process.
+        # Polled, because a blocking wait would delay all other requests.
         loop, code = asyncio.get_running_loop(), self._process.poll()
         if code is None and loop.time() < ends_at:
             loop.call_later(_REAP_INTERVAL_S, lambda: self._poll_exit(ends_at=ends_at, is_ours=is_ours))
@@ -196,7 +195,7 @@ class RewardWorker(asyncio.Protocol):
         self._close(code, is_ours=is_ours)
 
     def _close(self, code: int | None, *, is_ours: bool) -> None:
-        """Fail the request that took the process down; the others are left to another worker."""
+        """Fail the request that crashed the process. The others go to another worker."""
         self.is_closed = True
         status, error = _describe_exit(code, self._config)
         self.error = self.error or error
@@ -205,8 +204,8 @@ class RewardWorker(asyncio.Protocol):
         self._on_change(self)
 
     def _fail_culprit(self, reward: Reward) -> None:
-        """Fail the request whose code runs, or ran last: the oldest, except among calls at the same time."""
-        # Without a mark, the process ended between the steps of calls: its oldest is blamed, so that the rest go on.
+        """Fail the request whose code runs or ran last: the marked one among concurrent calls, else the oldest."""
+        # Without a mark, the process died between steps of calls. Blame the oldest, so that the rest can proceed.
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
@@ -214,7 +213,7 @@ class RewardWorker(asyncio.Protocol):
             self._settle(request, [reward] * len(request.samples))
 
     def _kill(self) -> None:
-        """Kill a worker that did not end, or whose supervisor was killed before it could clean up."""
+        """Kill a worker that did not exit, or whose supervisor was killed before cleaning up."""
         self._process.kill()
         if self.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -222,14 +221,13 @@ class RewardWorker(asyncio.Protocol):
 
     # --- time limit ----------------------------------------------------------------------------------------------
     def _start_timer(self) -> None:
-        """Watch the oldest request, which is the next to be late."""
         loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
         if self._is_concurrent:
-            # The worker ends late calls itself. Where it has not, one call has held up all others for `timeout_s`.
+            # The worker cancels late calls itself. If it has not, one call has blocked the others for `timeout_s`.
             submitted_at, _ = next(iter(self._pending.values()))
             ends_at = submitted_at + 2 * limit_s
         else:
-            # The limit starts anew for the next request, which the worker begins with its last reply.
+            # Restart the limit: the worker began the next request when it sent its last reply.
             ends_at = loop.time() + limit_s
         self._timer = loop.call_at(ends_at, self._on_timeout)
 
@@ -244,21 +242,21 @@ class RewardWorker(asyncio.Protocol):
             late = timeout_reward(self._config)
         else:
             limit = f"generators.reward.start_timeout_s ({self._config.start_timeout_s:g} s)"
-            late = failed_reward("error", f"a reward worker must be ready within {limit}, it was not")
+            late = failed_reward("error", f"a reward worker must be ready within {limit}, but was not")
         self.error = late.detail
         self._fail_culprit(late)
         self.end()
 
 
 def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
-    """Return status and detail for the request during which a worker ended with this exit code."""
+    """Return status and detail for the request that was running when a worker exited with this code."""
     number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"
-        return "timeout", f"the reward function must do with {limit} of CPU time, it used more"
+        return "timeout", f"the reward function must use at most {limit} of CPU time, but used more"
     if code == MEMORY_EXIT:
         limit = f"generators.reward.max_memory_mib ({config.max_memory_mib} MiB)"
-        return "error", f"MemoryError: the reward function must do with {limit}, it asked for more"
+        return "error", f"MemoryError: the reward function must use at most {limit}, but requested more"
     cause = f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
     return "error", f"the reward worker died ({cause}) while {config.summary} scored this response"
 
@@ -272,7 +270,7 @@ def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
             [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            # In a process group of its own, which Ctrl-C at the terminal does not reach.
+            # A separate process group, which Ctrl-C in the terminal does not reach.
             process_group=0,
         )
         return ours, process, Mark(mark.fileno())
@@ -282,13 +280,13 @@ _MAX_FAILED_STARTS = 3
 
 
 class RewardPool:
-    """Scores samples. Belongs to one asyncio loop; workers start with the first sample, or with `start`.
+    """Scores samples on one asyncio loop. Workers start with the first sample or with `start`.
 
-    Invariant: every `score` call ends in a Reward, whatever the function does; `status` tells whether it answered.
+    Invariant: every `score` call returns a Reward, whatever the function does. Its `status` tells whether it failed.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Import the functions; without workers they are called here, without a limit. Raises ConfigError."""
+        """Import the functions. With `num_workers=0` they run in this process without limits. Raises ConfigError."""
         self._config = config
         self._functions = RewardFunctions(config)
         self._queue: deque[ScoreRequest] = deque()
@@ -298,23 +296,23 @@ class RewardPool:
         self._is_dispatch_scheduled = False
 
     async def start(self) -> None:
-        """Start the workers ahead of the first sample. Does not wait until they are ready."""
+        """Start the workers before the first sample, without waiting until they are ready."""
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Return the reward of one sample; raises nothing.
+        """Return the reward of one sample. Never raises.
 
-        It takes at most timeout_s after a worker starts on it, for each try; twice that where an async function cannot
-        be cancelled.
+        Each try takes at most timeout_s after a worker starts it, or twice that if an async function cannot be
+        canceled.
         """
         return (await self._ask([sample], compares=False))[0]
 
     def compares(self, data_source: str) -> bool:
-        """Whether answers of this source are compared with each other: then `score_group` must be called."""
+        """Whether answers with this data source are compared; then use `score_group`."""
         return self._functions.compares(data_source)
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        """Return the rewards of answers to one prompt: each scored by itself, then those with a reward compared."""
+        """Return the rewards of all answers to one prompt: score each individually, then compare successes."""
         rewards: list[Reward | None] = [None] * len(samples)
         if samples and self._functions.scores_alone(samples[0].data_source):
             rewards = [*await asyncio.gather(*map(self.score, samples))]
@@ -348,7 +346,7 @@ class RewardPool:
         return rewards
 
     def _on_failure(self, request: ScoreRequest, rewards: list[Reward]) -> None:
-        """Try a request again, or let its failure stand."""
+        """Retry a request, or return its failure if no tries are left."""
         request.tries -= 1
         if request.tries <= 0 or request.rewards.done():
             request.resolve(rewards)
@@ -357,7 +355,7 @@ class RewardPool:
             self._schedule_dispatch()
 
     def close(self) -> None:
-        """End the workers; unanswered calls end with status `error`. Blocks a moment. Idempotent."""
+        """Stop the workers. Unanswered calls get status `error`. Blocks at most REAP_TIMEOUT_S. Idempotent."""
         workers, self._workers = self._workers, []
         unanswered = [*self._queue]
         self._queue.clear()
@@ -374,17 +372,17 @@ class RewardPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers that score."""
+        """Process ids of the ready workers."""
         return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:
-        # At most once per turn of the loop, so that samples that arrive together are sent together.
+        # At most once per loop iteration, so that samples that arrive together are sent together.
         if not self._is_dispatch_scheduled:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Spread the queue evenly over the ready workers, the least busy first."""
+        """Distribute the queue evenly over the ready workers, least busy first."""
         self._is_dispatch_scheduled = False
         while self._queue and self._queue[0].rewards.done():
             self._queue.popleft()
@@ -395,7 +393,7 @@ class RewardPool:
             worker = max(ready, key=lambda worker: worker.capacity)
             if (capacity := worker.capacity) <= 0:
                 return
-            # Rounded up, and no more than an even share: a full first worker would leave the others idle.
+            # At most an even share, rounded up: filling the first worker would leave the others idle.
             share = min(capacity, -(-len(self._queue) // len(ready)))
             worker.submit([self._queue.popleft() for _ in range(share)])
 
@@ -420,7 +418,7 @@ class RewardPool:
     def _on_change(self, worker: RewardWorker) -> None:
         if worker.is_closed and worker in self._workers:
             self._workers.remove(worker)
-            # Requests that were behind the culprit go back to the head of the queue, in their order.
+            # Requests behind the failed one return to the head of the queue, in order.
             self._queue.extendleft(reversed(worker.take_pending()))
             self._record_start(has_failed=not worker.pid, error=worker.error)
         elif worker.is_ready:
@@ -429,7 +427,7 @@ class RewardPool:
             self._schedule_dispatch()
 
     def _record_start(self, *, has_failed: bool, error: str = "") -> None:
-        """Fail the whole queue after repeated failed starts: no worker would ever answer it."""
+        """Fail the whole queue after repeated failed starts, because no worker would ever answer it."""
         self._failed_starts = self._failed_starts + 1 if has_failed else 0
         if self._failed_starts < _MAX_FAILED_STARTS:
             return
@@ -438,4 +436,4 @@ class RewardPool:
 
     def _fail_queue(self, error: str) -> None:
         while self._queue:
-            self._queue.popleft().fail(failed_reward("error", f"no reward worker can be started: {error}"))
+            self._queue.popleft().fail(failed_reward("error", f"no reward worker could be started: {error}"))

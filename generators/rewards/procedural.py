@@ -1,4 +1,4 @@
-"""Grader of reasoning-gym's tasks, by the verifier of each."""
+"""Grades reasoning-gym tasks with their own verifiers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +15,21 @@ UNRELIABLE = {
     "rubiks_cube": "its answers are None",
     "rush_hour": "its answers are None",
 }
-"""Task -> reason for which its verifier gives less than 1 to the task's own answer."""
+"""Task -> why its verifier scores the task's reference answer below 1."""
 _OF_TUPLES = ("arc_agi", "rearc")
-"""Tasks whose verifiers compare grids with tuples; datasets hold lists."""
+"""Tasks whose verifiers expect grids as tuples; datasets contain lists."""
 
 
 class ReasoningGym:
-    """Reward of the verifier of a reasoning-gym task, from 0 to 1, for the text of the last <answer>.
+    """Reward of a reasoning-gym task's verifier, from 0 to 1, for the text in the last <answer>.
 
-    A row is an entry of the task: its ground truth a record with `answer` and `metadata`, or the answer's text with
-    `metadata` in `extra_info`. The task is named by `metadata.source_dataset`, or by the end of `data_source`.
+    The ground truth of a row is a record with `answer` and `metadata`, or the answer's text with `metadata` in
+    `extra_info`. The task's name is `metadata.source_dataset`, or the last part of `data_source`.
     """
 
     def __init__(self) -> None:
         try:
-            # Imported here: it is an optional dependency, and takes seconds.
+            # Imported here, because it is optional and takes seconds.
             from reasoning_gym import get_score_answer_fn
             from reasoning_gym.utils import extract_answer
         except ImportError as error:

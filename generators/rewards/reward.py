@@ -1,13 +1,13 @@
-"""Input and result of reward functions, and the forms in which functions of other libraries take and give them.
+"""Input and result of reward functions, and adapters for reward functions of other libraries.
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
     def my_comparison(samples: list[RewardInput]) -> list[Reward | float | dict]: ...    # all answers to one prompt
 
-in a module, or a file, that `generators.reward.function=my_module:my_reward` names; keyword arguments come from
-`generators.reward.arguments`. It may be `async def`. A class is instantiated once with these arguments, and its
-instance is called. It runs in a worker process that is killed at the wall-clock limit, with every process that it
-started, and restarted; so it should import nothing large.
+A function is named by module or file, as in `generators.reward.function=my_module:my_reward`. Keyword arguments come
+from `generators.reward.arguments`. It may be `async def`. A class is instantiated once with these arguments, and its
+instance is called. Functions run in a worker process that is killed at the wall-clock limit, together with every
+process that it started, and then restarted, so they should not import large libraries.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError, Record
 
 RewardFunction = Callable[..., Any]
-"""RewardInput -> Reward, dict with the fields of Reward, or number v, which means Reward(v, is_correct=v >= 1)."""
+"""RewardInput -> Reward, a dict with the fields of Reward, or a number v, which means Reward(v, is_correct=v >= 1)."""
 
 
 class RewardInput(Record):
@@ -36,7 +36,7 @@ class RewardInput(Record):
     prompt: str | list[dict[str, Any]]
     """Text or chat messages, as in the dataset."""
     response: str
-    """The model's text of its last turn, without special tokens."""
+    """Text of the last model turn, without special tokens."""
     ground_truth: Any
     """Reference answer, any JSON value."""
     data_source: str = ""
@@ -44,24 +44,24 @@ class RewardInput(Record):
     stop_reason: str = "stop"
     """`stop` (the model wrote its end token), `length`, or another reason why the answer ended."""
     response_token_ids: list[int] = []
-    """Token ids of that text, including its end token."""
+    """Token ids of the response, including the end token."""
     extra_info: dict[str, Any] = {}
-    """Further columns of the dataset's row."""
+    """Other columns of the dataset row."""
     messages: list[dict[str, Any]] = []
-    """Chat messages after the prompt: turns of the model, and those that it read between them."""
+    """Chat messages after the prompt: model turns and the messages between them."""
     reward: Reward | None = None
-    """For functions that compare answers: what those that score it by itself gave; None without any."""
+    """For comparing functions: the reward from functions that score the answer individually; None without any."""
 
 
 def model_text(sample: RewardInput) -> str:
-    """Return what the model wrote in all of its turns, one below the other."""
+    """Text of all model turns, separated by line breaks."""
     turns = [message.get("content") for message in sample.messages if message.get("role") == "assistant"]
     return "\n".join(turn for turn in turns if isinstance(turn, str)) or sample.response
 
 
 # --- ground truths ---------------------------------------------------------------------------------------------------
 def truth_text(sample: RewardInput, *, grader: str) -> str:
-    """Return the ground truth as one text; a number is written out. Raises TypeError for any other form."""
+    """Return the ground truth as text; numbers are converted. Raises TypeError for other types."""
     truth = sample.ground_truth
     if isinstance(truth, str):
         return truth
@@ -71,9 +71,9 @@ def truth_text(sample: RewardInput, *, grader: str) -> str:
 
 
 def truth_texts(sample: RewardInput, *, grader: str) -> list[str]:
-    """Return the ground truth's alternatives: a text, a list of texts, or a record that holds either as `target`.
+    """Return the alternatives in a ground truth: a string, a list of strings, or a record with either as `target`.
 
-    Raises TypeError for any other form.
+    Raises TypeError for other types.
     """
     truth = sample.ground_truth
     if isinstance(truth, dict) and "target" in truth:
@@ -94,23 +94,24 @@ def _describe(value: object) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------------
 _MAX_DETAIL = 300
-"""Characters of a `detail`, which travels with its trajectory and is stored in the archive."""
+"""Maximum length of a `detail`, which is sent with the trajectory and archived."""
 _MAX_PARTS = 64
 _MAX_PART_NAME = 64
 
 
 def failed_reward(status: str, detail: str) -> Reward:
-    """Build the reward of a failed call: masked in training rather than a silent zero. `status`: error | timeout."""
+    """Build the reward of a failed call, which training masks instead of using 0. `status`: error | timeout."""
     return Reward(total=0.0, status=status, detail=_one_line(detail))  # type: ignore[arg-type]
 
 
 def _one_line(text: str) -> str:
-    # Cut twice: a message may hold gigabytes, and blanks that are dropped shorten it. Half a character cannot be sent.
+    # Truncated twice: first because a message may be gigabytes long, then after dropping blanks. Lone surrogates cannot
+    # be sent.
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
 def checked(reward: Reward) -> Reward:
-    """Return the reward, its `detail` as one line. Raises ValueError for too many parts, or one that is not finite."""
+    """Return the reward with a one-line `detail`. Raises ValueError for too many parts or non-finite values."""
     if len(reward.parts) > _MAX_PARTS or any(len(name) > _MAX_PART_NAME for name in reward.parts):
         raise ValueError(
             f"a reward must have at most {_MAX_PARTS} parts with names of at most {_MAX_PART_NAME} characters, got "
@@ -118,7 +119,7 @@ def checked(reward: Reward) -> Reward:
         )
     turns = {f"turns[{index}]": number for index, number in enumerate(reward.turns)}
     for name, number in {"total": reward.total, **reward.parts, **turns}.items():
-        # One NaN would spread over the whole group through its mean.
+        # A single NaN would spread to the whole group through its mean.
         if not math.isfinite(number):
             raise ValueError(f"a reward must be a finite number, got {name}={number}")
     return msgspec.structs.replace(reward, detail=_one_line(reward.detail)) if reward.detail else reward
@@ -126,20 +127,20 @@ def checked(reward: Reward) -> Reward:
 
 # --- forms -----------------------------------------------------------------------------------------------------------
 class Form(NamedTuple):
-    """Convention of a function: its arguments for a sample, and the meaning of its value."""
+    """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Keyword arguments of a call, of which it gets those that it has; None = the sample itself."""
+    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample itself."""
     result: Callable[[Any], Reward | None]
-    """Its value as a reward; None where it has no opinion of this sample."""
+    """Converts the returned value to a reward; None means no opinion on this sample."""
     compares: bool = False
-    """Whether it takes all answers to a prompt at once and returns a value for each."""
+    """Whether the function takes all answers to a prompt and returns one value per answer."""
 
 
 def bind(
     function: RewardFunction, arguments: dict[str, Any], *, setting: str, path: str
 ) -> tuple[RewardFunction, Form]:
-    """Return the function with its arguments bound, and its form, which its parameters tell. Raises ConfigError."""
+    """Bind the arguments and detect the calling convention from the parameters. Raises ConfigError."""
     try:
         if inspect.isclass(function):
             instance: Any = function(**arguments)
@@ -159,7 +160,7 @@ def bind(
 
 
 def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:
-    """Call the function with what it takes. The value is a coroutine if it is `async def`."""
+    """Call the function by its convention. Returns a coroutine if it is `async def`."""
     if form.keywords is None or isinstance(sample, list):
         return function(sample)
     keywords, parameters = form.keywords(sample), inspect.signature(function).parameters
@@ -197,8 +198,8 @@ def _verl_batch_keywords(sample: RewardInput) -> dict[str, Any]:
 
 
 def _verl_reward(value: Any) -> Reward:
-    """A number, or a dict with `score`, whose other numbers become parts; `acc` says whether it is correct, `pred` is
-    the answer that it extracted."""
+    """Convert a number, or a dict with `score`. Its other numbers become parts; `acc` decides correctness, and `pred`
+    is the extracted answer."""
     if not isinstance(value, dict):
         return _as_reward(value)
     numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
@@ -244,5 +245,5 @@ _FORMS = {
     "completions": Form(_trl_keywords, _trl_reward),
     "samples": Form(None, _as_reward, compares=True),
 }
-"""Parameter that gives a form away -> verl's compute_score, the same batched, TRL's batched functions, and our own that
-compare answers."""
+"""Parameter that identifies a convention -> verl's compute_score, its batched version, TRL's batched functions, and our
+comparing functions."""

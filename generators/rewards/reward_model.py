@@ -1,7 +1,7 @@
-"""Reward by a model that scores answers: transformers' sequence classification with one label.
+"""Reward from a model that scores answers: transformers' sequence classification with one label.
 
-The worker process of the RewardPool is the model's process: the socket pair to it is a door without a port or a file,
-and the pool's rules for a worker that dies or hangs are those for the model. It has one copy for each worker.
+The model runs in the RewardPool's worker processes, one copy per worker. It needs no port or file, and the pool already
+handles workers that die or hang.
 """
 
 import asyncio
@@ -14,10 +14,9 @@ from slipstream.runtime.model_files import answer_token_ids, check_model_path
 
 
 class RewardModel:
-    """Reward the model's score of prompt and answer; calls that arrive while it computes make up its next batch.
+    """Reward is the model's score of prompt and answer. Calls that arrive during a forward pass form the next batch.
 
-    A call that is given up while the model computes does not end before it: a model that hangs then takes its worker
-    with it, and another one starts.
+    A call canceled during a forward pass waits for it. If the model hangs, the worker is therefore replaced.
     """
 
     def __init__(
@@ -30,8 +29,9 @@ class RewardModel:
         max_tokens: int = 4096,
         correct_from: float | None = None,
     ) -> None:
-        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `device`: as torch names it, or
-        `auto`. `max_tokens`: of prompt and answer. `correct_from`: score from which an answer is correct; None: never.
+        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `device`: torch device or `auto`.
+        `max_tokens`: limit on prompt plus answer. `correct_from`: minimum score of a correct answer; None = never
+        correct.
         """
         check_model_path(path)
         self._path, self._device, self._dtype = path, device, dtype
@@ -43,8 +43,8 @@ class RewardModel:
         self._runner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Load the model, which takes longer than a call may."""
-        # Here, because only workers need them: the generator builds this object, too, to check its arguments.
+        """Load the model, which would exceed the time limit of a call."""
+        # Imported here, because the generator also builds this object, only to check its arguments.
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
@@ -58,7 +58,7 @@ class RewardModel:
         )
         if found["missing_keys"] or not hasattr(model, "score"):
             raise ConfigError(
-                f"path of reward_model must hold a causal model with one score, got {self._path!r}, which lacks "
+                f"path of reward_model must contain a causal model with one score, got {self._path!r}, which lacks "
                 f"{', '.join(sorted(found['missing_keys'])) or 'a layer `score`'}: train one with "
                 "experiment=reward_model."
             )
@@ -101,7 +101,6 @@ class RewardModel:
             self._computing = []
 
     def scores(self, batch: list[list[int]]) -> list[float]:
-        """Return the score at the last token of each sequence."""
         import torch
 
         longest = max(map(len, batch))
@@ -110,8 +109,8 @@ class RewardModel:
             token_ids[row, : len(own)] = torch.tensor(own)
         last = torch.tensor([len(own) - 1 for own in batch])
         with torch.inference_mode():
-            # Not the class's own forward pass: it looks for the last token that is no padding, which an end token that
-            # doubles as padding hides. To the right of its end a causal model may read anything.
+            # The class's forward pass is not used, because it takes the last non-padding token and misses an end token
+            # that doubles as padding. Right padding does not affect a causal model.
             model = self._model
             states = model.base_model(input_ids=token_ids.to(model.device), use_cache=False).last_hidden_state
             found = model.score(states[torch.arange(len(batch)), last.to(model.device)])

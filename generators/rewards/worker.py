@@ -1,11 +1,11 @@
 """python -m slipstream.generators.rewards.worker FD MARK POOL: a process that scores samples.
 
 Consumes: a RewardConfig, then Requests, from socket FD.
-Produces: one Reply per request; in order, unless a function is `async def`: then all requests run at the same time.
+Produces: one Reply per request, in order; if a function is `async def`, all requests run concurrently.
 Waits for: its pool. It holds no state and may be killed at any moment.
-Invariant: nothing that a reward function started outlives its worker.
+Invariant: no process started by a reward function outlives its worker.
 
-It is two processes: one scores, and its parent, the supervisor, cleans up when that one ends or SIGTERM comes.
+It consists of two processes: one scores, and its parent, the supervisor, cleans up when the scorer exits or on SIGTERM.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.runtime.process import adopt_orphans, die_with_parent
 
-# --- frames: four bytes of length, then MessagePack ------------------------------------------------------------------
+# --- frames: 4-byte length, then MessagePack -------------------------------------------------------------------------
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -46,7 +46,7 @@ class Request(msgspec.Struct, array_like=True):
     id: int
     """Counts from 1."""
     samples: list[RewardInput]
-    """One, or all answers to a prompt that are compared."""
+    """One sample, or all compared answers to a prompt."""
     compares: bool = False
 
 
@@ -60,13 +60,13 @@ class Reply(msgspec.Struct, array_like=True):
 decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply | int | str).decode
-"""One reply per request; before the first, the id of the process that scores, once that is ready, or why it is not."""
+"""Replies to requests. Before them, the id of the scoring process once it is ready, or the error that prevents it."""
 MEMORY_EXIT = 77
 """Exit code of a worker whose reward function ran out of memory."""
 STUCK_EXIT = 78
-"""Exit code of a worker with a call that goes on after it was cancelled; it is nobody else's fault."""
+"""Exit code of a worker with a call that ignores cancellation. No other request is to blame."""
 SIGNAL_EXIT = 128
-"""Exit code of a worker whose scoring process a signal ended, less the signal's number, as shells report it."""
+"""Base of the exit code of a worker whose scorer was killed by a signal: 128 + signal number, as in shells."""
 
 
 def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
@@ -101,18 +101,17 @@ _MIB = 2**20
 
 def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
     """Score until the pool closes the socket."""
-    # A reward function that hangs does not see the socket close: the kernel must end it with its supervisor.
+    # A hanging reward function does not notice a closed socket, so the kernel kills it with its supervisor.
     die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
         first = next(bodies, None)
         if first is None:
-            # The pool closed before it had anything to score.
-            return
+            return  # the pool closed without sending anything
         config = decode_config(first)
         _limit_memory(config.max_memory_mib)
         try:
-            # What a function holds that ran out of memory would fail the next calls, too.
+            # After running out of memory, a function's leftover data would fail the next calls too.
             functions = RewardFunctions(config, on_memory_error=_end_without_memory)
             functions.start()
         except MemoryError:
@@ -124,7 +123,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
                 raise SystemExit(1) from None
             raise
         pid = os.getpid()
-        # Ready: the import above may have taken long, and the time limit of samples must not include it.
+        # Report readiness, because the time limit of samples must not include a slow import above.
         pool.sendall(frame(pid))
         if functions.is_async:
             asyncio.run(_ConcurrentServer(pool, functions, config, Mark(mark_fd)).serve())
@@ -133,7 +132,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
             _limit_cpu(config.max_cpu_s)
             request = decode_request(body)
             reward = functions.score(request.samples[0])
-            # A copy of this process that the function forked and let return must not answer in its place.
+            # If the function forked and the child returned, the child must not reply.
             if os.getpid() != pid:
                 os._exit(0)
             pool.sendall(frame(Reply(request.id, [reward])))
@@ -150,14 +149,14 @@ def _end_without_memory() -> NoReturn:
 
 
 def _limit_memory(limit_mib: int | None) -> None:
-    """Bound the private writable memory of this process and, separately, of each one that it starts."""
-    # Not the address space, of which runtimes such as Java's or Go's reserve far more than they use.
+    """Limit the private writable memory of this process and, separately, of each child."""
+    # Not the address space, because runtimes such as Java's or Go's reserve far more than they use.
     if limit_mib is not None:
         _lower(resource.RLIMIT_DATA, limit_mib * _MIB)
 
 
 def _limit_cpu(limit_s: int | None) -> None:
-    """Allow `limit_s` of CPU time from now; beyond it the kernel ends this process with SIGXCPU."""
+    """Allow `limit_s` of CPU time from now. Beyond it, the kernel sends SIGXCPU."""
     if limit_s is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + limit_s)
@@ -168,14 +167,14 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
-# --- calls at the same time -------------------------------------------------------------------------------------------
+# --- concurrent calls ------------------------------------------------------------------------------------------------
 _CANCEL_S = 1.0
-"""Longest time that a cancelled call may take to end; then the worker ends without it."""
+"""Time limit for a canceled call to end; after it, the worker exits."""
 _request_id: contextvars.ContextVar[int] = contextvars.ContextVar("request_id", default=0)
 
 
 class Mark:
-    """The request whose code runs now, in memory that the pool reads when the worker hangs or has died; 0 = none."""
+    """Id of the request whose code runs now, 0 = none, in shared memory that the pool reads after a hang or crash."""
 
     SIZE = 8
 
@@ -190,7 +189,7 @@ class Mark:
 
 
 class _ConcurrentServer:
-    """Runs every request as a task of one event loop, each with the time limit of its own."""
+    """Runs every request as a task of one event loop, each with its own time limit."""
 
     def __init__(self, pool: socket.socket, functions: RewardFunctions, config: RewardConfig, mark: Mark) -> None:
         self._pool = pool
@@ -212,7 +211,7 @@ class _ConcurrentServer:
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
                 _request_id.set(0)
-        # The pool has given up whatever is still running.
+        # The pool no longer waits for running calls.
         os._exit(0)
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
@@ -235,7 +234,7 @@ class _ConcurrentServer:
         return [await self._functions.score_async(request.samples[0])]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        # Tasks that a function starts inherit its context, and so the id of its request.
+        # Tasks that a function starts inherit its context and so its request id.
         context = options.get("context") or contextvars.copy_context()
         request_id = context.get(_request_id, 0)
         marked = _run_marked(work, request_id, self._mark, self._config.max_cpu_s) if request_id else work
@@ -250,7 +249,7 @@ async def _run_marked(work: Coroutine[Any, Any, Any], request_id: int, mark: Mar
 def _steps(
     work: Coroutine[Any, Any, Any], request_id: int, mark: Mark, max_cpu_s: int | None
 ) -> Generator[Any, Any, Any]:
-    """Run `work` from await to await, with the mark set while its own code runs."""
+    """Run `work` from await to await, with the mark set while its code runs."""
     resume, value = work.send, None
     while True:
         _limit_cpu(max_cpu_s)
@@ -268,11 +267,11 @@ def _steps(
 
 
 def timeout_reward(config: RewardConfig) -> Reward:
-    """Build the reward of a call that took too long."""
+    """Build the reward of a call that exceeded `timeout_s`."""
     return failed_reward(
         "timeout",
         f"the reward function ({config.summary}) must answer within generators.reward.timeout_s "
-        f"({config.timeout_s:g} s), it did not",
+        f"({config.timeout_s:g} s), but did not",
     )
 
 
@@ -282,24 +281,22 @@ _REAP_INTERVAL_S = 0.005
 _EVENTS = {signal.SIGTERM, signal.SIGCHLD}
 _STDOUT, _STDERR = 1, 2
 _MAX_OUTPUT_BYTES, _OUTPUT_WINDOW_S = 2**16, 10.0
-_LEFT_OUT = (
-    f"\n[what the reward function prints beyond {_MAX_OUTPUT_BYTES} bytes in {_OUTPUT_WINDOW_S:g} s is left out]\n"
-)
+_LEFT_OUT = f"\n[reward function output beyond {_MAX_OUTPUT_BYTES} bytes in {_OUTPUT_WINDOW_S:g} s is dropped]\n"
 
 
 def main(fd: int, mark_fd: int, pool: int) -> None:
-    """Fork the scoring process, wait for its end or SIGTERM, and kill everything that it started.
+    """Fork the scoring process, wait for its exit or SIGTERM, and kill its descendants.
 
-    `fd`: socket to the pool; `mark_fd`: file of the Mark; `pool`: process ID of the pool, with which this process ends.
-    Exits with the scoring process's exit code, or 128 + the number of the signal that ended it.
+    `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id of the pool; this process exits with it.
+    Exits with the scorer's exit code, or 128 + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Processes whose parent has ended become children of this one, even if they left the process group.
+    # Orphaned descendants become children of this process, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
     supervisor = os.getpid()
-    # Blocked, they stay pending until `sigwait`: a handler may run just before a wait, which would then last.
+    # Blocked signals stay pending until `sigwait`. A handler could run just before the wait, which would then hang.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     scorer = os.fork()
     if scorer == 0:
@@ -314,7 +311,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     os.close(printed)
     forwarder = threading.Thread(target=_forward_output, args=(output,), daemon=True)
     forwarder.start()
-    # In both processes, so that neither goes on before the group exists.
+    # Done in both processes, so that neither proceeds before the group exists.
     with suppress(ProcessLookupError):
         os.setpgid(scorer, scorer)
     os.close(fd)
@@ -322,13 +319,13 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     code = os.waitstatus_to_exitcode(_wait(scorer))
     _kill_group(scorer)
     _kill_children()
-    # Last words, such as those of an import that failed.
+    # Forward the last output, such as the traceback of a failed import.
     forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
 
 
 def _wait(scorer: int) -> int:
-    """Return the wait status of the scoring process; kill its group on SIGTERM."""
+    """Return the scoring process's wait status. Kills its group on SIGTERM."""
     while True:
         pid, status = os.waitpid(scorer, os.WNOHANG)
         if pid:
@@ -338,7 +335,7 @@ def _wait(scorer: int) -> int:
 
 
 def _forward_output(source: int) -> None:
-    """Copy what the scoring process prints to stdout; drop what would fill a disk or drown a log."""
+    """Copy the scoring process's output to stdout, rate-limited so that it cannot fill a disk or flood a log."""
     room, has_said_so, window_ends_at = 0, False, -math.inf
     while data := os.read(source, _READ_BYTES):
         if (now := time.monotonic()) >= window_ends_at:
@@ -347,19 +344,19 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # A full disk costs these lines, not the reward function: it must not wait for somebody to read them.
+        # On a full disk these lines are lost, but the reward function must not block on a full pipe.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 
 
 def _kill_group(scorer: int) -> None:
-    # One call for the whole group, which a process that forks without end cannot outrun.
+    # One call kills the whole group, so that a process that keeps forking cannot escape.
     with suppress(ProcessLookupError):
         os.killpg(scorer, signal.SIGKILL)
 
 
 def _kill_children() -> None:
-    """Kill and reap children until none is left; those of a killed one are children of this process from then on."""
+    """Kill and reap children until none is left. Children of a killed process become children of this one."""
     ends_at = time.monotonic() + _REAP_TIMEOUT_S
     me = psutil.Process()
     while time.monotonic() < ends_at:

@@ -1,1 +1,1 @@
-"""Tools: what a model may call while it answers, and the forms in which it calls."""
+"""Tools that a model may call while it answers, and call formats."""

@@ -1,4 +1,4 @@
-"""Call formats: how a model writes the calls of its tools, and how their results are shown to it."""
+"""Call formats: how a model writes tool calls, and how it reads their results."""
 
 import json
 import re
@@ -11,41 +11,46 @@ from slipstream.generators.errors import ToolError
 
 
 class ToolCall(NamedTuple):
-    """A call that the model wrote. Example: ToolCall("calculator", {"expression": "3 + 4"})."""
+    """A parsed tool call. Example: ToolCall("calculator", {"expression": "3 + 4"})."""
 
     name: str
     arguments: dict[str, Any]
 
 
 ONLY = ""
-"""Stands for the name of a tool's only parameter."""
+"""Placeholder for the name of a tool's only parameter."""
 
 
 class CallFormat(NamedTuple):
-    """A form of calls."""
+    """A syntax of tool calls."""
 
     parse: Callable[[str], list[ToolCall]]
-    """Text of a turn -> calls in it, in order. Raises ToolError for one that cannot be read."""
+    """Text of a turn -> its calls, in order. Raises ToolError for a malformed call."""
     stop: tuple[str, ...] = ()
-    """Texts that end a turn."""
+    """Stop strings of a turn."""
     is_text: bool = False
-    """Whether results follow as plain text rather than as messages of the chat template."""
+    """Whether results are appended as plain text rather than as chat messages."""
+
+    def read(self, token_ids: list[int], *, is_ended: bool, tokenizer: Any) -> list[ToolCall]:
+        """Parse the calls of a turn; `is_ended`: its last token is the end token. Raises ToolError."""
+        # Keep special tokens, because some mark calls, but drop the end token.
+        return self.parse(tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False))
 
 
-# Linear in the length of any text: a model may write blanks or beginnings of calls until it is stopped, and the parser
-# runs where all answers of a generator do.
+# Linear in the text's length: a model may write blanks or partial calls up to its limit, and the parser runs on the
+# event loop that all answers share.
 _REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObservation:|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times: Hermes, Qwen 2.5 and 3."""
-    # From the first mark before each end: an argument may hold the mark, too.
+    """Parse any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+    # Start at the first mark before each end, because an argument may contain the mark too.
     parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
     return [_from_json(body.strip()) for _, mark, body in parts if mark]
 
 
 def parse_json(text: str) -> list[ToolCall]:
-    """Read a text that is one call, or a list of calls, in JSON: Llama 3 (`parameters`), and models told to do so."""
+    """Parse a text that is one call or a list of calls in JSON: Llama 3 (`parameters`), and models prompted for it."""
     plain = text.strip().removeprefix("<|python_tag|>").strip()
     if not plain.startswith(("{", "[")):
         return []
@@ -54,9 +59,9 @@ def parse_json(text: str) -> list[ToolCall]:
 
 
 def parse_react(text: str) -> list[ToolCall]:
-    """Read `Action: name` and `Action Input: argument`, the last one of the text; ReAct, arXiv:2210.03629.
+    """Parse the last `Action: name` with `Action Input: argument`. ReAct, arXiv:2210.03629.
 
-    The argument is a JSON record, or the text of the tool's only parameter.
+    The argument is a JSON record, or the value of the tool's only parameter.
     """
     found = list(_REACT.finditer(text))
     if not found:
@@ -73,7 +78,7 @@ _FORMATS = {
 
 
 def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
-    """Return the format of a name. Raises ConfigError."""
+    """Return the format with this name. Raises ConfigError."""
     if name in _FORMATS:
         return _FORMATS[name]
     library, _, parser = name.partition(":")
@@ -85,16 +90,16 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
 
 
 def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], list[ToolCall]]:
-    # Only now: the import takes seconds, and most formats need none of it.
+    # Imported here, because it takes seconds and most formats do not need it.
     from vllm.tool_parsers import ToolParserManager
 
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
         raise ConfigError(
-            f"{setting}.format must name a tool parser of vLLM's that fits the tokenizer, got {name!r}: {error}."
+            f"{setting}.format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
         ) from error
-    # The parsers look at the request for nothing but the tools' schemas.
+    # The parsers only read these attributes of the request.
     request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
@@ -121,6 +126,6 @@ def _arguments(value: Any) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    # Numbers of thousands of digits are no mistake of syntax.
+    # ValueError also covers numbers with thousands of digits, which are not syntax errors.
     except (ValueError, RecursionError) as error:
         raise ToolError(f"a call must be JSON, got {text[:200]}: {error}") from error

@@ -1,4 +1,4 @@
-"""HttpTool: an address as a tool, and the values that settings take from the environment."""
+"""HttpTool: an HTTP endpoint as a tool, and substitution of environment variables in settings."""
 
 import asyncio
 import os
@@ -14,25 +14,25 @@ from slipstream.generators.errors import ToolError
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _PASSING = (429, 502, 503, 504)
-"""Statuses of a server that may answer the next time."""
+"""Transient HTTP statuses, worth a retry."""
 _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
 _FIRST_PAUSE_S = 0.2
 _MAX_SHOWN = 200
 
 
 def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]:
-    """Replace $NAME in values by the environment variable, so that no settings hold a secret. Raises ConfigError."""
+    """Replace $NAME in values by environment variables, to keep secrets out of settings. Raises ConfigError."""
     try:
         return {key: Template(value).substitute(os.environ) for key, value in values.items()}
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"{found_in} may have $NAME for a variable of the generator's environment, which must be set, and $$ for a "
-            f"dollar sign: {type(error).__name__}: {error}."
+            f"{found_in} may use $NAME for a variable that is set in the generator's environment, and $$ for a dollar "
+            f"sign: {type(error).__name__}: {error}."
         ) from None
 
 
 class HttpTool:
-    """A tool that sends its arguments to an address and reads the answer as text. Redirections are not followed."""
+    """Sends its arguments to a URL and returns the response as text. Does not follow redirects."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class HttpTool:
         retries: int = 1,
         max_bytes: int = 2**16,
     ) -> None:
-        """`url`: may have {name} for parameters in its path or query. `parameters`: JSON schema of each; those that are
-        not in the address are sent as its query, or as a JSON record with POST, PUT and PATCH. `required`: by default
-        all. `headers`: may have $NAME for environment variables. Raises ConfigError.
+        """`url`: may contain {name} for parameters in path or query. `parameters`: JSON schema of each; parameters that
+        are not in the URL are sent as query, or as JSON body with POST, PUT, and PATCH. `required`: default all.
+        `headers`: may contain $NAME for environment variables. Raises ConfigError.
         """
         self._url, self._method = url, method.upper()
         self._parameters = parameters or {}
@@ -59,7 +59,7 @@ class HttpTool:
             raise ConfigError(f"an http tool must have a url http(s)://host/..., without user and {{}}, got {url!r}.")
         if missing := (in_url | set(self._required)) - set(self._parameters) | (in_url - set(self._required)):
             raise ConfigError(
-                f"an http tool must describe all required parameters, and those in its url are, got {url!r} without "
+                f"an http tool must describe all required parameters, including those in its url, got {url!r} without "
                 f"{', '.join(sorted(missing))}."
             )
         self._headers = from_environment(headers or {}, found_in="headers of an http tool")
@@ -71,11 +71,11 @@ class HttpTool:
     async def __call__(self, **arguments: Any) -> str:
         """Send a request. Raises ToolError if it fails."""
         if unknown := set(arguments) - set(self._parameters):
-            raise ToolError(f"there is no parameter {', '.join(sorted(unknown))}, only {list(self._parameters)}")
+            raise ToolError(f"unknown parameter {', '.join(sorted(unknown))}, available: {list(self._parameters)}")
         if missing := [name for name in self._required if name not in arguments]:
             raise ToolError(f"the parameter {missing[0]} is required")
         if self._client is None:
-            # Made here, where the loop runs that it belongs to. The tool limits calls, in number and time.
+            # Created lazily, because it must belong to the running event loop. Tool limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         for number in range(self._retries + 1):
             is_last = number == self._retries or self._method not in _REPEATABLE
@@ -89,7 +89,7 @@ class HttpTool:
                 if is_last:
                     raise ToolError(f"the server did not answer: {type(error).__name__}: {error}") from None
             await asyncio.sleep(_FIRST_PAUSE_S * 2**number)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("unreachable: the last try returns or raises")
 
     async def _send(self, client: httpx.AsyncClient, arguments: dict[str, Any]) -> str:
         rest = dict(arguments)
@@ -101,7 +101,7 @@ class HttpTool:
             async for data in answer.aiter_bytes():
                 body += data
                 if len(body) > self._max_bytes:
-                    raise ToolError(f"the server must answer with at most {self._max_bytes} bytes, it sent more")
+                    raise ToolError(f"the server must answer with at most {self._max_bytes} bytes, but sent more")
             text = body.decode(answer.encoding or "utf-8", errors="replace")
             if not answer.is_success:
                 shown = httpx.Response(answer.status_code, text=text, request=answer.request)
@@ -110,7 +110,7 @@ class HttpTool:
 
 
 def _quoted(value: Any) -> str:
-    """A part of an address: no value leads to another path."""
+    """Quote a value for a URL, so that it cannot change the path."""
     text = str(value)
     if text in (".", "..", ""):
         raise ToolError(f"a parameter in the address must be a name, got {text!r}")

@@ -1,4 +1,4 @@
-"""McpServer: the tools of an MCP server, a program or an address, which is started again when it dies or hangs."""
+"""McpServer: tools of an MCP server, a program or a URL, which is restarted when it dies or hangs."""
 
 import asyncio
 import atexit
@@ -25,9 +25,9 @@ log = structlog.get_logger(__name__)
 
 
 class McpServer:
-    """A server and its tools; calls are concurrent.
+    """A server and its tools. Calls run concurrently.
 
-    Its connections live in an event loop of their own, in a thread: that of a generator is not to wait for a start.
+    Connections use a separate event loop in a thread, so that the generator's loop does not wait for a server start.
     """
 
     def __init__(
@@ -43,13 +43,12 @@ class McpServer:
     ) -> None:
         """Start the server and list its tools. Raises ConfigError.
 
-        `command`: program and arguments of a server that speaks on its standard streams; or `url` of one that speaks
-        streamable HTTP. `env`, `headers`: may have $NAME for variables of the generator's environment, of which the
-        program gets PATH, HOME and the like alone. `only`: names of the tools that are shown. `hang_s`: longest
-        silence of a server that is asked whether it is there.
+        `command`: program and arguments of a stdio server, or `url`: address of a streamable HTTP server. `env`,
+        `headers`: may contain $NAME for variables of the generator's environment; the program inherits only PATH, HOME,
+        and the like. `only`: names of tools to offer. `hang_s`: time limit for a response to a liveness probe.
         """
         if bool(command) == bool(url):
-            raise ConfigError("an mcp tool must have a `command`, a list, or a `url`, got both or none.")
+            raise ConfigError("an mcp tool requires either a `command` (a list) or a `url`, got both or none.")
         self.name = url or " ".join(command or [])[-80:]
         self._command, self._url = command or [], url
         self._env = from_environment(env or {}, found_in="env of an mcp tool")
@@ -68,16 +67,16 @@ class McpServer:
         self.tools = [McpTool(self, each) for each in found if only is None or each.name in only]
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Start a coroutine where the connections live; returns its concurrent future."""
+        """Run a coroutine on the connections' event loop. Returns its concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, _event_loop())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call a tool. Raises ToolError if the server is lost, and starts it again with the next call."""
+        """Call a tool. Raises ToolError if the server is lost; the next call restarts it."""
         connection = await self._connect()
         call = asyncio.create_task(connection.client.call_tool(name, arguments))
         try:
             while not (await asyncio.wait([call], timeout=self._hang_s / 2))[0]:
-                # Whether it works on the call, or hangs.
+                # Check whether the server is still working or hangs.
                 await asyncio.shield(self._probe(connection))
             return call.result()
         except asyncio.CancelledError:
@@ -98,7 +97,7 @@ class McpServer:
         connection = self._connection
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                # Shielded: several calls wait for it.
+                # Shielded, because several calls wait for it.
                 await asyncio.shield(connection.opened)
         except Exception as error:
             self._drop(connection)
@@ -106,10 +105,10 @@ class McpServer:
         return connection
 
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
-        """Ask whether the server is there; one question serves all calls."""
+        """Start a liveness probe, or return the running one, which all calls share."""
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
-            # Perhaps nobody waits for it.
+            # Retrieve the exception even if no call awaits the probe.
             connection.probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         return connection.probe
 
@@ -125,7 +124,7 @@ class McpServer:
         connection.end.set()
         if connection is self._connection:
             self._connection = None
-            log.warning("mcp_server_lost", server=self.name, next="the next call starts it again")
+            log.warning("mcp_server_lost", server=self.name, next="the next call restarts it")
 
     async def _list(self) -> list[Description]:
         return (await (await self._connect()).client.list_tools(cache_mode="bypass")).tools
@@ -143,7 +142,7 @@ class McpServer:
 
 
 class _Connection:
-    """A session in a task of its own, because it must be closed by the task that opened it."""
+    """A session in its own task, because the task that opens it must also close it."""
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,7 +164,7 @@ class _Connection:
 
 
 class McpTool:
-    """A tool of a server."""
+    """One tool of an MCP server."""
 
     def __init__(self, server: McpServer, description: Description) -> None:
         self._server = server
@@ -173,7 +172,7 @@ class McpTool:
         self.schema = {"description": description.description or "", "parameters": description.input_schema}
 
     async def __call__(self, **arguments: Any) -> str:
-        """Return the texts of the answer. Raises ToolError for one that is an error."""
+        """Return the text of the result. Raises ToolError if the result is an error."""
         result = await asyncio.wrap_future(self._server.run(self._server.call(self.name, arguments)))
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts)
@@ -194,7 +193,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _end_servers(loop: asyncio.AbstractEventLoop) -> None:
-    """End the programs that were started, within bounded time."""
+    """Stop the server programs within bounded time."""
 
     async def end() -> None:
         for task in _held:
@@ -207,7 +206,7 @@ def _end_servers(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first error of a group, in words."""
+    """Describe an error, or the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

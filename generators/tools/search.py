@@ -1,4 +1,4 @@
-"""Search: passages of a corpus that match a query, from an index on this machine or from a retrieval service."""
+"""Search: finds passages of a corpus, in a local index or through a retrieval service."""
 
 import asyncio
 import json
@@ -27,21 +27,21 @@ class Passage(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Finds passages. Calls may run at the same time."""
+    """Finds passages. Calls may run concurrently."""
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return at most `topk` passages, the best one first."""
+        """Return at most `topk` passages, best first."""
         ...
 
 
-# --- an index on this machine ----------------------------------------------------------------------------------------
+# --- local index -----------------------------------------------------------------------------------------------------
 _ANALYZER = "passages"
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _MAX_WORDS = 64
-"""Words of a query that are looked up; the time of a search grows with them."""
+"""Words of a query to look up; search time grows with their number."""
 _WRITER_BYTES = 256 * 2**20
 _CACHED_QUERIES = 4096
-"""The answers of a group often ask the same."""
+"""The answers of a group often send the same query."""
 
 
 def _tantivy() -> Any:
@@ -65,9 +65,9 @@ def _analyzer(language: str) -> Any:
 
 
 def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
-    """Index the passages of a file, completely or not at all; return their number. Raises ConfigError.
+    """Index the passages of a file atomically and return their number. Raises ConfigError.
 
-    `language`: of stop words and word stems; empty = whole words as they are.
+    `language`: for stop words and stemming; empty = neither.
     """
     tantivy = _tantivy()
     builder = tantivy.SchemaBuilder()
@@ -81,14 +81,14 @@ def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int
         index.register_tokenizer(_ANALYZER, _analyzer(language))
     except ValueError as error:
         raise ConfigError(f"--language must be one that tantivy knows, such as english, got {language!r}.") from error
-    # One thread, so that the same corpus makes the same index, equal scores in the same order.
+    # A single thread makes the index deterministic, including the order of equal scores.
     writer = index.writer(_WRITER_BYTES, num_threads=1)
     count = 0
     for passage in read_corpus(corpus):
         writer.add_document(tantivy.Document(**passage._asdict()))
         count += 1
     if not count:
-        raise ConfigError(f"{corpus} must hold at least one passage, but is empty.")
+        raise ConfigError(f"{corpus} must contain at least one passage, but is empty.")
     writer.commit()
     writer.wait_merging_threads()
     (unfinished / "language").write_text(language)
@@ -98,10 +98,9 @@ def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """Read the passages of a file of JSON lines or of a Parquet file. Raises ConfigError naming file and row.
+    """Read the passages of a JSON lines or Parquet file. Raises ConfigError that names file and row.
 
-    A row has `contents`, of which the first line is the title, as in Search-R1's corpora, or `text` and, perhaps,
-    `title`.
+    A row has `contents`, with the title in its first line, as in Search-R1's corpora; or `text` and optionally `title`.
     """
     try:
         for number, values in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
@@ -111,7 +110,7 @@ def read_corpus(path: Path) -> Iterator[Passage]:
                 title, _, text = contents.partition("\n")
             if not isinstance(title, str) or not isinstance(text, str):
                 raise ConfigError(
-                    f"{path}, row {number}: it must have a text `contents`, or texts `text` and `title`, got "
+                    f"{path}, row {number} must have a string `contents`, or strings `text` and `title`, got "
                     f"{str(values)[:80]}."
                 )
             yield Passage(title, text)
@@ -130,16 +129,16 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 class LocalIndex:
-    """A tantivy index, ranked by BM25. Its files are mapped read-only: the generators of a machine share its memory."""
+    """A tantivy index, ranked by BM25. Its files are mapped read-only, so a machine's generators share the memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the index. Raises ConfigError."""
+        """Raises ConfigError if the folder holds no index."""
         try:
             index = _tantivy().Index.open(str(folder))
             index.register_tokenizer(_ANALYZER, _analyzer((folder / "language").read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"index must be a folder that `python -m slipstream.scripts.make_search_index` wrote, or an address "
+                f"index must be a folder written by `python -m slipstream.scripts.make_search_index`, or an address "
                 f"such as http://127.0.0.1:8000/retrieve, got {str(folder)!r}: {error}."
             ) from error
         self._index, self._searcher = index, index.searcher()
@@ -147,8 +146,8 @@ class LocalIndex:
         self._find = lru_cache(_CACHED_QUERIES)(self._search)
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return the best passages. In a thread, because a search in a large index takes longer than a token."""
-        # Words alone: signs would be operators of the query language.
+        """Search in a thread, because a search in a large index takes longer than sampling a token."""
+        # Keep only words, because punctuation acts as query operators.
         words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)
 
@@ -156,15 +155,15 @@ class LocalIndex:
         try:
             query = self._index.parse_query(words, list(Passage._fields))
         except ValueError:
-            return []  # stop words alone
+            return []  # only stop words
         hits = self._searcher.search(query, topk, count=False).hits
         found = (self._searcher.doc(address) for _, address in hits)
         return [Passage(document["title"][0], document["text"][0]) for document in found]
 
 
-# --- a service -------------------------------------------------------------------------------------------------------
+# --- retrieval service -----------------------------------------------------------------------------------------------
 class RemoteIndex:
-    """A service with the API of Search-R1's retrieval server: POST {queries, topk, return_scores}.
+    """Service with the API of Search-R1's retrieval server: POST {queries, topk, return_scores}.
 
     Source: https://github.com/PeterGriffinJin/Search-R1, search_r1/search/retrieval_server.py
     """
@@ -174,9 +173,9 @@ class RemoteIndex:
         self._client: httpx.AsyncClient | None = None
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return the best passages. Raises ToolError if the service is not there or fails."""
+        """Return the best passages. Raises ToolError if the service fails."""
         if self._client is None:
-            # Made here, where the loop runs that it belongs to. The tool limits calls, in number and time.
+            # Created lazily, because it must belong to the running event loop. Tool limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             body = {"queries": [query], "topk": topk, "return_scores": True}
@@ -186,22 +185,22 @@ class RemoteIndex:
             return [Passage(*contents.partition("\n")[::2]) for contents in found][:topk]
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ToolError(
-                f"the search at {self._address} must answer in the form of Search-R1's server, got "
+                f"the search at {self._address} must answer in the format of Search-R1's server, got "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
 @cache
 def open_index(index: str) -> Retriever:
-    """Open the index at an address or in a folder, once for all answers of a generator. Raises ConfigError."""
+    """Open the index at an address or in a folder. Cached, because all answers share it. Raises ConfigError."""
     return RemoteIndex(index) if index.startswith(("http://", "https://")) else LocalIndex(Path(index))
 
 
 class Search:
-    """A search as a tool."""
+    """The search tool."""
 
     def __init__(self, *, index: str, topk: int = 3) -> None:
-        """`index`: folder, or address of a service. Raises ConfigError."""
+        """`index`: folder or address. Raises ConfigError."""
         self._index = open_index(index)
         self._topk = topk
 
@@ -212,6 +211,6 @@ class Search:
             query: Words to look for.
         """
         passages = await self._index.find(query, self._topk)
-        # In Search-R1's form.
+        # Search-R1's format.
         shown = (f"Doc {number}(Title: {title}) {text}\n" for number, (title, text) in enumerate(passages, start=1))
         return "".join(shown) or "(nothing was found)"

@@ -1,4 +1,4 @@
-"""Tool: a function or class that the model may call, with its schema and its limits."""
+"""Tool: a function or class that the model may call, with its schema and limits."""
 
 import ast
 import asyncio
@@ -56,7 +56,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Value of a syntax tree that has numbers and operators alone; nothing else is evaluated."""
+    """Evaluate a syntax tree of numbers and operators; raises ValueError for anything else."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
@@ -68,23 +68,23 @@ def _value(node: ast.expr) -> int | float:
                 raise ValueError(f"bases and exponents must be at most {_LARGEST_POWER}")
             result = _OPERATORS[type(op)](first, second)
             if isinstance(result, complex) or abs(result) > _LARGEST_NUMBER:
-                raise ValueError("the result must be a real number of at most 300 digits")
+                raise ValueError("the result must be a real number with at most 300 digits")
             return result
-    raise ValueError("only numbers, parentheses and + - * / // % ** may occur")
+    raise ValueError("only numbers, parentheses, and + - * / // % ** are allowed")
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
 @cache
 def _sandbox(address: str) -> Sandbox:
-    """One for all answers of a generator: the probe of a local one takes seconds. Raises ConfigError."""
+    """Shared by all answers, because the local sandbox's probe takes seconds. Raises ConfigError."""
     return RemoteSandbox(address) if address else LocalSandbox()
 
 
 class Python:
-    """Python code in a sandbox, on this machine or at an address; nothing is left of a run for the next one."""
+    """Runs Python code in a local or remote sandbox. Runs share no state."""
 
     def __init__(self, *, address: str = "", time_s: float = 5.0, memory_mib: int = 512) -> None:
-        """`address`: a service with SandboxFusion's API; empty = bubblewrap on this machine. Raises ConfigError."""
+        """`address`: service with SandboxFusion's API; empty = bubblewrap on this machine. Raises ConfigError."""
         self._sandbox = _sandbox(address)
         self._limits = Limits(time_s=time_s, cpu_s=max(1, round(time_s)), memory_mib=memory_mib)
 
@@ -99,9 +99,9 @@ class Python:
         except SandboxError as error:
             raise ToolError(str(error)) from error
         if found.status == "timeout":
-            raise ToolError(f"the code must end within {self._limits.time_s:g} s, it did not")
+            raise ToolError(f"the code must end within {self._limits.time_s:g} s, but did not")
         if found.status == "output":
-            raise ToolError(f"the code must print at most {self._limits.output_bytes} bytes, it printed more")
+            raise ToolError(f"the code must print at most {self._limits.output_bytes} bytes, but printed more")
         if found.status == "error":
             raise ToolError(found.stderr.strip().rpartition("\n")[2] or f"exit code {found.exit_code}")
         return found.stdout.strip() or "(nothing was printed)"
@@ -109,7 +109,7 @@ class Python:
 
 _CLOSE_S = 5.0
 _MOST_THREADS = 2
-"""Most threads of a tool, in multiples of its `max_concurrency`: nothing ends a call that does not return."""
+"""Maximum threads of a tool, in multiples of `max_concurrency`. Threads of calls that never return cannot be killed."""
 log = structlog.get_logger(__name__)
 
 
@@ -119,20 +119,20 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "search": Search,
     "http": HttpTool,
 }
-"""Tools that a config names without a module, beside `mcp`, which stands for all tools of a server."""
+"""Tools that a config names without a module, in addition to `mcp`, which stands for all tools of a server."""
 
 
 class Tool:
-    """A tool as it is configured, shared by all answers of a generator."""
+    """A configured tool, shared by all answers of a generator."""
 
     def __init__(self, config: ToolConfig, *, setting: str, shared: Any = None) -> None:
-        """Import the function, unless `shared` is there, which has a schema. Raises ConfigError."""
+        """Import the function, unless `shared` gives an object with a schema. Raises ConfigError."""
         self._config = config
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
         function = shared or BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
-        # Classes get their arguments at creation, and the model calls their instances; one of ours serves all answers,
-        # and what it needs must be there at the start.
+        # A class gets the configured arguments at creation, and the model calls its instances. An instance of a
+        # built-in class serves all answers and is created now, so that missing requirements fail at startup.
         is_class, called = inspect.isclass(function), function
         if is_class:
             called = _called(function, setting=setting)
@@ -150,18 +150,18 @@ class Tool:
             self.schema = _schema(called, name=self.name, bound=() if is_class else config.arguments, setting=setting)
 
     def open(self, arguments: dict[str, Any]) -> "OpenTool":
-        """The tool of one answer; `arguments` come from its row and precede the configured ones.
+        """Create the tool for one answer. `arguments` come from its row and override the configured ones.
 
-        Raises ToolError for those of a built-in tool: a row must not choose an address.
+        Raises ToolError if a row gives arguments to a built-in tool: rows must not choose addresses.
         """
         if arguments and self._is_built_in:
-            raise ToolError(f"{self.name} takes its arguments from the settings alone, got {arguments} from the row")
+            raise ToolError(f"{self.name} takes arguments only from the settings, got {arguments} from the row")
         called = self._shared or self._class(**(self._config.arguments | arguments))
         return OpenTool(self.name, called, self._config, self._slots)
 
 
 class OpenTool:
-    """A tool within one answer. Life: call* -> close."""
+    """A tool within one answer. Life cycle: call* -> close."""
 
     def __init__(self, name: str, function: Callable[..., Any], config: ToolConfig, slots: asyncio.Semaphore) -> None:
         self._name = name
@@ -172,15 +172,15 @@ class OpenTool:
         self._thread = f"tool {name}"
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result as text. Raises ToolError, within the tool's time limit."""
+        """Return the result as text, or raise ToolError, within the tool's time limit."""
         self._num_calls += 1
         if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
-            raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this is one more")
+            raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this call exceeds the limit")
         if isinstance(self._function, partial) and (bound := set(arguments) & set(self._function.keywords)):
             raise ToolError(f"{self._name} has no parameter {', '.join(sorted(bound))}")
         async with self._slots:
             if _count_threads(self._thread) >= _MOST_THREADS * self._config.max_concurrency:
-                raise ToolError(f"{self._name} takes no more calls: too many of those before have not returned")
+                raise ToolError(f"{self._name} accepts no more calls: too many earlier calls have not returned")
             limit = asyncio.timeout(self._config.timeout_s)
             try:
                 async with limit:
@@ -193,12 +193,11 @@ class OpenTool:
                     raise ToolError(f"{type(error).__name__}: {error}") from error
                 if threads := _count_threads(self._thread):
                     log.warning("tool_still_runs", tool=self._name, threads=threads)
-                raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
-        # JSON may hold half a character, which has no tokens.
+                raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, but did not") from error
+        # JSON may contain lone surrogates, which cannot be tokenized.
         return text.encode(errors="replace").decode()
 
     async def close(self) -> None:
-        """Close an instance that can be closed."""
         close = getattr(self._function, "close", None)
         if close is not None:
             with suppress(Exception):
@@ -207,7 +206,7 @@ class OpenTool:
 
 
 async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
-    """Call a function of the user's, a coroutine function, or another one in a thread of this name."""
+    """Call a user function: await a coroutine function, run any other one in a thread with this name."""
     called: Any = function
     while isinstance(called, partial):
         called = called.func
@@ -221,10 +220,10 @@ def _count_threads(name: str) -> int:
 
 
 async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Call a function that may wait, without holding up the engine and the other answers.
+    """Call a function that may block, without blocking the engine and other answers.
 
-    A thread of its own, not of a pool: one that never returns must not keep others waiting, nor the process from
-    ending.
+    Uses a new daemon thread rather than a pool, so that a call that never returns does not delay other calls or the
+    process's exit.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
@@ -245,7 +244,7 @@ async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
             failure = error
         except SystemExit as error:
             failure = ToolError(f"it called sys.exit({error.code!r})")
-        # The loop may be closed by the time a late call returns.
+        # The loop may already be closed when a late call returns.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, result, failure)
 
@@ -254,9 +253,9 @@ async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
 
 
 def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
-    """Import the tools, and start the servers that have some.
+    """Import the tools and start MCP servers.
 
-    Raises ConfigError for one that cannot be imported or started, and for two of one name.
+    Raises ConfigError for a tool that cannot be imported or started, and for duplicate names.
     """
     tools: list[Tool] = []
     for number, each in enumerate(configs):
@@ -264,18 +263,16 @@ def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
         tools += _tools_of_a_server(config, setting=key) if config.function == "mcp" else [Tool(config, setting=key)]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"{setting}.tools must have different names, got {', '.join(twice)} more than once: set `name`."
-        )
+        raise ConfigError(f"{setting}.tools must have unique names, got {', '.join(twice)} more than once: set `name`.")
     return tools
 
 
 def _tools_of_a_server(config: ToolConfig, *, setting: str) -> list[Tool]:
-    # Only now: the import takes a second.
+    # Imported here, because it takes a second.
     try:
         from slipstream.generators.tools.mcp_server import McpServer
     except ImportError as error:
-        raise ConfigError(f"{setting} needs MCP's package: pip install 'mcp>=2,<3' ({error}).") from error
+        raise ConfigError(f"{setting} requires the package mcp: pip install 'mcp>=2,<3' ({error}).") from error
 
     check_arguments(McpServer, config, setting=setting)
     prefix = f"{config.name}_" if config.name else ""
@@ -286,10 +283,10 @@ def _tools_of_a_server(config: ToolConfig, *, setting: str) -> list[Tool]:
 
 
 def check_arguments(function: Callable[..., Any], config: ToolConfig, *, setting: str) -> None:
-    """Raise ConfigError unless the function takes the configured arguments."""
+    """Raise ConfigError unless the function accepts the configured arguments."""
     try:
         signature = inspect.signature(function)
-        # Functions get the others from the model, classes of the user's from the row.
+        # Functions get the remaining arguments from the model, user classes from the row.
         is_whole = inspect.isclass(function) and ":" not in config.function
         (signature.bind if is_whole else signature.bind_partial)(**config.arguments)
     except TypeError as error:
@@ -302,9 +299,7 @@ def _called(cls: Any, *, setting: str) -> Callable[..., Any]:
     bases = (base for base in cls.__mro__ if "__call__" in vars(base))
     found: Callable[..., Any] | None = next((vars(base)["__call__"] for base in bases), None)
     if found is None:
-        raise ConfigError(
-            f"{setting}.function must name a class whose instances can be called, got {cls.__qualname__}."
-        )
+        raise ConfigError(f"{setting}.function must name a class with callable instances, got {cls.__qualname__}.")
     return found
 
 
@@ -313,7 +308,7 @@ def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str
         schema = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{setting}.function must have annotated parameters and a docstring with a line for each under `Args:`, "
+            f"{setting}.function must have annotated parameters, and a docstring that describes each under `Args:`, "
             f"got {function.__qualname__}: {error}."
         ) from error
     described = schema["function"]

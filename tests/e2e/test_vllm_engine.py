@@ -168,7 +168,7 @@ def test_a_folder_without_a_model_is_an_error(tmp_path: Path, environment: None)
 
 def test_the_environment_must_be_set_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    with pytest.raises(EngineError, match="environment must hold the variables of vllm_environment"):
+    with pytest.raises(EngineError, match="environment must have the variables of vllm_environment"):
         start_engine(tmp_path)
 
 

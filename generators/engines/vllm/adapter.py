@@ -1,4 +1,4 @@
-"""The adapter in vLLM's LoRA slot: replaced by every update, and compared with what was sent."""
+"""LoRA adapter in vLLM's slot: replaced by every update and compared with the tensors sent."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -16,11 +16,11 @@ from slipstream.generators.errors import EngineError
 from slipstream.runtime.routers import find_routers
 
 ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
-"""The adapter of the run, which every request names; nothing lies at its path."""
+"""The run's adapter, which every request names. Its path is never read."""
 
 
 def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
-    """vLLM's arguments for a slot of that size, in the layers of these names; empty without an adapter."""
+    """vLLM arguments for an adapter slot in the layers named `targets`; empty without an adapter."""
     if lora is None:
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
@@ -28,31 +28,31 @@ def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[s
 
 
 def check_experts(module: Any) -> None:
-    """Raise EngineError for a mixture of experts on a CPU, before it is loaded."""
+    """Raise EngineError for a mixture-of-experts model on a CPU, before loading it."""
     if current_platform.is_cpu() and find_routers(module):
         raise EngineError(
-            f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: there vLLM "
-            "computes no experts beside adapters"
+            f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: vLLM does not "
+            "combine experts with adapters on CPUs"
         )
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
-    """Settings of the adapter that a worker needs beside its tensors, as peft writes them; empty without an adapter."""
+    """Adapter settings that a worker needs in addition to the tensors, in peft's format; empty without an adapter."""
     if lora is None:
         return {}
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}
 
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
-    """Replace the adapter in the slot. Raises WeightTransferError, whatever vLLM raises."""
-    # Here and below: vLLM's layers with adapters take most of a second to import, in every process of every run.
+    """Replace the adapter in the slot. Raises WeightTransferError for any error in vLLM."""
+    # Local imports, here and below: vLLM's LoRA layers take most of a second to import in every process.
     from vllm.lora.lora_model import LoRAModel
 
     manager = model.lora_manager
     try:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER.lora_int_id,
-            # Copies: vLLM multiplies the second matrix by the scaling in place, and a delta builds on what was fetched.
+            # Copies, because vLLM scales the second matrix in place and deltas build on the fetched tensors.
             {name: tensor.clone() for name, tensor in tensors},
             PEFTHelper.from_dict(settings),
             device=manager.device,
@@ -67,7 +67,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
 
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
-    """Return the name of the first tensor that the slot does not hold as sent; empty if there is none."""
+    """Return the name of the first tensor that differs from the slot's contents; empty if all match."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = model.lora_manager
@@ -80,7 +80,7 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
         if (layer := manager.modules.get(whole)) is None:
             return name
         slices = layer.lora_a_stacked if is_first else layer.lora_b_stacked
-        # vLLM spreads what some models pack over more slices than they have parts; the probe still checks those.
+        # For some models vLLM uses more slices than packed parts. Those are left to the probe.
         if len(slices) == len(manager.packed_modules.get(whole, [module])):
             held = slices[part][index, 0, : tensor.shape[0], : tensor.shape[1]]
             expected = tensor.to(held)
@@ -90,17 +90,17 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
 
 
 def serve_adapters_of_gpt2() -> None:
-    """Tell vLLM that GPT-2, the model of the default task, takes adapters: all its layers are of the general kind."""
+    """Declare GPT-2, the model of the default task, as LoRA-capable in vLLM. All its layers are standard ones."""
     from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
     from vllm.model_executor.models.interfaces import SupportsLoRA
 
     defaults = {name: value for name, value in vars(SupportsLoRA).items() if name in SupportsLoRA.__annotations__}
-    # Query, key and value have one adapter together, as in the checkpoint.
+    # Query, key, and value share one adapter, as in the checkpoint.
     for name, value in (defaults | {"packed_modules_mapping": {"c_attn": ["c_attn"]}, "lora_manager": None}).items():
         setattr(GPT2LMHeadModel, name, value)
 
 
 def _mapper(model: Any) -> Any:
-    """Renames tensors from transformers' names to vLLM's; None where they are the same."""
+    """Mapper from transformers' tensor names to vLLM's; None if they are equal."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()

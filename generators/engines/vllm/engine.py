@@ -1,8 +1,8 @@
 """VllmEngine: vLLM's AsyncLLM behind the Engine protocol.
 
-Invariant: the tokens of a response's first version span are those that version alone would have sampled. At an update a
-request without tokens restarts; one with tokens continues on its KV cache, or on a recomputed one (`kv_on_update`).
-Cached prefixes are salted with the update they were computed under and never reused after it.
+Invariant: a response's first version span is sampled entirely under that version, including the prompt's KV cache. At
+an update, a request without tokens restarts; a request with tokens continues with its KV cache or recomputes it
+(`kv_on_update`). Cached prefixes are salted with the update number and never reused after the next update.
 """
 
 import asyncio
@@ -54,21 +54,21 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
-"""Limit of one call to the engine process, on top of the time the call itself may take."""
+"""Limit of one call to the engine process, in addition to the duration of the call itself."""
 _MAX_PROFILED_STEPS = 24
-"""The engine stands still while it writes them: on a CPU a tenth of a second for each."""
+"""The engine blocks while it writes the steps, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0
-"""The engine answers once it has written what it recorded."""
+"""The engine answers after writing the recording."""
 _SECOND_CHANCE_S = 2.0
-"""Limit of a call after one without an answer. An engine that is merely late answers at once then; a dead one must be
-replaced before the learner ends its run for want of weights (`learner.dead_end.after_s`)."""
+"""Limit of a call after an unanswered one. A slow engine answers immediately by then. A dead one must be replaced
+before the learner ends the run because no generator has weights (`learner.dead_end.after_s`)."""
 
 
 class VllmEngine:
-    """Engine over vLLM. The model lives in a process of vLLM's, which ends whenever and however this one ends."""
+    """Engine over vLLM. The model runs in a vLLM process that ends with this process, even if this one is killed."""
 
     def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int, reads_text: bool = False) -> None:
-        """`reads_text`: whether requests may come with texts that end them."""
+        """`reads_text`: whether requests may have stop strings."""
         self._model = model
         self._reads_text = reads_text
         self._vision = VisionModel(model.path) if takes_images(model.path) else None
@@ -95,7 +95,7 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
+        """Start the engine process and load the model, which takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
         self._end_token_ids, module = read_checkpoint(self._model)
         try:
@@ -134,10 +134,10 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=self._end_token_ids,
-            # 0 = of the sampled token only. Flat lists and one final output save most of vLLM's work per token.
+            # 0 = only the sampled token. Flat lists and a single final output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
-            # Text only where it may end the response, and all of it: the texts in `stop` may be special tokens.
+            # Detokenize only for stop strings, and keep special tokens, because a stop string may be one.
             detokenize=bool(stop),
             stop=list(stop),
             include_stop_str_in_output=True,
@@ -179,7 +179,7 @@ class VllmEngine:
         return output.prompt_logprobs.logprobs
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group; decoding stops until it is built. Raises WeightTransferError, EngineError."""
+        """Join the weight group. Decoding stops until it is built. Raises WeightTransferError, EngineError."""
         request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
         limit_s = 2 * opening.timeout_s + _CALL_TIMEOUT_S
         await self._call(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
@@ -188,37 +188,38 @@ class VllmEngine:
             raise WeightTransferError(error)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause, receive, verify, load, resume. Returns the pause, seconds.
+        """Pause, receive, verify, load, and resume. Returns the pause, seconds.
 
         Raises WeightTransferError if the previous weights are still loaded, UnverifiedWeightsError if they are not,
         EngineError if the engine does not answer.
         """
-        # Shielded: an update that was cancelled half-way would leave the engine paused.
+        # Shielded, because an update canceled halfway would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
 
     def current_load(self) -> EngineLoad:
-        """Return the utilisation as of vLLM's newest step. Raises EngineError unless started."""
+        """Utilization as of vLLM's newest step. Raises EngineError unless started."""
         return read_load(self._running)
 
     async def check_health(self) -> None:
-        """Raise EngineDiedError if the engine process is gone, or has requests and makes no step."""
+        """Raise EngineDiedError if the engine process died, or has requests but makes no steps."""
         if self._running.errored:
             raise self._death()
-        # Within an update a late call may still be followed by an answer, see `_abort_weight_update`.
+        # During an update, a later call may still get an answer, see `_abort_weight_update`.
         if self._unanswered and not self._is_paused:
             raise EngineDiedError(f"{self._unanswered}: see the log above")
         self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
 
     async def stop(self) -> None:
-        """End the engine process; open requests fail with EngineError."""
+        """Stop the engine process. Open requests fail with EngineError."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        # Before the shutdown, after which nothing would wake the open requests.
+        # Must precede the shutdown, after which nothing wakes the open requests.
         llm.output_processor.propagate_error(EngineDeadError())
         await stop_llm(llm)
 
     async def profile(self, *, is_on: bool) -> list[Path]:
+        """Start or stop recording steps. Returns the files written. Raises EngineError."""
         if is_on:
             starting = self._running.start_profile(max_iterations=_MAX_PROFILED_STEPS)
             await self._call(starting, timeout_s=_PROFILE_TIMEOUT_S)
@@ -230,15 +231,15 @@ class VllmEngine:
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
         paused_at = time.perf_counter()
-        # mode="keep": requests continue after the pause; the default mode would abort them. Not through
-        # AsyncLLM.pause_generation, which sleeps 20 ms more to order its outputs: ours carry their versions.
+        # mode="keep" continues requests after the pause; the default would abort them. AsyncLLM.pause_generation is
+        # avoided because it sleeps another 20 ms to order outputs, and our outputs carry their versions.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        # Only now: until it answers the engine must step, and one that stalls is found by `check_health`.
+        # Set only after the answer: until then the engine must make steps, and `check_health` detects a stall.
         self._is_paused = True
         try:
             await self._receive_and_load(update, fetched)
         except BaseException:
-            # Resume whatever happened, but report what happened rather than a failed resume.
+            # Resume after any error, and report that error rather than a failed resume.
             with suppress(EngineError):
                 await self._call(llm.resume_generation())
             raise
@@ -249,7 +250,7 @@ class VllmEngine:
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
-        # Fetched buckets lie in memory already. `WeightUpdates` ends a broadcast that hangs long before this limit.
+        # Fetched buckets are already in memory. `WeightUpdates` ends a hanging broadcast long before this limit.
         limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
         try:
             request = self._update_request(update, fetched)
@@ -261,7 +262,7 @@ class VllmEngine:
                 await self._call(llm.finish_weight_update())
             error, is_model_changed = await self._pop_weight_outcome()
         except EngineError as caught:
-            # How far the update got is unknown: assume that the model was changed.
+            # The update's progress is unknown, so assume that the model was changed.
             await self._abort_weight_update()
             error, is_model_changed = str(caught), True
         if not is_model_changed:
@@ -271,7 +272,7 @@ class VllmEngine:
             raise UnverifiedWeightsError(f"version {update.version} must be loaded completely, it was not: {error}")
 
     async def _abort_weight_update(self) -> None:
-        # vLLM refuses the next update while it considers one to be in progress.
+        # vLLM rejects an update while another one is in progress.
         if not self._model.lora:
             with suppress(EngineError):
                 await self._call(self._running.finish_weight_update())
@@ -279,27 +280,27 @@ class VllmEngine:
             await self._pop_weight_outcome()
 
     async def _switch_version(self, version: int) -> None:
-        """Label further tokens with `version` and invalidate cached work of the previous weights."""
+        """Label new tokens with `version` and invalidate caches of the previous weights."""
         llm = self._running
         self._version = version
         self._num_updates += 1
-        # Before the resume: vLLM stamps every token with the version set when it is sampled, which makes the spans.
+        # Set before resuming: vLLM labels every token with the version at sampling time, which yields the spans.
         await self._call(llm.update_weight_version(str(version)))
         if self._vision:
-            # Of requests that read their prompts again; new ones name their images by the update.
+            # For requests that read their prompts again. New requests use image ids salted with the update.
             await self._call(llm.reset_encoder_cache())
         if self._config.kv_on_update == "recompute":
-            # Preempts running requests: vLLM prefills their prompts and tokens again when it resumes.
+            # Preempts running requests. vLLM prefills their prompts and tokens again when it resumes.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
             return
-        # Restart requests without a token: their first span would rest on a prompt of the previous weights.
+        # Restart requests without tokens, because the previous weights processed their prompts.
         states = llm.output_processor.request_states.values()
         self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
         if self._to_restart:
             await self._call(llm.abort(list(self._to_restart)))
 
     async def _pop_weight_outcome(self) -> tuple[str, bool]:
-        """Return the workers' first error (empty = none) and whether any of them wrote to its model."""
+        """Return the workers' first error (empty = none) and whether any worker wrote to its model."""
         outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
         errors, is_changed, uncompared = zip(*outcomes, strict=True)
         kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))
@@ -309,7 +310,7 @@ class VllmEngine:
         return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
-        # A wrong layout is passed on rather than raised: the worker must still take part in the broadcast.
+        # A layout error is passed on, not raised, because the worker must still take part in the broadcast.
         names, rejection = self._names, ""
         try:
             WeightLayout(names, dtype=self._model.dtype).check(update.slots)
@@ -332,11 +333,11 @@ class VllmEngine:
     async def _final_output(
         self, token_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[PromptImage] = ()
     ) -> RequestOutput:
-        """Submit a request, again after every update that restarts it. Raises EngineError."""
+        """Submit a request, and resubmit it after every update that restarts it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
-                # Salted with the update rather than the version: a version may be loaded twice, first incorrectly.
+                # Salted with the update number, because a version may be loaded twice, the first time incorrectly.
                 salt = str(self._num_updates)
                 if images and self._vision:
                     prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)
@@ -361,12 +362,12 @@ class VllmEngine:
             self._to_restart.discard(request_id)
 
     async def _call(self, call: Awaitable[T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
-        """Await the engine process's answer. Raises EngineError."""
+        """Await a call to the engine process. Raises EngineError."""
         limit_s = min(timeout_s, _SECOND_CHANCE_S) if self._unanswered else timeout_s
         try:
             answer = await asyncio.wait_for(call, limit_s)
         except TimeoutError as error:
-            # The first silence is the cause: later limits are shorter and say nothing about it.
+            # Report the first timeout, which is the cause; later limits are shorter.
             silence = f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
             self._unanswered = self._unanswered or silence
             raise EngineError(self._unanswered) from error
@@ -378,15 +379,15 @@ class VllmEngine:
         return answer
 
     def _death(self) -> EngineDiedError:
-        """The error that ended the engine process; without one it was killed."""
+        """Build the error for a dead engine process, with the cause that it recorded, if any."""
         cause = read_fatal_error()
         if not cause:
-            return EngineDiedError("vLLM's engine process died without an error of its own, as one that is killed")
+            return EngineDiedError("vLLM's engine process died without reporting an error, so it was probably killed")
         kind = EngineDiedError if self._has_answered else EngineStartError
         return kind(f"vLLM's engine process died: {cause}")
 
     @property
     def _running(self) -> AsyncLLM:
         if self._llm is None:
-            raise EngineError("the engine must be started before it is used, and not after stop(): it is not running")
+            raise EngineError("the engine must be running, but start() was not called or stop() was")
         return self._llm

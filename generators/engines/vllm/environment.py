@@ -17,7 +17,7 @@ _ALWAYS = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
 }
 _CPU = {
-    # All roles share few cores: with more threads each, or threads that spin while waiting, throughput drops tenfold.
+    # All roles share a few cores. With more threads per role, or spinning threads, throughput drops tenfold.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -29,24 +29,24 @@ _GPU = {
 
 
 def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, str]:
-    """Return the variables that the role's __main__ sets; empty unless the engine is vLLM.
+    """Variables that the role's __main__ sets; empty unless the engine is vLLM.
 
-    `device` is `cpu` or `cuda`; None = detected.
+    `device`: `cpu` or `cuda`; None detects it.
     """
     config = run.generators.engine
     return engine_environment(config, device=device) if isinstance(config, VllmEngineConfig) else {}
 
 
 def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -> dict[str, str]:
-    """Return the variables that `VllmEngine.start` checks. See `vllm_environment`."""
+    """Variables that `VllmEngine.start` requires. See `vllm_environment`."""
     if (device or detect_device()) == "cuda":
         return _ALWAYS | _GPU
     return _ALWAYS | _CPU | _cpu_settings(config)
 
 
 def detect_device() -> str:
-    """Return `cuda` if there is an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
-    # Without torch, which reads the environment at import.
+    """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
+    # Does not import torch, which reads the environment at import.
     has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     return "cuda" if has_device and not _is_cpu_build() else "cpu"
 
@@ -54,10 +54,10 @@ def detect_device() -> str:
 def _cpu_settings(config: VllmEngineConfig) -> dict[str, str]:
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
     if config.enforce_eager:
-        # Otherwise the first response waits half a minute while torch compiles a comparison with g++.
+        # Otherwise the first response takes half a minute, because torch compiles a comparison with g++.
         settings["TORCHDYNAMO_DISABLE"] = "1"
     if config.num_workers == 1:
-        # On a CPU vLLM takes this to mean that the model may live in the engine process: one process less.
+        # On a CPU, this makes vLLM run the model in the engine process, which saves a process.
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return settings
 

@@ -1,8 +1,7 @@
-"""Health of vLLM's engine: its statistics and progress, and the errors that end it.
+"""Health of vLLM's engine: statistics, progress, and the error that ended its process.
 
-The error that ends vLLM's engine process, handed over in a file to the process that started it.
-
-vLLM itself passes on only that the engine died, and leaves the reason among the lines of a log.
+vLLM only reports that the engine died and logs the reason. Here the engine process writes its fatal error to a file,
+which the process that started it reads.
 """
 
 import hashlib
@@ -25,9 +24,9 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no step: such an engine still answers health checks.
+    """Detects an engine that has requests but makes no steps. Such an engine still answers health checks.
 
-    Life: check, about once a second. Only time in which the engine should have stepped counts.
+    Call `check` about once a second. Time without requests or during a pause does not count.
     """
 
     def __init__(self, *, limit_s: float, clock: Clock = time.monotonic) -> None:
@@ -37,24 +36,24 @@ class StepWatchdog:
         self._progressed_at = clock()
 
     def check(self, load: EngineLoad, *, is_paused: bool) -> None:
-        """Raise EngineDiedError after `limit_s` without a step. `is_paused`: a weight update holds the engine."""
+        """Raise EngineDiedError after `limit_s` without a step. `is_paused`: a weight update is in progress."""
         if is_paused or not load.num_open or load.num_steps != self._num_steps:
             self._num_steps, self._progressed_at = load.num_steps, self._clock()
         elif self._clock() - self._progressed_at > self._limit_s:
             raise EngineDiedError(
                 f"the engine must make a step within generators.engine.stall_timeout_s ({self._limit_s:g} s) while "
-                f"requests are open, made none with {load.num_open} of them: see the log above, or raise the limit"
+                f"requests are open, but made none with {load.num_open} open: see the log above, or raise the limit"
             )
 
 
 class LoadRecorder(PrometheusStatLogger):
-    """Keeps the newest statistics, in place of vLLM's Prometheus metrics, which cost more and would have no reader.
+    """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more and which nothing here reads.
 
-    AsyncLLM takes the class and builds the instance, so `read_load` looks it up among the engine's loggers.
+    AsyncLLM builds the instance from the class, so `read_load` finds it among the engine's loggers.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        # Without super().__init__(), which registers the Prometheus metrics.
+        # No super().__init__(), which would register the Prometheus metrics.
         self._kv_usage = 0.0
         self._num_waiting = 0
         self._num_preempted = 0
@@ -62,13 +61,13 @@ class LoadRecorder(PrometheusStatLogger):
 
     @property
     def load(self) -> EngineLoad:
-        """As of the newest step; `num_open` is not known here."""
+        """Load as of the newest step, without `num_open`."""
         return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted, num_steps=self._num_steps)
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Called by vLLM after every step; either of the statistics may be None."""
+        """Called by vLLM after every step. Either statistic may be None."""
         self._num_steps += 1
         if scheduler_stats is not None:
             self._kv_usage = scheduler_stats.kv_cache_usage
@@ -76,7 +75,7 @@ class LoadRecorder(PrometheusStatLogger):
         if iteration_stats is not None:
             self._num_preempted += iteration_stats.num_preempted_reqs
 
-    # The rest of vLLM's logger interface would write to the metrics that are not registered.
+    # The rest of vLLM's logger interface would write to unregistered metrics.
     def log_engine_initialized(self) -> None: ...
 
     def record_admission_rejection(self, reason: str) -> None: ...
@@ -85,12 +84,12 @@ class LoadRecorder(PrometheusStatLogger):
 
 
 def read_load(llm: AsyncLLM) -> EngineLoad:
-    """Return the utilisation of an engine that was started with a LoadRecorder."""
+    """Utilization of an engine that was started with a LoadRecorder."""
     recorder = next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
     newest = recorder.load
     if num_open := llm.output_processor.get_num_unfinished_requests():
         return msgspec.structs.replace(newest, num_open=num_open)
-    # An idle engine makes no steps, so its last statistics are stale: they still show the last request.
+    # An idle engine makes no steps, so its statistics still show the last request.
     return msgspec.structs.replace(newest, kv_usage=0.0, num_waiting=0)
 
 
@@ -98,11 +97,11 @@ _MAX_LENGTH = 400
 
 
 class _FatalErrorHandler(logging.Handler):
-    """Writes down the exception with which the engine process says that it ends; the first one is the cause."""
+    """Writes the first fatal exception that the engine process logs to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # "EngineCore failed to start." and "EngineCore encountered a fatal error."; others are answered to the caller.
+        # "EngineCore failed to start." and "EngineCore encountered a fatal error."; callers receive all other errors.
         if error is None or not str(record.msg).startswith("EngineCore"):
             return
         text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
@@ -111,12 +110,12 @@ class _FatalErrorHandler(logging.Handler):
 
 
 def report_fatal_errors() -> None:
-    """Have this engine process write down the error that ends it."""
+    """Make this engine process record its fatal error."""
     logging.getLogger("vllm").addHandler(_FatalErrorHandler())
 
 
 def read_fatal_error() -> str:
-    """Error that ended this process's engine, one line; empty if it was killed or still runs."""
+    """Fatal error of this process's engine as one line; empty if it was killed or still runs."""
     try:
         return _path().read_text(errors="replace")
     except OSError:
@@ -124,11 +123,11 @@ def read_fatal_error() -> str:
 
 
 def forget_fatal_error() -> None:
-    """Remove what an engine of this process left."""
+    """Delete the recorded error of an earlier engine."""
     _path().unlink(missing_ok=True)
 
 
 def _path() -> Path:
-    # From the key that multiprocessing gives a process and its children, and no others.
+    # Derived from multiprocessing's key, which only a process and its children share.
     key = hashlib.sha256(multiprocessing.current_process().authkey).hexdigest()[:24]
     return Path(tempfile.gettempdir()) / f"slipstream-engine-{key}.txt"

@@ -1,8 +1,7 @@
-"""Patches of vLLM: images of prompts, and the experts that routed each token.
+"""Patches of vLLM: images in prompts, and recording of routed experts on CPUs.
 
-Routed experts on a CPU: vLLM's own recording, which its model runner there does not call.
-
-It keeps the rows of cached prefixes, and returns each row once, of the pass that sampled the next token.
+vLLM's CPU model runner does not call vLLM's recording of routed experts, so it is subclassed here. The recording keeps
+rows of cached prefixes and returns one row per token, from the forward pass that sampled the next token.
 """
 
 import importlib
@@ -30,9 +29,9 @@ _PACKAGE = "transformers.models.qwen2_vl"
 def image_input(
     token_ids: list[int], images: Sequence[PromptImage], *, vision: VisionModel, salt: str
 ) -> MultiModalInput:
-    """A request as vLLM's own processor would make it, from tokens that are expanded already.
+    """Build the input that vLLM's processor would build, from token ids with expanded image tokens.
 
-    `salt` keeps apart what was cached under other weights: states of images as well as of tokens.
+    `salt` separates cache entries of different weights, for images and for tokens.
     """
     patches = [torch.from_numpy(vision.patches(image.data)) for image in images]
     inputs: Any = {
@@ -53,19 +52,19 @@ def image_input(
 
 
 def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments for a model that is given images: it gets patches that are normalised already."""
+    """vLLM arguments for a vision model that receives normalized patches."""
     return {
         "limit_mm_per_prompt": {"video": 0},
         "mm_device_do_normalize": False,
-        # Kept by content in vLLM's encoder cache alone; a second copy of all patches would serve nobody.
+        # vLLM's encoder cache suffices; a second copy of all patches has no use.
         "mm_processor_cache_gb": 0,
-        # On a CPU memory is not measured at the start.
+        # On a CPU, vLLM does not measure memory at startup.
         "skip_mm_profiling": is_cpu,
     }
 
 
 def serve_images_without_torchvision() -> None:
-    """Give vLLM transformers' PIL image processor, where torchvision is missing; videos are not served then."""
+    """Make vLLM use transformers' PIL image processor if torchvision is missing. Videos are not supported then."""
     name = f"{_PACKAGE}.image_processing_qwen2_vl"
     # vLLM may call the entry point twice in a process.
     if find_spec("torchvision") or name in sys.modules:
@@ -79,7 +78,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # What vLLM asks of a processor at its start; requests come with patches that are made already.
+        # vLLM only needs these attributes at startup, because requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -93,26 +92,26 @@ class _PilModule(ModuleType):
 
 
 def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarray | None:
-    """Experts of all tokens but the last in these layers, of the rows that vLLM has for each layer; None without any.
+    """Select the experts of these layers from vLLM's rows, one row per token except the last; None without layers.
 
-    Raises EngineError.
+    Raises EngineError if rows are missing.
     """
     if not layers:
         return None
     answer, rows = output.outputs[0], output.outputs[0].routed_experts
     num_tokens = len(output.prompt_token_ids or ()) + len(answer.token_ids) - 1
     if rows is None or len(rows) != num_tokens:
-        got = "none" if rows is None else f"those of {len(rows)}"
+        got = "none" if rows is None else f"{len(rows)}"
         raise EngineError(f"vLLM must return the experts of {num_tokens} tokens, got {got}")
     return rows[:, list(layers)].astype(np.uint8 if rows.dtype == np.uint8 else np.int16)
 
 
 def record_routed_experts() -> None:
-    """Let engines of this process record, and have its workers make the calls for it that those on GPUs make."""
-    # Here, because it needs a CPU's libraries.
+    """Enable recording for engines in this process, and make CPU workers call it as GPU workers do."""
+    # Imported here, because it needs libraries of the CPU build.
     from vllm.v1.worker import cpu_worker
 
-    # It refuses whatever is not the GPU's model runner; `VllmEngine` and the settings refuse the rest.
+    # This check rejects everything except the GPU model runner. `VllmEngine` and the settings check what matters.
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
     class Runner(cpu_worker.CPUModelRunner):
@@ -134,7 +133,7 @@ def record_routed_experts() -> None:
 
         def _describe_batch(self) -> Any:
             request_ids = list(self.input_batch.req_ids)
-            # Copies: the runner writes the next step into its arrays.
+            # Copies, because the runner reuses its arrays for the next step.
             return SimpleNamespace(
                 req_ids=request_ids,
                 query_start_loc_np=self.query_start_loc.np[: len(request_ids) + 1].copy(),

@@ -1,4 +1,4 @@
-"""Start and stop of AsyncLLM and its engine process; no start or stop leaves a process behind."""
+"""Starts and stops AsyncLLM and its engine process, without ever leaving a process behind."""
 
 import asyncio
 import multiprocessing
@@ -33,11 +33,11 @@ from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
 
 _STOP_GRACE_S = 1.0
-"""Time for the engine process to clean up; it holds no state worth waiting for."""
+"""Time for the engine process to clean up. It holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
-"""Folder that vLLM's profiler writes into."""
-# Costs nothing until a profile is started. Without call stacks, which would be most of the file.
+"""Output folder of vLLM's profiler."""
+# Costs nothing until a profile starts. Call stacks are off, because they would be most of the file.
 _PROFILER = ProfilerConfig(
     profiler="torch",
     torch_profiler_dir=str(PROFILES),
@@ -57,9 +57,9 @@ def engine_arguments(
     reads_text: bool,
     lora_targets: Sequence[str] = (),
 ) -> AsyncEngineArgs:
-    """Translate the config into vLLM's arguments. Raises EngineError for one that a CPU does not have.
+    """Translate the config into vLLM's arguments. Raises EngineError for settings that a CPU does not support.
 
-    `lora_targets`: last parts of the names of layers with an adapter.
+    `lora_targets`: last name component of each layer with an adapter.
     """
     is_cpu, records = current_platform.is_cpu(), model.router_replay
     _check_arguments(engine, is_cpu=is_cpu, records=records)
@@ -70,27 +70,27 @@ def engine_arguments(
         model=model.path,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
-        # vLLM wants one beside images, though it gets none to tokenise.
+        # vLLM requires a tokenizer for images, although it never tokenizes text.
         skip_tokenizer_init=not (reads_text or has_images),
-        # One more than a full trajectory: a probe is a prompt with one token to generate.
+        # One more than a full trajectory, because a probe generates one token after its prompt.
         max_model_len=min(model.max_length + 1, max_positions),
-        # With slots to spare, so that a probe never waits for a response to end.
+        # Spare slots, so that a probe never waits for a response.
         max_num_seqs=engine.max_num_seqs + PROBE_SEQUENCES,
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
-        # With a cache of a given size, vLLM only checks that this share of the GPU is free when the engine starts.
+        # With an explicit cache size, vLLM only checks at startup that this share of the GPU is free.
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=engine.enforce_eager,
-        # Answers of one turn share only their prompt, and long ones of many turns everything before the next.
-        # vLLM records experts by the blocks of cached prefixes.
+        # Pays off for multi-turn answers, whose requests share everything before the next turn. Also required to record
+        # experts, which vLLM stores per block of cached prefixes.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
-        # On a CPU a seeded request whose prompt is prefilled in chunks kills vLLM's engine process: vLLM rewinds the
-        # request's random generator after each chunk but the last, which torch does not support for CPU generators.
+        # On a CPU, a seeded request with a chunked prompt crashes vLLM's engine process: vLLM rewinds the request's
+        # random generator after each chunk except the last, which torch does not support for CPU generators.
         enable_chunked_prefill=False if is_cpu else engine.chunked_prefill,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
@@ -110,23 +110,23 @@ def engine_arguments(
 def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -> None:
     if is_cpu and engine.chunked_prefill:
         raise EngineError(
-            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM cannot seed requests "
-            "there whose prompts come in chunks"
+            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM does not support seeded "
+            "requests with chunked prompts there"
         )
     if is_cpu and records and not engine.enforce_eager:
         raise EngineError(
             "generators.engine.enforce_eager must be true on a CPU with model.router_replay, got false: compiled "
-            "graphs record no experts there"
+            "graphs do not record experts there"
         )
 
 
 def check_environment(required: Mapping[str, str]) -> None:
-    """Raise EngineError unless the process's environment holds all required values."""
+    """Raise EngineError unless the environment has all required values."""
     wrong = {name: value for name, value in required.items() if os.environ.get(name) != value}
     if wrong:
         name, value = next(iter(wrong.items()))
         raise EngineError(
-            f"the environment must hold the variables of vllm_environment() before vLLM is imported, got {name}="
+            f"the environment must have the variables of vllm_environment() before vLLM is imported, got {name}="
             f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
         )
 
@@ -134,14 +134,14 @@ def check_environment(required: Mapping[str, str]) -> None:
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start the engine process and wait until the model is loaded. Raises EngineError."""
     forget_fatal_error()
-    # In a thread, because the constructor blocks; shielded below, because a thread cannot be cancelled.
+    # In a thread, because the constructor blocks. Shielded below, because a thread cannot be canceled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
     except TimeoutError as error:
         await _abandon(starting)
         raise EngineStartError(
-            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
+            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), but did not: "
             "see the log above, or raise the limit"
         ) from error
     except asyncio.CancelledError:
@@ -153,7 +153,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 
 async def stop_llm(llm: AsyncLLM) -> None:
-    """Shut the engine process down, then kill whatever is left; a few seconds at most."""
+    """Shut down the engine process, then kill any remaining processes. Takes at most a few seconds."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
     envs.disable_envs_cache()
@@ -168,13 +168,13 @@ def one_line(error: BaseException) -> str:
 
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    # The engine process inherits this thread's signal mask: Ctrl-C then reaches only this process, which decides when
-    # the engine ends. Python's resource tracker must already run, because starting it unblocks SIGINT.
+    # The engine process inherits this thread's signal mask, so that Ctrl-C reaches only this process, which decides
+    # when to stop the engine. Python's resource tracker must already run, because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
-        # Its own process caches them, too: a request reads a dozen.
+        # A request reads a dozen of these variables. The engine process already caches them.
         envs.enable_envs_cache()
         return llm
     finally:
@@ -182,7 +182,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 async def _abandon(starting: asyncio.Task[AsyncLLM]) -> None:
-    # The constructor runs in a thread and cannot be cancelled; it fails once its engine process is gone.
+    # The constructor runs in a thread and cannot be canceled. It fails when its engine process dies.
     _kill_engine_processes()
     with suppress(Exception):
         llm = await asyncio.wait_for(asyncio.shield(starting), _ABANDON_TIMEOUT_S)
@@ -197,7 +197,7 @@ def _kill_engine_processes() -> None:
 
 
 def read_checkpoint(model: ModelConfig) -> tuple[list[int], PreTrainedModel]:
-    """Return the end tokens, and the module that the learner trains. Raises EngineError, ConfigError."""
+    """Return the end tokens and the learner's module, on the meta device. Raises EngineError, ConfigError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         module = meta_model(model)

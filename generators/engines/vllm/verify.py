@@ -1,8 +1,7 @@
-"""Verification of a loaded model: does it hold the tensors that were sent?
+"""Verifies that a loaded model holds exactly the tensors that were sent.
 
-vLLM loads layer by layer: loaders of the parameters place tensors, then the layer may repack them. RecordedLoad keeps
-each call; afterwards it has the loaders place the same tensors beside the model, one layer at a time, and compares bit
-for bit.
+vLLM loads layer by layer: parameter loaders place tensors, then the layer may repack them. RecordedLoad records each
+loader call. Afterwards it replays the calls into a copy of each layer, one at a time, and compares bit for bit.
 """
 
 from bisect import bisect_right
@@ -25,11 +24,11 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 Call = tuple[str, BoundArguments]
-"""Name of a layer's parameter, and the arguments of its loader."""
+"""Parameter name within its layer, and the arguments of the loader call."""
 
 
 class _Calls(list[Call]):
-    """vLLM's list of the calls for one layer, which it empties when it has loaded them."""
+    """Replaces vLLM's list of one layer's loader calls, which vLLM empties after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class _Calls(list[Call]):
 
     def append(self, call: Call) -> None:
         name, arguments = call
-        # vLLM puts the loaded parameter into the arguments: kept, it would be a second copy of the model.
+        # vLLM puts the loaded parameter into the arguments. Keeping it would keep a second copy of the model.
         kept = copy(arguments)
         kept.arguments = dict(arguments.arguments)
         self.kept.append((name, kept))
@@ -45,10 +44,10 @@ class _Calls(list[Call]):
 
 
 class RecordedLoad(TorchDispatchMode):
-    """Life: created after `initialize_layerwise_reload` -> `with` it, the model's `load_weights` -> first_mismatch.
+    """Life cycle: create after `initialize_layerwise_reload` -> `load_weights` in a `with` block -> first_mismatch.
 
-    A model's own loader may copy straight into a parameter, as gpt-oss does. vLLM would lose that: until a layer is
-    complete its parameters are on the meta device. Here such a copy becomes a call of a loader like any other.
+    A model's loader may copy directly into a parameter, as gpt-oss does. vLLM loses such a copy, because parameters are
+    on the meta device until their layer is complete. This class turns it into a loader call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,13 +60,13 @@ class RecordedLoad(TorchDispatchMode):
             for name, parameter in layer.named_parameters(recurse=False):
                 self._owners[parameter.untyped_storage()._cdata] = path, name
         self.uncompared: list[str] = []
-        """Parameters of the model and sent tensors that could not be compared; filled by `first_mismatch`."""
+        """Parameters and sent tensors that could not be compared; filled by `first_mismatch`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta:
             path, name = self._owners.get(args[0].untyped_storage()._cdata, ("", ""))
             parameter: Any = self._layers[path]._parameters.get(name)
-            # Within a loader's call, which is kept by then, vLLM copies to count the elements.
+            # Inside a recorded loader call, vLLM copies only to count elements.
             is_called = any(name == called for called, _ in self._calls[path].kept)
             if parameter is not None and not is_called and args[0].shape == parameter.shape:
                 parameter.weight_loader = default_weight_loader
@@ -78,7 +77,7 @@ class RecordedLoad(TorchDispatchMode):
 
     @torch.no_grad()
     def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Return the name of the first tensor that the model does not hold as sent; empty if there is none."""
+        """Return the name of the first tensor that differs from the model's contents; empty if all match."""
         compared = set[int]()
         for path, layer in self._layers.items():
             for name, is_held in _compare(layer, self._calls[path].kept):
@@ -87,12 +86,12 @@ class RecordedLoad(TorchDispatchMode):
                 if is_held:
                     compared.add(id(layer._parameters[name]))
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
-        # Loaders that get no part of a sent tensor may get another one that the model made of it, or took for it.
+        # A tensor that no loader received may have been transformed or replaced by the model before loading.
         calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
         missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
         for name in missed:
-            # vLLM may pad a vocabulary with further rows.
+            # vLLM may pad the vocabulary with extra rows.
             rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
             if rows is not None and rows.shape == tensors[name].shape:
                 if not torch.equal(rows, tensors[name].to(rows)):
@@ -104,11 +103,11 @@ class RecordedLoad(TorchDispatchMode):
 
 
 def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, bool | None]]:
-    """Yield each parameter's name and whether the layer holds what the calls of its loader give; None = unknown."""
+    """Yield each parameter's name and whether the layer matches the replayed loader calls; None = unknown."""
     expected = _place(layer, calls)
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
-    # A layer without a method keeps its parameters as they are.
+    # A layer without a `quant_method` does not repack its parameters.
     is_plain = not expected or not hasattr(layer, "quant_method")
     if is_plain or (all(is_held.values()) and kernel is nn.functional.linear):
         yield from is_held.items()
@@ -119,14 +118,14 @@ def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, boo
     for name, tensor in repacked.named_parameters():
         yield name, _is_same(layer._parameters.get(name), tensor)
     if kernel is not nn.functional.linear:
-        # What a kernel has packed can only be seen in what it computes.
+        # A kernel's packed weights can only be compared through its output.
         row = torch.randn(1, expected["weight"].shape[1], generator=torch.Generator().manual_seed(0))
         row = row.to(expected["weight"].dtype)
         yield "weight", torch.equal(*(made.cpu_linear(row, made.weight, None) for made in (layer, repacked)))
 
 
 def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
-    """Parameters as the calls fill them, before the layer repacks them; NaN where they write nothing."""
+    """Replay loader calls into new parameters, without repacking. Elements that no call writes are NaN."""
     placed: dict[str, Tensor] = {}
     with get_layerwise_info(layer).restore_device:
         for name, call in calls:
@@ -141,33 +140,33 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Another layer of these parameters, repacked as vLLM repacks this one; None where it takes more than them."""
+    """Build a layer from these parameters and repack it as vLLM does; None if parameters alone are not enough."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method
     for name, tensor in placed.items():
         other.register_parameter(name, nn.Parameter(tensor.data, requires_grad=False))
     if next(other.parameters()).device.type == "cpu":
-        # Of experts, the kernel repacks them.
+        # For experts, the kernel does the repacking.
         method = method.moe_kernel.fused_experts if hasattr(method, "moe_kernel") else method
     elif not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return None
     try:
         method.process_weights_after_loading(other)
     except Exception:
-        # Code of any method, on a layer that has nothing but parameters: it may miss anything.
+        # Arbitrary vLLM code may need attributes that this bare layer lacks.
         return None
     return other
 
 
 def _is_same(held: Tensor | None, expected: Tensor) -> bool:
-    """Whether each element is the expected one, or none is expected (NaN)."""
+    """Whether all elements are equal, ignoring those with no expected value (NaN)."""
     is_alike = held is not None and held.shape == expected.shape and held.dtype == expected.dtype
     return is_alike and bool(((held == expected) | expected.isnan()).all())
 
 
 def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
-    """Names of sent tensors that loaders did not get, neither themselves nor with their elements in another order."""
+    """Names of sent tensors that loaders did not receive, neither as sent nor with their elements reordered."""
     first_at = {tensor.data_ptr(): name for name, tensor in reversed(sent.items())}
     starts = sorted(first_at)
     missing = {name: tensor.numel() for name, tensor in sent.items()}
@@ -184,6 +183,6 @@ def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[int, ...]:
-    """Numbers that do not depend on the order of the elements."""
+    """Fingerprint that does not depend on the order of elements."""
     bits = tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     return tensor.numel(), int(bits.sum(dtype=torch.int64)), int((bits * bits).sum(dtype=torch.int64))

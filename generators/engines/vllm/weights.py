@@ -1,6 +1,6 @@
-"""Weight updates inside vLLM's worker process: the far end of `VllmEngine.update`.
+"""Weight updates inside vLLM's worker processes, which `VllmEngine.update` calls.
 
-`register` is the entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
+`register` is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
 """
 
 import multiprocessing
@@ -42,15 +42,15 @@ from slipstream.generators.engines.vllm.verify import RecordedLoad
 BACKEND = "slipstream"
 """Name in vLLM's registry of weight transfer engines."""
 _ANSWER_BYTES = 16384
-"""Size of the first worker's answer to the others."""
+"""Size of the first worker's message to the others."""
 _MAX_ERROR_LENGTH = 2000
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
-"""Prefixes of the names of vLLM's processes."""
+"""Name prefixes of vLLM's processes."""
 
 
 def register() -> None:
-    """Register `BACKEND` in this process; in a process of vLLM's, also tie its life to its parent's."""
-    # vLLM may call the entry point twice in a process, and refuses a name that is taken.
+    """Register `BACKEND` in this process. vLLM's processes also exit with their parent and report fatal errors."""
+    # vLLM may call the entry point twice per process, and raises for a registered name.
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     serve_images_without_torchvision()
@@ -64,17 +64,17 @@ def register() -> None:
 
 # --- parent watch ----------------------------------------------------------------------------------------------------
 def die_with_parent() -> None:
-    """Kill this process when the one that started it through multiprocessing ends."""
-    # vLLM's engine process does not notice that its parent was killed. The kernel's signal for that
-    # (PR_SET_PDEATHSIG) fires when the *thread* that started the process ends, which may be long before.
+    """Kill this process when its multiprocessing parent ends."""
+    # vLLM's engine process does not notice that its parent was killed. The kernel's signal for this
+    # (PR_SET_PDEATHSIG) fires when the *thread* that started the process ends, which may be much earlier.
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
 
 
 def _kill_at_parent_exit(sentinel: int) -> None:
-    # The sentinel is a pipe whose other end only the parent holds: it becomes ready when the parent is gone. No
-    # deadline, because waiting for that moment is the thread's only purpose.
+    # Only the parent holds the other end of the sentinel pipe, so it becomes ready when the parent ends. No deadline,
+    # because this thread has no other purpose.
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -82,12 +82,12 @@ def _kill_at_parent_exit(sentinel: int) -> None:
 # --- weight updates --------------------------------------------------------------------------------------------------
 @dataclass
 class EpochInfo(WeightTransferInitInfo):
-    """Argument of vLLM's `init_transfer_engine`, the same on every worker."""
+    """Argument of vLLM's `init_transfer_engine`, equal on every worker."""
 
     opening: dict[str, Any]
-    """An OpenEpoch as builtins, which vLLM can serialise."""
+    """An OpenEpoch as builtins, which vLLM can serialize."""
     rank: int
-    """This generator's rank in the weight group; the learner has rank 0."""
+    """This generator's rank in the weight group. The learner has rank 0."""
 
 
 @dataclass
@@ -95,28 +95,29 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     """Argument of `receive_weights`: the fields of Update that describe the bytes."""
 
     slots: list[Any]
-    """TensorSlots as builtins, in the order of the model's parameters."""
+    """TensorSlots as builtins, in parameter order."""
     bucket_bytes: list[int]
     checksums: list[int]
     """xxh3-64 of each bucket's bytes."""
     timeout_s: float
-    """Limit of one bucket, seconds."""
+    """Limit per bucket, seconds."""
     fetched_path: str = ""
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
-    """Groups of names of one tensor, which comes under the first: CheckpointNames.tied."""
+    """Groups of names that share one tensor, which is sent under the first name (CheckpointNames.tied)."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of the adapter that the tensors are; empty = they are the model's own."""
+    """Adapter settings if the tensors are an adapter; empty = they are the model's weights."""
     rejection: str = ""
-    """Reason why this update must not be loaded whatever arrives; empty = it may be."""
+    """Reason not to load this update even if it arrives intact; empty = it may be."""
 
 
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
-    """Receives and verifies all bytes of an update before it touches the model.
+    """Receives and verifies all bytes of an update before it changes the model.
 
-    Errors are reported by `pop_outcome` rather than raised: when several workers answer a call with an error, vLLM
-    reads only the first answer and takes the second one for the answer to the next call.
-    Invariant: only `finish_weight_update` writes to the model, and only after a transfer without error.
+    Errors are reported by `pop_outcome` rather than raised: if several workers answer a call with an error, vLLM reads
+    only the first answer and mistakes the second for the answer to the next call.
+    Invariant: only `finish_weight_update` and `update_adapter` write to the model, and only after an error-free
+    transfer.
     """
 
     init_info_cls = EpochInfo
@@ -134,22 +135,22 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def pop_outcome(self) -> tuple[str, bool, list[str]]:
         """Return and reset the error since the last call (empty = none), whether the model was written to, and the
-        names of what could not be compared after it was loaded."""
+        names of tensors that could not be compared after loading."""
         outcome = self._error, self._is_model_changed, self._uncompared
         self._error, self._is_model_changed, self._uncompared = "", False, []
         return outcome
 
     def init_transfer_engine(self, init_info: EpochInfo) -> None:
-        """Leave the previous weight group and join this one."""
+        """Leave the previous weight group and join the new one."""
         with self._recording_errors():
             self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
 
     def start_weight_update(self) -> None:
-        """Leave the model as it is: nothing is loaded before all bytes are verified."""
+        """Do not touch the model yet: nothing is loaded before all bytes are verified."""
         self._received = []
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receive and verify. A rejected update is received too: the broadcast needs every member of the group."""
+        """Receive and verify. A rejected update is received too, because the broadcast needs every group member."""
         with self._recording_errors():
             tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
             if update_info.rejection:
@@ -157,7 +158,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
 
     def finish_weight_update(self) -> None:
-        """Load what was received, if anything. vLLM rebuilds each layer as at the start, packed copies included."""
+        """Load the received tensors, if any. vLLM rebuilds each layer as at startup, including packed copies."""
         received, self._received = self._received, []
         if not received:
             return
@@ -165,14 +166,14 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         with self._recording_errors():
             load = self._load(received)
             if name := load.first_mismatch(received):
-                raise WeightTransferError(f"the engine must hold {name} as it was sent, it holds something else")
+                raise WeightTransferError(f"the engine must hold {name} as sent, but it holds different values")
             held = dict(self.model.named_parameters())
-            # With pipeline parallelism, tensors of other workers' layers were sent, too.
+            # With pipeline parallelism, the update also contains tensors of other workers' layers.
             is_whole = self.parallel_config.pipeline_parallel_size == 1
             self._uncompared = [name for name in load.uncompared if is_whole or name in held]
 
     def update_adapter(self, update_info: BroadcastInfo) -> None:
-        """Receive, verify and load an adapter; vLLM's own end of an update would empty the slot."""
+        """Receive, verify, and load an adapter. vLLM's update calls would empty the slot."""
         self.start_weight_update()
         self.receive_weights(update_info)
         received, self._received = self._received, []
@@ -182,10 +183,10 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         with self._recording_errors():
             load_adapter(self.model, received, settings=update_info.lora)
             mismatch = first_adapter_mismatch(self.model, received, settings=update_info.lora)
-            # A split model holds slices of the tensors; the probe still checks it.
+            # A split model holds slices of the tensors, which only the probe checks.
             if mismatch and not self._is_split:
                 raise WeightTransferError(
-                    f"vLLM must hold {mismatch} as it was sent, it holds something else or nothing"
+                    f"vLLM must hold {mismatch} as sent, but it holds different values or nothing"
                 )
 
     def shutdown(self) -> None:
@@ -193,7 +194,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
         if info.fetched_path:
-            # Fetched once per generator: all its workers map the same memory.
+            # Fetched once per generator; all its workers map the same memory.
             mapped = map_buckets(info.fetched_path, sizes=info.bucket_bytes)
             buckets.verify(mapped, expected=info.checksums)
             return buckets.unpack(mapped, slots)
@@ -202,33 +203,34 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         )
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors under further names that the model has a layer for: vLLM's CPU build packs a tied head on its own."""
-        # Each layer under its first path: a head that is the embedding itself has no parameter of its own.
+        """Yield tied tensors under their other names, where the model has a separate layer: vLLM's CPU build packs a
+        tied head separately."""
+        # `named_modules` lists a shared layer only once, so a head that is the embedding itself is not included.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
             yield from ((name, sent[first]) for name in others if name in own)
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
-        """Load tensors. Raises WeightTransferError if the model reports that it left out any of its parameters."""
+        """Load tensors. Raises WeightTransferError if the model reports that it did not load all parameters."""
         if self.device.type == "cpu":
-            # vLLM 0.32 repacks experts for the CPU only when it builds their kernel: let it build that again.
+            # vLLM 0.32 repacks experts for the CPU only when it builds their kernel, so force a rebuild.
             for layer in self.model.modules():
                 method: Any = getattr(layer, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
                     method.moe_kernel = None
         initialize_layerwise_reload(self.model)
-        # Before the load: afterwards there are also parameters that vLLM derives from others.
+        # Collected before the load, which adds parameters that vLLM derives from others.
         loadable = {name for name, _ in self.model.named_parameters()}
         load = RecordedLoad(self.model)
         try:
             with load:
                 loaded = self.model.load_weights(tensors)
         except Exception as error:
-            # A model's own loader may raise anything; the engine survives, unverified, until an update heals it.
-            raise WeightTransferError(f"the engine could not load them: {type(error).__name__}: {error}") from error
+            # A model's loader may raise anything. The engine stays alive but unverified until an update succeeds.
+            raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
-        # Quantised models have parameters that never come from outside, and some models report nothing.
+        # Quantized models have parameters that are never sent, and some models report nothing.
         is_reported = loaded is not None and self.model_config.quantization is None
         if stale := sorted(loadable - loaded) if is_reported else []:
             raise WeightTransferError(
@@ -246,7 +248,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
 
 class OutcomeReport:
-    """Mixin of vLLM's worker class that lets `collective_rpc` call methods of BroadcastWeights."""
+    """Mixin for vLLM's worker class, so that `collective_rpc` can call methods of BroadcastWeights."""
 
     def weight_device(self) -> str:
         return device_name(self.weight_transfer_engine.device)  # type: ignore[attr-defined]
@@ -261,8 +263,8 @@ class OutcomeReport:
 class SharedReceiver:
     """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
 
-    The first worker receives and verifies in host memory, and the others map it, or get its error: every worker then
-    loads its own part of each tensor straight from there, so that an update takes no memory of a GPU but that of the
+    The first worker receives and verifies in host memory. The others map that memory, or get the first worker's error.
+    Every worker then loads its part of each tensor directly from there, so that an update needs GPU memory only for the
     layer being loaded. Every worker must make the same calls.
     """
 
@@ -279,7 +281,7 @@ class SharedReceiver:
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """Receive, verify, share. Raises WeightTransferError on every worker if the first one fails."""
+        """Receive, verify, and share. Raises WeightTransferError on every worker if the first one fails."""
         path = self._run_on_first(
             lambda: self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
         )
@@ -291,15 +293,15 @@ class SharedReceiver:
         self._mapped, self._mapping = [], None
 
     def _map(self, path: str, sizes: list[int]) -> list[Tensor]:
-        """Map the first worker's memory, once for as long as it is the same."""
+        """Map the first worker's memory, reusing the mapping while it is unchanged."""
         mapping = Path(path).stat().st_ino, sizes
         if mapping != self._mapping:
             self._mapped, self._mapping = map_buckets(path, sizes=sizes, is_pinned=self._is_pinned), mapping
         return self._mapped
 
     def _run_on_first(self, action: Callable[[], object]) -> str:
-        """Run on the first worker only; returns the path of its memory. All workers raise if it fails: one that went on
-        would load what nobody verified."""
+        """Run on the first worker only. Returns the path of its memory. All workers raise if it fails, so that none
+        loads unverified tensors."""
         group = get_world_group()
         path, error = "", ""
         if group.is_first_rank:

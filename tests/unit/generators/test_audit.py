@@ -1,4 +1,4 @@
-"""An auditor with a model of its own: honest answers pass, and each kind of lie shows in what its checks add up to."""
+"""An auditor with its own model: honest answers pass, and each kind of lie shows in the sum of its checks."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -29,12 +29,12 @@ NUM_ANSWERS = 24
 
 
 def share_of_digits(sample: RewardInput) -> float:
-    """A reward that most answers differ in."""
+    """A reward that differs between most answers."""
     return sum(letter.isdigit() for letter in sample.response) / max(1, len(sample.response))
 
 
 class Peer:
-    """Takes what an auditor sends."""
+    """Receives the auditor's messages."""
 
     def __init__(self) -> None:
         self.sent: asyncio.Queue[Audited] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Peer:
 
 
 class Scene:
-    """A generator of one's own with a model of seed 0, which audits, and one of somebody else with the same model."""
+    """An auditing generator with a model of seed 0, and a guest with the same model."""
 
     def __init__(self, folder: Path) -> None:
         model = make_tiny_model(folder / "model")
@@ -96,7 +96,7 @@ class Scene:
         return convict(self.check(answers), max_logprob_diff=self.run.cluster.guests.max_logprob_diff)
 
     def scored_by_the_policy(self, trajectory: Trajectory) -> Trajectory:
-        """The answer with log-probabilities as the policy has them, whoever wrote it."""
+        """The answer with the policy's log-probabilities."""
         scores = asyncio.run(self.engine.prompt_logprobs(trajectory.token_ids.tolist()))
         logprobs = np.where(trajectory.model_mask, np.array([0.0, *scores]), 0.0).astype(np.float32)
         return msgspec.structs.replace(trajectory, generator_logprobs=logprobs)
@@ -157,18 +157,18 @@ def test_a_reward_that_is_not_ones_own_is_a_lie(scene: Scene, honest: list):
     def inflate(each: Trajectory) -> Trajectory:
         return msgspec.structs.replace(each, reward=msgspec.structs.replace(each.reward, total=each.reward.total + 0.5))
 
-    assert "by one's own reward function" in scene.verdict(lying(honest, inflate))
+    assert "but the auditor's reward function gives" in scene.verdict(lying(honest, inflate))
     masked = lying(honest, lambda each: msgspec.structs.replace(each, reward=Reward(0.0, status="timeout")))
     assert scene.verdict(masked) == "", "it leaves the loss"
 
 
 def test_another_prompt_is_a_lie(scene: Scene, honest: list):
     easier = [(scene.prompt(number + 40), trajectory) for number, (_, trajectory) in enumerate(honest)]
-    assert "the tokens of the prompt" in scene.verdict(easier)
+    assert "the prompt tokens of" in scene.verdict(easier)
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):
-    """Three versions later: the same answers pass with own ones of their version, and are not scored without."""
+    """Three versions later, the answers pass if own answers of their version exist, and are not scored otherwise."""
     weights, version = scene.engine._model, scene.engine._version
 
     async def remember() -> None:

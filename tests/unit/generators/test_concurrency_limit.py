@@ -9,7 +9,7 @@ from slipstream.generators.generator import ConcurrencyLimit
 
 
 def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, running: int | None = None) -> list[int]:
-    """Return the limit after each observation; `running` is the limit itself unless given."""
+    """Return the limit after each observation. `running` defaults to the limit."""
     concurrency = ConcurrencyLimit(least=least, most=most)
     observed = []
     for load in loads:
@@ -18,46 +18,37 @@ def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, runni
     return observed
 
 
-def test_the_limit_starts_at_its_maximum_and_stays_there_without_pressure():
-    assert ConcurrencyLimit(least=8, most=64).limit == 64
-    assert limits([EngineLoad()] * 3) == [64, 64, 64]
-    assert limits([EngineLoad(kv_usage=0.99)] * 3) == [64, 64, 64]
+CUT = (0.95, 0, 1)
 
 
-def test_each_observation_of_new_preemptions_takes_a_quarter_off():
-    full = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in (0, 1, 5, 5, 6)]
-    # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
-    assert limits(full) == [64, 48, 36, 36, 27]
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        pytest.param([(0.0, 0, 0)] * 3, [64] * 3, id="an idle engine changes nothing"),
+        pytest.param([(0.99, 0, 0)] * 3, [64] * 3, id="a full cache alone changes nothing"),
+        # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
+        pytest.param(
+            [(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="new preemptions take a quarter"
+        ),
+        pytest.param([(0.5, 0, n) for n in (0, 60, 120)], [64] * 3, id="preemptions in a cache with room are ignored"),
+        # Queued twice in a row: 64 - 20. Then one group more per observation.
+        pytest.param([(0.5, n, 0) for n in (20, 20, 0)], [64, 44, 52], id="a lasting queue is subtracted"),
+        pytest.param([(0.5, n, 0) for n in (60, 40, 10)], [64] * 3, id="a shrinking queue is ignored"),
+        pytest.param([(0.5, n, 0) for n in (4, 30)], [64, 60], id="a growing queue counts at its former length"),
+        pytest.param([CUT, *[(0.79, 0, 1)] * 4], [48, 56, 64, 64, 64], id="with room it grows by a group"),
+        pytest.param([CUT, *[(0.81, 0, 1)] * 2], [48] * 3, id="without room it does not grow"),
+        pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
+    ],
+)
+def test_the_limit_follows_cache_queue_and_preemptions(loads: list[tuple[float, int, int]], expected: list[int]):
+    assert limits(EngineLoad(*load) for load in loads) == expected
 
 
 def test_the_limit_stays_between_a_group_and_its_maximum():
+    assert ConcurrencyLimit(least=8, most=64).limit == 64
     falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]
     assert limits(falling)[-1] == 8
     assert limits(falling, least=8, most=4)[-1] == 4
-
-
-def test_preemptions_in_a_cache_with_room_are_ignored():
-    assert limits([EngineLoad(kv_usage=0.5, num_preempted=total) for total in (0, 60, 120)]) == [64, 64, 64]
-
-
-def test_requests_that_stay_queued_are_subtracted():
-    waiting = [EngineLoad(kv_usage=0.5, num_waiting=number) for number in (20, 20, 0)]
-    # Queued twice in a row: 64 - 20. Then one group more per observation.
-    assert limits(waiting) == [64, 44, 52]
-
-
-def test_a_shrinking_queue_is_ignored_and_a_growing_one_counts_at_its_former_length():
-    shrinking = [EngineLoad(kv_usage=0.5, num_waiting=number) for number in (60, 40, 10)]
-    assert limits(shrinking) == [64, 64, 64]
-    growing = [EngineLoad(kv_usage=0.5, num_waiting=number) for number in (4, 30)]
-    assert limits(growing) == [64, 60]
-
-
-def test_the_limit_grows_by_a_group_while_there_is_room_and_demand():
-    cut = [EngineLoad(kv_usage=0.95, num_preempted=1)]
-    assert limits([*cut, *[EngineLoad(kv_usage=0.79, num_preempted=1)] * 4]) == [48, 56, 64, 64, 64]
-    assert limits([*cut, *[EngineLoad(kv_usage=0.81, num_preempted=1)] * 2]) == [48, 48, 48]
-    assert limits([*cut, EngineLoad(kv_usage=0.5, num_waiting=1, num_preempted=1)]) == [48, 48]
 
 
 def test_the_limit_does_not_grow_while_it_is_not_reached():

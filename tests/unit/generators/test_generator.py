@@ -27,7 +27,7 @@ PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_sour
 
 
 class FakeClient:
-    """Accepts every message and delivers none."""
+    """Records sent messages."""
 
     is_joined = True
 
@@ -46,7 +46,7 @@ class FakeClient:
 
 
 class FakeAgent:
-    """Fails every prompt with one error, or answers it with this trajectory."""
+    """Fails every prompt with the same error, or answers it with the same trajectory."""
 
     waiting = ""
 
@@ -83,7 +83,7 @@ class Scene:
         return [message for message in self.client.sent if isinstance(message, ReturnLeases)][-1]
 
     async def live(self, *messages: Message | ClientDiedError) -> None:
-        """Run until the generator ends by itself; it receives `messages` once started."""
+        """Run until the generator ends. It receives `messages` after it has started."""
         running = asyncio.create_task(self.generator.run())
         # The scripted engine starts at once.
         await asyncio.sleep(0.1)
@@ -131,7 +131,7 @@ def test_a_refusal_of_the_broker_ends_the_generator_for_good():
 
 
 class WritingAgent(FakeAgent):
-    """Answers every prompt at once, or never."""
+    """Answers every prompt immediately, or never."""
 
     def __init__(self, *, answers: bool) -> None:
         self._answers = answers
@@ -143,7 +143,7 @@ class WritingAgent(FakeAgent):
 
 
 async def served(scene: Scene, agent: FakeAgent) -> "asyncio.Task[None]":
-    """The running generator, with two answers of one prompt under way."""
+    """The running generator, with two answers of one prompt in progress."""
     scene.generator._agent = agent  # type: ignore[assignment]
     running = asyncio.create_task(scene.generator.run())
     await until(lambda: scene.status.state == "unsynced")
@@ -154,11 +154,9 @@ async def served(scene: Scene, agent: FakeAgent) -> "asyncio.Task[None]":
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError("it must hold within 10 s")
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
@@ -210,4 +208,4 @@ def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_token
         assert scene.last_return().lease_ids == ["3-0"]
         for reason in (scene.last_return().reason, scene.status.reason):
             assert "must fit into broker.max_message_bytes (4096)" in reason
-            assert f"of {num_tokens} tokens has" in reason
+            assert f"with {num_tokens} tokens has" in reason

@@ -71,14 +71,14 @@ def accepted(run: RunConfig, own: list[RunConfig], overrides: list[str]) -> RunC
 
 
 def test_settings_of_another_version_are_named_as_such() -> None:
-    with pytest.raises(ConfigError, match=r"must be of this version of Slipstream, .* unknown field `novelty`"):
+    with pytest.raises(ConfigError, match=r"must run the same version of Slipstream: .* unknown field `novelty`"):
         accept_settings('{"novelty": 1}', [make_run()], [])
 
 
 def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that_allows_it() -> None:
     run = received(generators={"reward": {"function": REWARD}})
     with pytest.raises(
-        ConfigError, match=f"got '{REWARD}' from the broker alone: .*generators.reward.function={REWARD}"
+        ConfigError, match=f"got '{REWARD}' only from the broker: .*generators.reward.function={REWARD}"
     ):
         accepted(run, [make_run()], [])
     given = make_run(generators={"reward": {"function": REWARD}})
@@ -89,7 +89,7 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
     "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions", "code", "judge"]
 )
 def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
-    with pytest.raises(ConfigError, match="from the broker alone"):
+    with pytest.raises(ConfigError, match="only from the broker"):
         accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
@@ -115,7 +115,7 @@ def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(
 ) -> None:
     generators = {"agents": {"mine": agent}} if is_named else {"agent": agent}
     run = received(generators=generators)
-    with pytest.raises(ConfigError, match=f"got '{code}' from the broker alone: .*generators.agents"):
+    with pytest.raises(ConfigError, match=f"got '{code}' only from the broker: .*generators.agents"):
         accepted(run, [make_run()], [])
     assert accepted(run, [make_run(generators=generators)], []) == run
     calculating = received(generators={"agent": {"kind": "tools", "tools": ["calculator"]}})
@@ -127,7 +127,7 @@ def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone()
         tools = [{"function": "python", "arguments": {"address": address}}]
         return {"agent": {"kind": "tools", "tools": tools}}
 
-    with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' from the broker alone"):
+    with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' only from the broker"):
         accepted(received(generators=tool("http://evil")), [make_run(generators=tool("http://sandbox"))], [])
 
 
@@ -154,7 +154,7 @@ def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
 
 @contextmanager
 def listener(run: RunConfig) -> Iterator[None]:
-    """Somebody who listens at the address of a run's broker."""
+    """Listens at the address of a run's broker."""
     with socket.socket(socket.AF_UNIX) as broker:
         broker.bind(RunFolder(run).broker_address.removeprefix("ipc://"))
         broker.listen()

@@ -1,14 +1,12 @@
-"""Attacks on the sandbox; each is bounded by itself, too, and ends in seconds where a limit does not hold."""
+"""Attacks on the sandbox. Each one is bounded and ends in seconds even if a limit does not hold."""
 
 import asyncio
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,16 @@ from slipstream.configs.generators import RewardConfig
 from slipstream.generators import escapes
 from slipstream.generators import sandbox as module
 from slipstream.generators.rewards.composition import RewardFunctions
-from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Execution, Limits, LocalSandbox, RemoteSandbox, SandboxError
 from tests.machines import SANDBOX_IS_REQUIRED, needs_bubblewrap
+from tests.unit.generators.rewards.scene import sample, scores
+from tests.unit.generators.servers import Handler, serve
 
 SMALL = Limits(time_s=8, cpu_s=2, memory_mib=128, disk_mib=8, file_mib=2, processes=12, output_bytes=2**14)
+
+
+def in_bubblewrap(test: Any) -> Any:
+    return needs_bubblewrap(pytest.mark.slow(test))
 
 
 @cache
@@ -43,8 +45,7 @@ def run(code: str, **options: Any) -> Execution:
     return asyncio.run(local().run(code, **{"limits": SMALL, **options}))
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_runs_with_its_input():
     assert run("print(sum(map(int, input().split())))", stdin="3 4\n") == Execution("ok", "7\n", "", 0)
     failed = run("raise ValueError('no')")
@@ -54,7 +55,7 @@ def test_code_runs_with_its_input():
 
 @cache
 def tried(*, is_sealed: bool) -> dict[str, str]:
-    """Result of every escape, in the sandbox or behind a bubblewrap that isolates nothing but /tmp."""
+    """Result of every escape, in the sandbox or in a bubblewrap that isolates only /tmp."""
     local()
 
     async def session() -> dict[str, str]:
@@ -79,8 +80,7 @@ def open_command(
     return [*command, "--setenv", "SLIPSTREAM_TOKEN", "secret", python, "/code/main.py"]
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.parametrize("name", [*escapes.TOGETHER, *escapes.ALONE])
 def test_no_attempt_escapes(name: str):
     if name.startswith("memory: processes together") and not local().limits_all_processes:
@@ -88,16 +88,14 @@ def test_no_attempt_escapes(name: str):
     assert tried(is_sealed=True)[name] == ""
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reaches everything without a sandbox")
 @pytest.mark.parametrize("name", [*escapes.TOGETHER, *escapes.ALONE])
 def test_each_attempt_escapes_where_nothing_is_sealed(name: str):
     assert tried(is_sealed=False)[name] == "escaped"
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_the_filter_refuses_namespaces_where_bubblewrap_cannot(monkeypatch: pytest.MonkeyPatch):
     local()
     monkeypatch.setattr(module, "_can_disable_user_namespaces", lambda: False)
@@ -117,10 +115,9 @@ def test_each_run_has_its_own_user_id(monkeypatch: pytest.MonkeyPatch):
     assert len({command[command.index("--reuid") + 1] for command in commands}) == 100
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_each_run_counts_its_own_processes_and_cannot_signal_another():
-    """Two runs at a time: each may start as many processes as one alone."""
+    """Each of two concurrent runs may start as many processes as a single run."""
     code = """
 import os, time
 started = 0
@@ -145,17 +142,15 @@ print(started)
     assert SMALL.processes // 2 < found[0] < SMALL.processes
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_nothing_is_left_in_tmp_for_the_next_run():
     run("open('/tmp/left', 'w').write('x')")
     assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_cannot_imitate_a_sandbox_that_failed_to_start(monkeypatch: pytest.MonkeyPatch):
-    """The exit is bubblewrap's own word; what the code prints in its name is output."""
+    """The exit code comes from bubblewrap; what the code prints in its name is output."""
     found = run("import sys; print('bwrap: Creating new namespace failed', file=sys.stderr); sys.exit(1)")
     assert (found.status, found.exit_code) == ("error", 1)
     monkeypatch.setattr(module, "_command", lambda *_, **__: ["sh", "-c", "exit 1"])
@@ -164,7 +159,7 @@ def test_code_cannot_imitate_a_sandbox_that_failed_to_start(monkeypatch: pytest.
 
 
 def test_processes_of_a_run_share_one_limit_where_cgroup_v2_has_the_memory_controller(tmp_path: Path):
-    """A folder in place of the kernel's: which files are written, in which order, and what is left."""
+    """Checks the files written and removed, in a folder instead of the kernel's."""
     group = tmp_path / f"slipstream-{os.getpid()}-7"
 
     async def session() -> tuple[str, int, list[Path]]:
@@ -182,8 +177,7 @@ def test_processes_of_a_run_share_one_limit_where_cgroup_v2_has_the_memory_contr
     assert command[:4] == ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -202,8 +196,7 @@ def test_code_without_an_end_is_ended(code: str, status: str):
     assert len(found.stdout) <= 2**14
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_what_code_started_ends_with_it_and_with_a_cancelled_call():
     mark = f"slipstream-{os.getpid()}"
     code = f"""
@@ -232,8 +225,7 @@ time.sleep(float(input()))
     assert left() == []
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_a_machine_that_does_not_hold_a_limit_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch):
     local()
     honest = module._command
@@ -270,20 +262,11 @@ def fenced(code: str) -> str:
 
 
 def grade(cases: list[tuple[str, Any]], **arguments: Any) -> list[Reward]:
-    async def session() -> list[Reward]:
-        config = RewardConfig("code", arguments={"limits": {"time_s": 5, "cpu_s": 2}, **arguments}, timeout_s=40)
-        pool = RewardPool(config)
-        try:
-            samples = [RewardInput(prompt="", response=answer, ground_truth=truth) for answer, truth in cases]
-            return await asyncio.gather(*map(pool.score, samples))
-        finally:
-            pool.close()
-
-    return asyncio.run(session())
+    config = RewardConfig("code", arguments={"limits": {"time_s": 5, "cpu_s": 2}, **arguments}, timeout_s=40)
+    return scores(config, [sample(answer, truth=truth) for answer, truth in cases])
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_is_rewarded_for_passing_all_tests():
     local()
     wrong = "def add(a, b):\n    return 7"
@@ -307,8 +290,7 @@ def test_code_is_rewarded_for_passing_all_tests():
     assert [reward.total for reward in rewards] == [1.0] * 6 + [0.0] * 7
 
 
-@needs_bubblewrap
-@pytest.mark.slow
+@in_bubblewrap
 def test_code_may_be_rewarded_for_the_share_of_tests():
     local()
     half, tests = fenced("def add(a, b):\n    return 7"), [*ASSERTS, "assert False"]
@@ -321,9 +303,9 @@ def test_code_may_be_rewarded_for_the_share_of_tests():
 
 
 # --- a remote sandbox ------------------------------------------------------------------------------------------------
-class _Service(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class Service(Handler):
+    def answer(self) -> None:
+        body = self.read()
         finished = {"status": "Finished", "return_code": 0, "stdout": body["stdin"].upper(), "stderr": ""}
         answers: dict[str, Any] = {
             "fine": {"status": "Success", "run_result": finished},
@@ -332,20 +314,13 @@ class _Service(BaseHTTPRequestHandler):
             "broken": {"status": "SandboxError", "message": "no room"},
             "odd": ["?"],
         }
-        self.send_response(504 if body["code"] == "gateway" else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(answers.get(body["code"])).encode())
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+        self.reply(answers.get(body["code"]), status=504 if body["code"] == "gateway" else 200)
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serve(Service) as address:
+        yield address
 
 
 def test_a_remote_sandbox_runs_code_over_http(service: str):
@@ -354,7 +329,7 @@ def test_a_remote_sandbox_runs_code_over_http(service: str):
         assert await sandbox.run("fine", stdin="a") == Execution("ok", "A", "", 0)
         assert (await sandbox.run("late")).status == "timeout"
         assert await sandbox.run("wrong", stdin="a") == Execution("error", "A", "no", 1)
-        for code, words in [("broken", "failed: no room"), ("gateway", "504"), ("odd", "SandboxFusion's form")]:
+        for code, words in [("broken", "failed: no room"), ("gateway", "504"), ("odd", "SandboxFusion's format")]:
             with pytest.raises(SandboxError, match=words):
                 await sandbox.run(code)
 
@@ -365,6 +340,6 @@ def test_a_dead_sandbox_is_an_error_and_no_zero():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
     functions = RewardFunctions(RewardConfig("code", arguments={"address": address}))
-    reward = asyncio.run(functions.score_async(RewardInput(prompt="", response=fenced(ADD), ground_truth=ASSERTS)))
+    reward = asyncio.run(functions.score_async(sample(fenced(ADD), truth=ASSERTS)))
     assert reward.status == "error"
     assert f"SandboxError: the sandbox at {address} must answer" in reward.detail

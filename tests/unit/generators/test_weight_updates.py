@@ -30,7 +30,7 @@ CANARY = [-1.0, -2.0]
 
 
 class FakeReceiver:
-    """Receiver to which everything arrives at once."""
+    """Receives everything immediately."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
 
@@ -76,6 +76,16 @@ class Scene:
         source = self.server.add(*make_version(version, moved=version), with_delta=True)
         return self.command(version, epoch=NO_EPOCH, source=source)
 
+    async def apply(self, version: int) -> None:
+        self.updates.submit(self.serve(version))
+        await self.until(lambda: self.updates.version == version)
+
+    async def answers(self, number: int, *commands: OpenEpoch | Update) -> None:
+        """Submit commands and wait until `number` answers have been sent in all."""
+        for command in commands:
+            self.updates.submit(command)
+        await self.until(lambda: len(self.sent) == number)
+
     async def until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not reached():  # noqa: ASYNC110
@@ -97,7 +107,6 @@ def scene(tmp_path: Path) -> Scene:
 
 
 async def wrong(token_ids: list[int]) -> list[float]:
-    """Differs from what the learner computes."""
     return [-9.0, -9.0]
 
 
@@ -106,11 +115,7 @@ def opening(epoch: int) -> OpenEpoch:
 
 
 def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None:
-    async def script() -> None:
-        scene.updates.submit(scene.serve(3))
-        await scene.until(lambda: bool(scene.sent))
-
-    scene.play(script)
+    scene.play(lambda: scene.answers(1, scene.serve(3)))
     (answer,) = scene.sent
     assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
     assert scene.updates.version == scene.engine.version == 3
@@ -122,10 +127,8 @@ def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None
 def test_a_repeated_command_is_answered_again_and_executed_once(scene: Scene) -> None:
     async def script() -> None:
         command = scene.serve(3)
-        scene.updates.submit(command)
-        await scene.until(lambda: bool(scene.sent))
-        scene.updates.submit(msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Update))
-        await scene.until(lambda: len(scene.sent) == 2)
+        await scene.answers(1, command)
+        await scene.answers(2, msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Update))
 
     scene.play(script)
     assert scene.sent[0] == scene.sent[1]
@@ -133,22 +136,12 @@ def test_a_repeated_command_is_answered_again_and_executed_once(scene: Scene) ->
 
 
 def test_an_epoch_and_the_update_within_it_are_both_executed(scene: Scene) -> None:
-    async def script() -> None:
-        scene.updates.submit(opening(1))
-        scene.updates.submit(scene.command(4))
-        await scene.until(lambda: len(scene.sent) == 2)
-
-    scene.play(script)
+    scene.play(lambda: scene.answers(2, opening(1), scene.command(4)))
     assert [type(answer) for answer in scene.sent] == [EpochOpened, UpdateApplied]
 
 
 def test_a_superseded_command_is_skipped(scene: Scene) -> None:
-    async def script() -> None:
-        for command in (scene.command(1), opening(2), scene.serve(2), scene.serve(3)):
-            scene.updates.submit(command)
-        await scene.until(lambda: bool(scene.sent))
-
-    scene.play(script)
+    scene.play(lambda: scene.answers(1, scene.command(1), opening(2), scene.serve(2), scene.serve(3)))
     assert [answer.version for answer in scene.sent] == [3]
 
 
@@ -158,8 +151,7 @@ def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -
     async def script() -> None:
         scene.updates.submit(scene.command(1, epoch=NO_EPOCH, source=gone))
         await scene.until(lambda: bool(scene.states))
-        scene.updates.submit(scene.serve(2))
-        await scene.until(lambda: scene.updates.version == 2)
+        await scene.apply(2)
 
     scene.play(script)
     assert [(answer.version, "cancelled" in answer.error) for answer in scene.sent] == [(1, True), (2, False)]
@@ -194,7 +186,7 @@ def test_an_engine_that_hangs_in_a_broadcast_is_dead_once_the_learner_has_given_
 
 
 async def sampled_with_an_offset(prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
-    """As the scripted engine does, 0.01 nats above its own log-probabilities of the same tokens in a prompt."""
+    """Reports log-probabilities 0.01 nats above those of the same tokens in a prompt."""
     logprob = 0.01 - math.log(len(VOCABULARY))
     return [Completion([2], [logprob], [VersionSpan(0, 1)], "length") for _ in prompts]
 
@@ -208,11 +200,9 @@ async def sampled_with_an_offset(prompts: Sequence[list[int]], sampling: Samplin
 )
 def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene, method: str, broken: Any, reason: str) -> None:
     async def script() -> None:
-        scene.updates.submit(scene.serve(1))
-        await scene.until(lambda: scene.updates.version == 1)
+        await scene.apply(1)
         setattr(scene.engine, method, broken)
-        scene.updates.submit(scene.serve(2))
-        await scene.until(lambda: len(scene.sent) == 2)
+        await scene.answers(2, scene.serve(2))
 
     scene.play(script)
     assert not scene.updates.is_verified.is_set()
@@ -224,17 +214,14 @@ def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene, method: str,
 @pytest.mark.parametrize("error", [EngineError("no answer"), ValueError("operands of two shapes")])
 def test_any_error_after_the_swap_is_answered_and_releases_the_running_requests(scene: Scene, error: Exception) -> None:
     async def script() -> None:
-        scene.updates.submit(scene.serve(1))
-        await scene.until(lambda: scene.updates.version == 1)
+        await scene.apply(1)
         well = scene.engine.prompt_logprobs
         scene.engine.prompt_logprobs = failing  # type: ignore[method-assign]
-        scene.updates.submit(scene.serve(2))
-        await scene.until(lambda: len(scene.sent) == 2)
+        await scene.answers(2, scene.serve(2))
         assert not scene.updates.is_verified.is_set()
         assert [state for state, _ in scene.states[-2:]] == ["unsynced", "released"]
         scene.engine.prompt_logprobs = well  # type: ignore[method-assign]
-        scene.updates.submit(scene.serve(3))
-        await scene.until(lambda: len(scene.sent) == 3)
+        await scene.answers(3, scene.serve(3))
 
     async def failing(token_ids: list[int]) -> list[float]:
         raise error
@@ -247,11 +234,9 @@ def test_any_error_after_the_swap_is_answered_and_releases_the_running_requests(
 
 def test_a_version_applied_again_incorrectly_is_not_verified(scene: Scene) -> None:
     async def script() -> None:
-        scene.updates.submit(scene.serve(1))
-        await scene.until(lambda: scene.updates.version == 1)
+        await scene.apply(1)
         scene.engine.prompt_logprobs = wrong  # type: ignore[method-assign]
-        scene.updates.submit(scene.command(1))
-        await scene.until(lambda: len(scene.sent) == 2)
+        await scene.answers(2, scene.command(1))
 
     scene.play(script)
     assert scene.engine.version == scene.updates.version == 1
@@ -267,8 +252,7 @@ def test_a_probe_without_an_answer_times_out(scene: Scene, monkeypatch: pytest.M
 
     async def script() -> None:
         scene.engine.prompt_logprobs = never  # type: ignore[method-assign]
-        scene.updates.submit(scene.serve(1))
-        await scene.until(lambda: bool(scene.sent))
+        await scene.answers(1, scene.serve(1))
 
     scene.play(script)
     assert "must answer the probe of version 1" in scene.sent[0].error
@@ -282,8 +266,7 @@ def test_an_unreadable_snapshot_folder_counts_as_absent(scene: Scene, monkeypatc
 
     async def script() -> None:
         monkeypatch.setattr("slipstream.broker.weights.fetcher.Path", Forbidden)
-        scene.updates.submit(scene.serve(1))
-        await scene.until(lambda: bool(scene.sent))
+        await scene.answers(1, scene.serve(1))
 
     scene.play(script)
     assert scene.sent[0].error == ""

@@ -1,4 +1,4 @@
-"""Environments that run in a process of their own: they import nothing of Slipstream or of the tests."""
+"""Environments for a separate process. They import nothing from Slipstream or the tests."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ async def ask(model: SimpleNamespace, messages: list[dict]) -> dict:
 
 
 async def two_turns(row: dict, model: SimpleNamespace, *, hint: str = "sure?") -> dict:
-    """A hint between two turns; prints, which must not disturb anybody."""
+    """A hint between two turns. Also prints, which must not break the protocol."""
     print(row["uid"], flush=True)
     messages = [*row["prompt"]]
     messages += [await ask(model, messages), {"role": "user", "content": hint}]
@@ -35,7 +35,7 @@ async def two_turns(row: dict, model: SimpleNamespace, *, hint: str = "sure?") -
 
 
 async def tokens(row: dict, model: SimpleNamespace, *, folder: str) -> float:
-    """Three turns over token ids, written down as they came."""
+    """Three turns with token ids, which are written to a file."""
     token_ids, mask, logprobs, versions = [3, 4, 5], [False] * 3, [0.0] * 3, [-1] * 3
     for number in range(3):
         answer = await post(model, "/generate", token_ids=token_ids, sampling_params={"max_tokens": 8})
@@ -65,20 +65,20 @@ async def forgetful(row: dict, model: SimpleNamespace) -> None:
 
 
 async def blocking(row: dict, model: SimpleNamespace) -> float:
-    """A tool module that never comes back, and holds the whole process up."""
+    """Block the whole process."""
     await ask(model, row["prompt"])
     time.sleep(60)  # noqa: ASYNC251
     return 1.0
 
 
 async def odd(row: dict, model: SimpleNamespace, *, found: dict) -> dict:
-    """Return whatever it is told, as JSON cannot say."""
+    """Return numbers that JSON cannot express."""
     await ask(model, row["prompt"])
     return {key: float(value) for key, value in found.items()}
 
 
 async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
-    """Start a program that nobody ends."""
+    """Start a program and leave it running."""
     await ask(model, row["prompt"])
     program = await asyncio.create_subprocess_exec("sleep", "60")
     Path(file).write_text(str(program.pid))
@@ -86,6 +86,6 @@ async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
 
 
 async def dying(row: dict, model: SimpleNamespace) -> float:
-    """End the process, as a crash of a library does."""
+    """End the process, as a crash in a library does."""
     await ask(model, row["prompt"])
     os._exit(3)

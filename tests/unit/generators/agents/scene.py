@@ -1,8 +1,10 @@
-"""An engine that writes given texts, and a runner around it."""
+"""An engine that writes given texts, a scorer, and a runner around both."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
@@ -18,7 +20,7 @@ QUESTION = [{"role": "user", "content": "what is 12 + 30?"}]
 
 
 class WritingEngine(ScriptedEngine):
-    """Writes one text after the other, token by token; version 2 begins within the second."""
+    """Writes the texts in order, token by token. Version 2 begins within the second text."""
 
     def __init__(self, texts: Sequence[str | list[int]], *, family: str = "chatml") -> None:
         self.tokenizer = make_chat_tokenizer(family)
@@ -49,18 +51,35 @@ class WritingEngine(ScriptedEngine):
         return Completion(token_ids, [-0.5 - number - i / 100 for i in range(len(token_ids))], spans, reason)
 
 
-class RecordingScorer:
-    """Gives reward 1 to all samples and records them."""
+REWARD = Reward(total=1.0, parts={"answer": 1.0})
 
-    def __init__(self) -> None:
+
+class RecordingScorer:
+    """Gives the same reward to all samples and records them."""
+
+    def __init__(self, reward: Reward = REWARD) -> None:
         self.samples: list[RewardInput] = []
+        self._reward = reward
 
     async def score(self, sample: RewardInput) -> Reward:
         self.samples.append(sample)
-        return Reward(total=1.0, parts={"answer": 1.0})
+        return self._reward
 
     def compares(self, data_source: str) -> bool:
         return False
+
+
+def make_runner(
+    engine: WritingEngine, *, scorer: RecordingScorer | None = None, token: str = "", **run: Any
+) -> AgentRunner:
+    return AgentRunner(
+        run=make_run(**run),
+        engine=engine,
+        rewards=scorer or RecordingScorer(),
+        encoder=PromptEncoder(engine.tokenizer, max_prompt_tokens=1000),
+        generator_id="generator-0",
+        token=token,
+    )
 
 
 def play(
@@ -74,19 +93,10 @@ def play(
     inspect: Callable[[WritingEngine, RecordingScorer], None] | None = None,
     **generators: Any,
 ) -> Trajectory:
-    """The trajectory of an agent whose model writes these texts; `inspect` sees what engine and scorer were given."""
+    """The trajectory of an agent whose model writes these texts. `inspect` gets engine and scorer afterwards."""
     engine, scorer = WritingEngine(texts, family=family), RecordingScorer()
-    run = make_run(
-        generators={"agent": agent, "sampling": {"max_tokens": max_tokens}, **generators},
-        model={"max_length": max_length},
-    )
-    runner = AgentRunner(
-        run=run,
-        engine=engine,
-        rewards=scorer,
-        encoder=PromptEncoder(engine.tokenizer, max_prompt_tokens=1000),
-        generator_id="generator-0",
-    )
+    generators = {"agent": agent, "sampling": {"max_tokens": max_tokens}, **generators}
+    runner = make_runner(engine, scorer=scorer, generators=generators, model={"max_length": max_length})
 
     async def run() -> Trajectory:
         await runner.start()
@@ -99,3 +109,11 @@ def play(
     if inspect:
         inspect(engine, scorer)
     return trajectory
+
+
+def written(trajectory: Trajectory, *, family: str = "chatml") -> list[tuple[str, bool]]:
+    """Text after the prompt in contiguous runs, with whether the model wrote it."""
+    starts = [0, *(np.flatnonzero(np.diff(trajectory.model_mask)) + 1)]
+    tokenizer = make_chat_tokenizer(family)
+    runs = zip(starts[1:], [*starts[2:], len(trajectory.token_ids)], strict=True)
+    return [(tokenizer.decode(trajectory.token_ids[a:b]), bool(trajectory.model_mask[a])) for a, b in runs]

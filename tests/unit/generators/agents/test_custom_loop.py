@@ -31,7 +31,7 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     ("name", "status", "stop_reason", "detail"),
     [
         ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection ?"),
-        ("endless", "timeout", "timeout", "an answer must be over within 0.1 s"),
+        ("endless", "timeout", "timeout", "an answer must end within 0.1 s"),
         ("wordless", "error", "tool_failure", "the agent failed: ValueError: max_tokens of a turn must be >= 1, got 0"),
         ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
         ("forsaken", "error", "tool_failure", "the agent failed: CancelledError"),
@@ -64,7 +64,7 @@ def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, de
 def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value: Any, complaint: str):
     trajectory = play(custom("careless", arguments={"field": field, "value": value}), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason, trajectory.extras) == ("error", "tool_failure", {})
-    assert "the agent must leave plain extras, finite metrics and rewards of turns" in trajectory.reward.detail
+    assert "the agent must produce plain extras, finite metrics, and valid turn rewards" in trajectory.reward.detail
     assert complaint in trajectory.reward.detail
     unpack(encode(trajectory))
 

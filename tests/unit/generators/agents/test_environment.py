@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what they earn, and what becomes of those that fail, die or hang."""
+"""Environments in separate processes: their rewards, and failures, crashes, and hangs."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.runs import until
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = str(Path(__file__).with_name("environments.py"))
@@ -39,7 +39,7 @@ def environment(name: str, **settings: Any) -> dict[str, Any]:
     return {"kind": "environment", "environment": f"{HERE}:{name}", **settings}
 
 
-def test_an_environment_plays_and_scores_token_by_token():
+def test_an_environment_plays_and_scores():
     scorers: list[RecordingScorer] = []
     trajectory = play(
         environment("two_turns", arguments={"hint": "so?"}),
@@ -50,22 +50,16 @@ def test_an_environment_plays_and_scores_token_by_token():
     assert (trajectory.reward.total, trajectory.reward.parts) == (1.25, {"right": 1.0, "style": 0.25})
     assert (trajectory.reward.is_correct, trajectory.metrics["hints"], trajectory.num_turns) == (True, 1.0, 2)
     assert scorers[0].samples == []
-    tokenizer = WritingEngine([]).tokenizer
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     between = "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
-    parts = [(f"it is 41{'<|im_end|>'}", True), (between, False), ("42<|im_end|>", True)]
-    encoded = [(tokenizer.encode(text, add_special_tokens=False), is_own) for text, is_own in parts]
-    assert trajectory.token_ids.tolist() == [*prompt, *(token for part, _ in encoded for token in part)]
-    mask = [False] * len(prompt) + [is_own for part, is_own in encoded for _ in part]
-    assert trajectory.model_mask.tolist() == mask
+    assert written(trajectory) == [("it is 41<|im_end|>", True), (between, False), ("42<|im_end|>", True)]
 
 
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
         ("failing", "the environment .*:failing failed: ValueError: no such page"),
-        ("forgetful", "TypeError: it must return a number, or a record with a number `reward`, got None"),
-        ("dying", r"the environment .*:dying \(process \d+\) has ended"),
+        ("forgetful", "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+        ("dying", r"the environment .*:dying \(process \d+\) exited"),
     ],
 )
 def test_a_failure_costs_one_answer(name: str, detail: str):
@@ -82,7 +76,7 @@ def test_no_answer_of_an_environment_disturbs_its_process(found: dict[str, str],
 
 
 def await_end(pid: int) -> None:
-    """Wait for the end of a process that nobody may have reaped."""
+    """Wait until a process has ended, even if it is not reaped."""
 
     def is_over() -> bool:
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -126,12 +120,12 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
     assert time.monotonic() - started_at < 10
     assert trajectory.reward.status == "error"
     assert "environments.py:blocking (process" in trajectory.reward.detail
-    assert "must answer within 1.5 s, it did not" in trajectory.reward.detail
+    assert "must answer within 1.5 s, but did not" in trajectory.reward.detail
 
 
 # --- transcripts -----------------------------------------------------------------------------------------------------
 class RandomEngine(ScriptedEngine):
-    """Writes random words of an alphabet, with log-probabilities of its own for each token, and keeps what it wrote."""
+    """Writes random tokens of an alphabet with random log-probabilities, and records the versions."""
 
     def __init__(self, alphabet: Sequence[int], *, end: int) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
@@ -168,7 +162,7 @@ class RandomEngine(ScriptedEngine):
 
 
 async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
-    """The answers of an agent, while the engine changes its version."""
+    """The agent's answers, generated while the engine's version changes."""
     run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
     encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
     runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
@@ -189,7 +183,7 @@ async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) 
 
 
 def check_updates(transcripts: list[list[int]]) -> None:
-    """Fail unless updates fell into the middle of most answers, and of many turns."""
+    """Fail unless updates fell within most answers and many turns."""
     within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
     within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
     assert within_answers > len(transcripts) / 2

@@ -1,4 +1,4 @@
-"""Agents outside of the generator: leases by HTTP, and what becomes of answers whose agent leaves or dies."""
+"""External agents: leases by HTTP, and answers whose agent leaves or dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,16 +12,15 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.generators.agents import external
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.tokenization import PromptEncoder
-from tests.builders import make_prompt, make_run
+from tests.builders import make_prompt
 from tests.fakes import TOKEN
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner
 
 Agent = Callable[["Outside"], Awaitable[None]]
 
 
 class Outside:
-    """An agent outside: it knows the door's address and the token."""
+    """An external agent that knows the model server's address and the token."""
 
     def __init__(self, address: str, runner: AgentRunner) -> None:
         self.runner = runner
@@ -41,23 +40,23 @@ class Outside:
 
 
 def play(agent: Agent, *, silence_timeout_s: float = 5.0, texts: int = 3, **settings: Any) -> tuple[Trajectory, Any]:
-    """The trajectory that a run's generator makes while `agent` is outside, and its scorer."""
+    """Run an external agent; returns the trajectory and the scorer."""
     engine, scorer = WritingEngine(["it is 42"] * texts), RecordingScorer()
-    agents = {"kind": "external", "silence_timeout_s": silence_timeout_s}
-    run = make_run(
-        generators={"agent": agents, "sampling": {"max_tokens": 400}}, model={"max_length": 2000}, **settings
-    )
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    runner = AgentRunner(
-        run=run, engine=engine, rewards=scorer, encoder=encoder, generator_id="generator-0", token=TOKEN
+    external = {"kind": "external", "silence_timeout_s": silence_timeout_s, **settings}
+    runner = make_runner(
+        engine,
+        scorer=scorer,
+        token=TOKEN,
+        generators={"agent": external, "sampling": {"max_tokens": 400}},
+        model={"max_length": 2000},
     )
 
     async def both() -> Trajectory:
         await runner.start()
         try:
-            assert runner._door
+            assert runner._model_server
             answer = asyncio.create_task(runner.answer(make_prompt(QUESTION, extra_info={"n": 3}), 1))
-            await asyncio.wait_for(agent(Outside(runner._door.address, runner)), 20)
+            await asyncio.wait_for(agent(Outside(runner._model_server.address, runner)), 20)
             return await asyncio.wait_for(answer, 20)
         finally:
             await runner.close()
@@ -71,7 +70,7 @@ def test_an_agent_takes_a_row_talks_and_posts_its_reward():
         assert (lease["prompt"], lease["ground_truth"], lease["extra_info"]) == (QUESTION, "31284", {"n": 3})
         assert (lease["purpose"], lease["model"]) == ("train", "test")
         early = await outside.post("/v1/reward", lease["api_key"], reward=1.0)
-        assert (early.status_code, "must have written" in early.text) == (409, True)
+        assert (early.status_code, "must write at least one turn" in early.text) == (409, True)
         await outside.ask(lease)
         wrong = await outside.post("/v1/reward", lease["api_key"], reward=1.0, parts={"x" * 70: 1.0})
         assert wrong.status_code == 400
@@ -164,7 +163,7 @@ def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(external, "_REPORT_AFTER_S", 0.2)
     play(agent)
-    assert told[0].startswith("1 answers wait for agents to take them, the first for 0 s; 0 are taken: start an agent")
+    assert told[0].startswith("1 answers wait for an agent, the oldest for 0 s; 0 are taken: start an agent")
     assert told[1] == ""
 
 
@@ -174,32 +173,9 @@ def test_an_answer_that_no_agent_takes_goes_back():
         assert (await outside.post("/v1/leases", "x")).status_code == 401
 
     with pytest.raises(Exception, match=r"the agent ended without one: .* within 0.3 s"):
-        play_untaken(agent)
-
-
-def play_untaken(agent: Agent) -> None:
-    engine = WritingEngine([])
-    run = make_run(generators={"agent": {"kind": "external", "timeout_s": 0.3}})
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    runner = AgentRunner(
-        run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g", token=TOKEN
-    )
-
-    async def both() -> None:
-        await runner.start()
-        try:
-            assert runner._door
-            await agent(Outside(runner._door.address, runner))
-            await runner.answer(make_prompt(QUESTION), 1)
-        finally:
-            await runner.close()
-
-    asyncio.run(both())
+        play(agent, timeout_s=0.3)
 
 
 def test_a_run_without_a_token_lets_no_agent_in():
-    engine = WritingEngine([])
-    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
-    run = make_run(generators={"agent": {"kind": "external"}})
-    with pytest.raises(ConfigError, match="may be `external` in runs whose roles are processes"):
-        AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
+    with pytest.raises(ConfigError, match="may be `external` only if the roles run as processes"):
+        make_runner(WritingEngine([]), generators={"agent": {"kind": "external"}})

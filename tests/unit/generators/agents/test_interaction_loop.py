@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.buffer.codec import encode, unpack
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import PromptError
 from tests.builders import make_prompt
 from tests.unit.generators.agents import tools
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = "tests.unit.generators.agents.tools"
@@ -25,28 +24,18 @@ def row(prompt: Any = QUESTION, **kwargs: Any) -> Any:
     return make_prompt(prompt, ground_truth="42", extra_info={"interaction_kwargs": kwargs})
 
 
-def test_a_conversation_token_by_token():
-    seen: list[tuple[WritingEngine, RecordingScorer]] = []
+def test_a_conversation():
+    scorers: list[RecordingScorer] = []
     tools.closed.clear()
     texts = ["it is 41", "it is 42"]
-    trajectory = play(interaction(), texts, prompt=row(), inspect=lambda *both: seen.append(both))
-    ((engine, scorer),) = seen
-    tokenizer = engine.tokenizer
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    one, two = (tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts)
-    shown = tokenizer.encode("\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
-    parts = [(prompt, False), (one, True), (shown, False), (two, True)]
-    assert trajectory.token_ids.tolist() == [token for part, _ in parts for token in part]
-    assert trajectory.model_mask.tolist() == [is_own for part, is_own in parts for _ in part]
-    assert (trajectory.generator_logprobs[~trajectory.model_mask] == 0).all()
-    start = len(prompt) + len(one) + len(shown)
-    assert [(span.first_token, span.version) for span in trajectory.version_spans] == [(len(prompt), 1), (start + 2, 2)]
+    trajectory = play(interaction(), texts, prompt=row(), inspect=lambda _, scorer: scorers.append(scorer))
+    hint = "\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n"
+    assert written(trajectory) == [(f"{texts[0]}<|im_end|>", True), (hint, False), (f"{texts[1]}<|im_end|>", True)]
     assert trajectory.reward.turns == [-0.25, 1.0]
     assert (trajectory.reward.total, trajectory.reward.parts["turns"]) == (1.75, 0.75)
     assert trajectory.metrics["corrections"] == 1
     assert tools.closed == ["42"]
-    assert [message["role"] for message in scorer.samples[0].messages] == ["assistant", "user", "assistant"]
-    assert unpack(encode(trajectory)).num_turns == 2
+    assert [message["role"] for message in scorers[0].samples[0].messages] == ["assistant", "user", "assistant"]
 
 
 def test_plain_text_goes_on_as_plain_text():
@@ -90,7 +79,7 @@ def test_an_answer_that_is_none_costs_one_answer():
     ("users", "complaint"),
     [
         ([], "agent.interactions must name at least one class, got none"),
-        ([f"{HERE}:Teacher"] * 2, "agent.interactions must have different names, got Teacher twice: set `name`"),
+        ([f"{HERE}:Teacher"] * 2, "agent.interactions must have unique names, got Teacher twice: set `name`"),
         ([f"{HERE}:Uncalled"], "interactions[0].function must name a class that is made with one record"),
         ([f"{HERE}:Counter"], "interactions[0].function must have the methods start_interaction, generate_response"),
     ],

@@ -3,7 +3,6 @@ from collections.abc import Sequence
 from itertools import count
 
 import msgspec
-import numpy as np
 import pytest
 
 from slipstream.broker.messages import Prompt
@@ -18,6 +17,7 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.tiny_model import make_tokenizer
+from tests.unit.generators.agents.scene import REWARD, RecordingScorer
 
 
 class RecordingEngine(ScriptedEngine):
@@ -31,20 +31,6 @@ class RecordingEngine(ScriptedEngine):
     ) -> Completion:
         self.requests.append((prompt_token_ids, sampling, request_id))
         return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")
-
-
-class RecordingScorer:
-    """Gives one reward to all samples and records them."""
-
-    def __init__(self) -> None:
-        self.samples: list[RewardInput] = []
-
-    async def score(self, sample: RewardInput) -> Reward:
-        self.samples.append(sample)
-        return Reward(total=0.8)
-
-    def compares(self, data_source: str) -> bool:
-        return False
 
 
 SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
@@ -76,7 +62,9 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
     assert trajectory.token_versions().tolist() == [-1] * 6 + [2, 2, 2, 3, 3, 3]
     assert (trajectory.id, trajectory.prompt_uid, trajectory.stop_reason) == ("0-0-1", "test/0", "stop")
     assert (trajectory.started_at, trajectory.finished_at) == (100.0, 101.0)
-    assert trajectory.reward == Reward(total=0.8)
+    header, _ = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
+    assert (header.num_tokens, header.oldest_version, header.newest_version) == (12, 2, 3)
+    assert trajectory.reward == REWARD
 
 
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
@@ -93,14 +81,6 @@ def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own()
     assert [len(request[0]) for request in engine.requests] == [6, 6, 3, 6]
 
 
-def test_the_trajectory_packs():
-    trajectory, _, _ = answer(make_prompt())
-    header, _ = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
-    assert (header.num_tokens, header.oldest_version, header.newest_version) == (12, 2, 3)
-    assert trajectory.token_ids.dtype == np.int32
-    assert trajectory.generator_logprobs.dtype == np.float32
-
-
 def test_the_reward_function_gets_text_and_row():
     _, _, scorer = answer(make_prompt(extra_info={"index": 7}))
     (sample,) = scorer.samples
@@ -108,35 +88,32 @@ def test_the_reward_function_gets_text_and_row():
     assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
 
 
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
+OWN = {"temperature": 0.2, "top_p": 1.0, "top_k": -1, "max_tokens": 3}
+
+
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, (1.0, 0.9, 5, 6)), ({"temperature": 0.2, "top_p": 1.0, "top_k": -1, "max_tokens": 3}, (0.2, 1.0, -1, 3))],
+    ("purpose", "settings", "expected"),
+    [
+        ("train", {}, (0.7, 0.9, 5, 6)),
+        ("sampled", None, (1.0, 0.9, 5, 6)),
+        ("greedy", None, (0.0, 0.9, 5, 6)),
+        ("aime", {}, (1.0, 0.9, 5, 6)),
+        ("aime", OWN, (0.2, 1.0, -1, 3)),
+        ("train", OWN, (0.7, 0.9, 5, 6)),
+    ],
 )
-def test_a_held_out_set_has_sampling_of_its_own(settings: dict[str, float], expected: tuple[float, ...]):
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
-    heldout = [{"name": "aime", "path": "a.parquet", **settings}, {"name": "other", "path": "b.parquet"}]
-    run = {"generators": {"sampling": sampling}, "data": {"heldout": heldout}}
-    used = answer(make_prompt(purpose="aime"), **run)[0].sampling
-    assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == expected
-    used = answer(make_prompt(), **run)[0].sampling
-    assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == (0.7, 0.9, 5, 6)
-
-
-@pytest.mark.parametrize(("purpose", "temperature"), [("train", 0.7), ("sampled", 1.0), ("greedy", 0.0)])
-def test_the_purpose_sets_the_temperature(purpose: str, temperature: float):
-    run = {"generators": {"sampling": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 6}}}
+def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, expected: tuple[float, ...]):
+    heldout = [] if settings is None else [{"name": "aime", "path": "a", **settings}, {"name": "other", "path": "b"}]
+    run = {"generators": {"sampling": SAMPLING}} | ({"data": {"heldout": heldout}} if heldout else {})
     trajectory, engine, _ = answer(make_prompt(purpose=purpose), **run)
-    assert trajectory.sampling == engine.requests[0][1]
-    assert (trajectory.sampling.temperature, trajectory.sampling.top_p, trajectory.sampling.max_tokens) == (
-        temperature,
-        0.9,
-        6,
-    )
+    used = trajectory.sampling
+    assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == expected
+    assert engine.requests[0][1] == used
 
 
 def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
-    run = {"generators": {"sampling": sampling, "group_size": 2, "baseline": "greedy"}}
+    run = {"generators": {"sampling": SAMPLING, "group_size": 2, "baseline": "greedy"}}
     sampled, *_ = answer(make_prompt(), 1, **run)
     greedy, engine, _ = answer(make_prompt(), 2, **run)
     assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
@@ -260,4 +237,4 @@ def test_the_rest_of_a_group_is_compared_within_its_own_lease():
 
 def test_answers_of_an_evaluation_are_scored_by_themselves():
     found, scorer, _ = compare([0], purpose="greedy")
-    assert (found[0].reward.total, scorer.groups) == (0.8, [])
+    assert (found[0].reward, scorer.groups) == (REWARD, [])

@@ -1,4 +1,4 @@
-"""Every agent's trajectory, token by token: what the engine was asked and sampled, with an update amid every turn."""
+"""Every agent's trajectory matches the engine's requests and samples token by token, with an update in every turn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ written: list[tuple[list[int], Completion]] = []
 
 
 class UpdatedEngine(WritingEngine):
-    """Begins every turn with version n and ends it with n + 1, with which the next begins."""
+    """Starts every turn with version n and ends it with n + 1, which starts the next turn."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
@@ -49,12 +49,12 @@ def external() -> Trajectory:
 
 
 def check(trajectory: Trajectory, *, num_turns: int) -> None:
-    """Fail unless the trajectory has the tokens that the engine wrote, and no others that carry loss."""
+    """Fail unless exactly the engine's tokens are trained on."""
     assert len(written) == trajectory.num_turns == num_turns
     token_ids: list[int] = []
     expected: list[tuple[bool, float, int]] = []
     for prompt, answer in written:
-        # What the model wrote is the beginning of its next prompt, unchanged.
+        # The next prompt starts with everything so far, unchanged.
         assert prompt[: len(token_ids)] == token_ids
         expected += [(False, 0.0, -1)] * (len(prompt) - len(token_ids))
         first, second = answer.version_spans

@@ -20,7 +20,7 @@ def weather(city: str, unit: str = "C") -> dict[str, Any]:
 
 
 def cut(kind: str) -> Any:
-    """Return what is no plain text.
+    """Return a value that is not plain text.
 
     Args:
         kind: Which.
@@ -70,11 +70,11 @@ class Counter:
 
 
 class Uncalled:
-    """A class whose instances are no functions."""
+    """A class without callable instances."""
 
 
 async def corrected(episode: Episode, *, hint: str) -> None:
-    """Two turns, the second after a hint; both have a reward of their own."""
+    """Two turns with one reward each, the second after a hint."""
     first = await episode.generate()
     episode.turn_rewards.append(0.25 if "42" in first.text else 0.0)
     episode.observe_messages([{"role": "user", "content": hint}])
@@ -109,13 +109,13 @@ async def ended(episode: Episode, *, stop: Any) -> None:
 
 
 async def impatient(episode: Episode) -> None:
-    """Meet a limit of its own."""
+    """Raise its own TimeoutError."""
     await episode.generate()
     raise TimeoutError("the page must load within 5 s")
 
 
 async def forsaken(episode: Episode) -> None:
-    """Wait for a task that somebody has cancelled."""
+    """Wait for a canceled task."""
     await episode.generate()
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()
@@ -123,7 +123,7 @@ async def forsaken(episode: Episode) -> None:
 
 
 async def leaving(episode: Episode) -> None:
-    """Call sys.exit, as a library made for the command line does."""
+    """Raise SystemExit, as command-line libraries do."""
     await episode.generate()
     raise SystemExit(0)
 
@@ -148,7 +148,7 @@ def not_async(episode: Episode) -> None:
 
 
 class Teacher:
-    """A simulated user in verl's form: says `wrong` until the answer is right, and counts its conversations."""
+    """A simulated user with verl's interface: says `wrong` until the answer is right."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.word = config.get("word", "wrong")
@@ -171,7 +171,7 @@ class Teacher:
 
 
 class Pupil(Teacher):
-    """The same, but not async, and with an answer that is none."""
+    """Like Teacher, but not async, and with an invalid answer on request."""
 
     def start_interaction(self, instance_id: str, **kwargs: Any) -> None:  # type: ignore[override]
         self.open[instance_id] = kwargs["ground_truth"]

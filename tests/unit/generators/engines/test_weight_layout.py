@@ -39,16 +39,16 @@ def renamed(names: dict[str, str]) -> Change:
     ("change", "words"),
     [
         (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
-        (renamed({UP: GATE, GATE: UP}), f"which has {GATE} at index 8, got {UP}: names were swapped"),
+        (renamed({UP: GATE, GATE: UP}), f"with {GATE} at index 8, got {UP}: names were swapped"),
         (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
         (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
         (
             lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
-            r"must have shape \[41, 64\] as in this generator's model, got \[50, 64\]",
+            r"must have this generator's shape \[41, 64\], got \[50, 64\]",
         ),
         (
             lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
-            "must travel as the engine holds it, in float32, got bfloat16",
+            "must have the engine's dtype float32, got bfloat16",
         ),
     ],
 )

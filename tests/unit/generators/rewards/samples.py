@@ -20,12 +20,11 @@ _kept: list[bytearray] = []
 
 
 def by_response(sample: RewardInput) -> Any:
-    """Executes the response as a command."""
     match sample.response.split():
         case ["sleep", seconds]:
             time.sleep(float(seconds))
         case ["spin"]:
-            # Holds the interpreter lock: nothing inside the process could stop it.
+            # Holds the GIL, so nothing inside the process can stop it.
             sum(range(10**12))
         case ["raise", word]:
             raise ValueError(f"no good:\n{word}")
@@ -98,42 +97,19 @@ class Unready:
 
 
 def with_arguments(sample: RewardInput, *, bonus: float) -> float:
-    """Returns a number that depends on its argument."""
     return 0.25 + bonus
 
 
-def as_dict(sample: RewardInput) -> dict[str, Any]:
-    """Returns the fields of a Reward."""
-    return {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}
-
-
-def as_unknown_dict(sample: RewardInput) -> dict[str, Any]:
-    """Returns a field that Reward does not have."""
-    return {"score": 1.0}
-
-
-def with_long_detail(sample: RewardInput) -> dict[str, Any]:
-    """Returns more text than belongs into a record."""
-    return {"total": 0.75, "detail": "wordy " * 10**6}
-
-
-def with_many_parts(sample: RewardInput) -> dict[str, Any]:
-    """Returns more parts than belong into a record."""
-    return {"total": 0.75, "parts": {str(index): 0.0 for index in range(10**4)}}
-
-
-def as_bad_part(sample: RewardInput) -> dict[str, Any]:
-    """Returns a part that is not finite."""
-    return {"total": 0.75, "parts": {"a": math.inf}}
+def returning(sample: RewardInput, *, value: Any) -> Any:
+    return value
 
 
 def with_turns(sample: RewardInput, *, turns: Sequence[float] = (0.5, -0.25, 0.25)) -> Reward:
-    """Rewards single turns."""
     return Reward(total=sum(turns), turns=list(turns))
 
 
 def third_time(sample: RewardInput) -> float:
-    """Fails twice; keeps the count in the file that the response names."""
+    """Fail twice; the response names a file for the count."""
     file = Path(sample.response)
     file.write_text((file.read_text() if file.exists() else "") + "x")
     if len(file.read_text()) < 3:
@@ -142,7 +118,7 @@ def third_time(sample: RewardInput) -> float:
 
 
 class Lengths:
-    """Rewards the length of the response."""
+    """Rewards long responses."""
 
     def __init__(self, *, factor: int) -> None:
         if factor < 1:
@@ -154,68 +130,59 @@ class Lengths:
 
 
 def too_few(samples: list[RewardInput]) -> list[float]:
-    """One value, however many answers."""
+    """Return one value for any number of answers."""
     return [1.0]
 
 
 def first_only(samples: list[RewardInput]) -> list[float | None]:
-    """No opinion of the others."""
+    """Return None for all answers except the first."""
     return [1.0, *[None] * (len(samples) - 1)]
 
 
-# --- forms of other libraries ----------------------------------------------------------------------------------------
+# --- conventions of other libraries ----------------------------------------------------------------------------------
 def as_verl(data_source, solution_str, ground_truth, extra_info=None):
-    """A dict with further numbers, and a text, which is no part."""
+    """Return a dict with more numbers, and a text, which must not become a part."""
     assert data_source == "digits/reverse"
     return {"score": 0.5, "acc": solution_str == ground_truth, "length": len(solution_str), "pred": solution_str}
 
 
 def as_verl_number(solution_str, ground_truth, extra_info, **kwargs):
-    """A number."""
     assert extra_info["unused"] == 3
     return float(solution_str == ground_truth)
 
 
 async def as_verl_async(data_source, solution_str, ground_truth, extra_info=None):
-    """An async one."""
     await asyncio.sleep(0)
     return {"score": 0.5}
 
 
 def as_verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
-    """Lists."""
     return [{"score": float(a == b)} for a, b in zip(solution_strs, ground_truths, strict=True)]
 
 
 def as_verl_without_score(solution_str, ground_truth):
-    """A dict that lacks the score."""
     return {"acc": 1.0}
 
 
 def as_trl(completions, **kwargs):
-    """Texts."""
     assert kwargs["prompts"] == ["48213="]
     assert kwargs["unused"] == [3]
     return [float(len(text)) for text in completions]
 
 
 def as_trl_column(prompts, completions, answer):
-    """A column by name, no other."""
     return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
 
 
 def as_trl_chat(completions, **kwargs):
-    """Messages."""
     return [float(len(messages[-1]["content"])) for messages in completions]
 
 
 def as_trl_none(completions, **kwargs):
-    """No opinion."""
     return [None] * len(completions)
 
 
 def as_trl_two(completions, **kwargs):
-    """Too many values."""
     return [1.0, 2.0]
 
 
@@ -224,7 +191,6 @@ _in_flight = 0
 
 
 async def by_response_async(sample: RewardInput) -> Any:
-    """Executes the response as a command."""
     global _in_flight
     match sample.response.split():
         case ["wait", seconds]:

@@ -14,12 +14,11 @@ from slipstream.generators.rewards.composition import BUILT_IN, RewardFunctions,
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput, truth_text, truth_texts
 from slipstream.runtime.import_path import find_function
-
-SAMPLES = "tests.unit.generators.rewards.samples"
+from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
 
 
 def make_input(response: str = "31284", *, truth: Any = "31284", source: str = "digits/reverse") -> RewardInput:
-    return RewardInput(prompt="48213=", response=response, ground_truth=truth, data_source=source)
+    return sample(response, truth=truth, data_source=source)
 
 
 def several(*functions: dict[str, Any], **settings: Any) -> RewardConfig:
@@ -122,14 +121,7 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
 
 # --- answers that are compared ---------------------------------------------------------------------------------------
 def score_group(config: RewardConfig, *responses: str) -> list[Reward]:
-    async def session() -> list[Reward]:
-        pool = RewardPool(config)
-        try:
-            return await pool.score_group([make_input(response) for response in responses])
-        finally:
-            pool.close()
-
-    return asyncio.run(session())
+    return scores(config, [make_input(response) for response in responses], compares=True)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -157,11 +149,11 @@ def test_an_answer_without_a_reward_of_its_own_is_not_compared():
 @pytest.mark.parametrize(
     ("functions", "responses", "words"),
     [
-        (["exact_match", "rank"], ["a"], "rank: ValueError: rank must have at least two answers"),
+        (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
         (
             [f"{SAMPLES}:too_few"],
             ["a", "b"],
-            "too_few: ValueError: it must return one value for each of 2 answers, got 1",
+            "too_few: ValueError: it must return one value per answer (2), got 1",
         ),
         ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
     ],
@@ -182,7 +174,7 @@ def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
     assert score(both, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
     alone = score(several({"function": f"{SAMPLES}:first_only"}), make_input())
     assert alone.status == "error"
-    assert "must have a function that scores it alone" in alone.detail
+    assert "requires a function that scores it individually" in alone.detail
 
 
 # --- forms of other libraries ----------------------------------------------------------------------------------------
@@ -257,17 +249,13 @@ def test_truths_of_every_form():
 
 # --- async functions in workers --------------------------------------------------------------------------------------
 def score_all(responses: list[str], **settings: Any) -> tuple[list[Reward], float]:
-    async def session() -> tuple[list[Reward], float]:
-        pool = RewardPool(RewardConfig(f"{SAMPLES}:by_response_async", **settings))
-        try:
-            await pool.score(make_input(""))
-            started_at = time.monotonic()
-            rewards = await asyncio.gather(*(pool.score(make_input(response)) for response in responses))
-            return rewards, time.monotonic() - started_at
-        finally:
-            pool.close()
+    async def use(pool: RewardPool) -> tuple[list[Reward], float]:
+        await pool.score(make_input(""))
+        started_at = time.monotonic()
+        rewards = await asyncio.gather(*(pool.score(make_input(response)) for response in responses))
+        return rewards, time.monotonic() - started_at
 
-    return asyncio.run(asyncio.wait_for(session(), 50))
+    return in_pool(RewardConfig(f"{SAMPLES}:by_response_async", **settings), use)
 
 
 def test_async_calls_are_in_flight_at_the_same_time():
@@ -321,12 +309,7 @@ def test_cpu_time_is_limited_between_two_awaits():
     ("num_workers", "retries", "status"), [(0, 0, "error"), (0, 2, "ok"), (1, 1, "error"), (1, 2, "ok")]
 )
 def test_failures_are_tried_again(num_workers: int, retries: int, status: str, tmp_path: Path):
-    async def session() -> Reward:
-        pool = RewardPool(RewardConfig(f"{SAMPLES}:third_time", num_workers=num_workers, retries=retries, timeout_s=20))
-        try:
-            return await pool.score(make_input(str(tmp_path / "tries")))
-        finally:
-            pool.close()
-
-    assert asyncio.run(session()).status == status
+    config = RewardConfig(f"{SAMPLES}:third_time", num_workers=num_workers, retries=retries, timeout_s=20)
+    (reward,) = scores(config, [make_input(str(tmp_path / "tries"))])
+    assert reward.status == status
     assert len((tmp_path / "tries").read_text()) == min(3, 1 + retries)

@@ -90,7 +90,7 @@ def test_a_part_of_a_formula_is_no_answer(response: str, truth: str):
     "truth", ["3\\sqrt{2}", "2^{10}", "\\boxed{x+1}", "12 apples", "7 or 8", "1e5", "1,2", "", "9" * 101, "1/0"]
 )
 def test_a_truth_of_math_answer_is_one_number(truth: str):
-    with pytest.raises(ValueError, match="must be one number of at most 100 characters, got"):
+    with pytest.raises(ValueError, match="must be a number of at most 100 characters, got"):
         math_answer(make_sample("#### 2", truth=truth))
 
 

@@ -1,10 +1,6 @@
-import asyncio
-import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
@@ -16,65 +12,48 @@ from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.judge import bradley_terry
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
+from tests.unit.generators.rewards.scene import in_pool, sample, scores
+from tests.unit.generators.servers import Handler, serve
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 200
-
-
-class _Judge(BaseHTTPRequestHandler):
-    """Scores an answer by its own words, after 0.2 s."""
+class _Judge(Handler):
+    """Repeats the answer as the verdict, after 0.2 s."""
 
     seen: ClassVar[list[dict[str, Any]]] = []
     most_at_once = 0
     now = 0
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self) -> None:
+        body = self.read()
         _Judge.seen.append(body | {"path": self.path, "key": self.headers["Authorization"]})
         _Judge.now += 1
         _Judge.most_at_once = max(_Judge.most_at_once, _Judge.now)
         time.sleep(0.2)
         _Judge.now -= 1
-        answer = body["messages"][-1]["content"].rpartition("ANSWER ")[2]
+        answer: str = body["messages"][-1]["content"].rpartition("ANSWER ")[2]
         if answer.startswith("PAIR "):
             first, second = map(float, answer.split()[1:])
             answer = f"Not verdict: tie, but Verdict: **{'A' if first > second else 'B' if second > first else 'tie'}**"
-        self.send_response(500 if answer == "crash" else 200)
-        self.end_headers()
         message: Any = {"choices": [{"message": {"content": answer}}]}
-        self.wfile.write(json.dumps({"error": 1} if answer == "odd" else message).encode())
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+        self.reply({"error": 1} if answer == "odd" else message, status=500 if answer == "crash" else 200)
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
     _Judge.seen.clear()
     _Judge.most_at_once = 0
-    with _Server(("127.0.0.1", 0), _Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with serve(_Judge) as found:
+        yield f"{found}/v1"
 
 
-def make_input(response: str, *, prompt: Any = "Q?", truth: Any = "T") -> RewardInput:
-    return RewardInput(prompt=prompt, response=response, ground_truth=truth)
+def make_input(response: str, *, truth: Any = "T") -> RewardInput:
+    return sample(response, prompt="Q?", truth=truth)
 
 
 def judge(address: str, samples: list[RewardInput], *, num_workers: int = 0, **arguments: Any) -> list[Reward]:
     template = arguments.pop("template", "{prompt}|{ground_truth}|ANSWER {response}")
     arguments = {"address": address, "model": "m", "template": template, **arguments}
-
-    async def session() -> list[Reward]:
-        pool = RewardPool(RewardConfig("judge", arguments=arguments, num_workers=num_workers, timeout_s=20))
-        try:
-            return await asyncio.gather(*map(pool.score, samples))
-        finally:
-            pool.close()
-
-    return asyncio.run(session())
+    return scores(RewardConfig("judge", arguments=arguments, num_workers=num_workers, timeout_s=20), samples)
 
 
 def test_a_judge_scores_in_its_last_words(address: str, monkeypatch: pytest.MonkeyPatch):
@@ -103,9 +82,9 @@ def test_calls_keep_to_the_rate(address: str):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("no idea", "must write a score that the pattern finds, got 'no idea'"),
+        ("no idea", "must write a score that matches the pattern, got 'no idea'"),
         ("crash", "500"),
-        ("odd", "must answer in OpenAI's form, got KeyError"),
+        ("odd", "must answer in OpenAI's format, got KeyError"),
     ],
 )
 def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: str):
@@ -119,12 +98,8 @@ def compare(
     address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
 ) -> list[Reward]:
     arguments = {"address": address, "model": "m", "template": template, **arguments}
-
-    async def session() -> list[Reward]:
-        pool = RewardPool(RewardConfig("pairwise_judge", arguments=arguments, num_workers=0))
-        return await pool.score_group([make_input(answer) for answer in answers])
-
-    return asyncio.run(session())
+    config = RewardConfig("pairwise_judge", arguments=arguments, num_workers=0)
+    return scores(config, [make_input(answer) for answer in answers], compares=True)
 
 
 def test_every_pair_is_judged_in_both_orders_and_an_answer_gets_the_share_that_it_wins(address: str):
@@ -156,37 +131,30 @@ def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
 def test_a_pair_without_both_verdicts_is_left_out_and_an_answer_without_a_pair_is_an_error(address: str):
     rewards = compare(address, ["1", "2", "odd"])
     assert [(reward.status, reward.total) for reward in rewards] == [("ok", 0.0), ("ok", 1.0), ("error", 0.0)]
-    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, as with the judge")
+    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, e.g. with the judge")
 
 
 @pytest.mark.parametrize("function", ["judge", "pairwise_judge"])
 def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
     with socket.create_server(("127.0.0.1", 0)) as held:
-        place = held.getsockname()[:2]
+        port = held.getsockname()[1]
     template = "{response}ANSWER score: 1" if function == "judge" else "ANSWER PAIR {a} {b}"
-    arguments = {"address": f"http://{place[0]}:{place[1]}/v1", "model": "m", "template": template}
+    arguments = {"address": f"http://127.0.0.1:{port}/v1", "model": "m", "template": template}
     samples = [make_input("1"), make_input("2")]
 
-    async def session() -> tuple[list[Reward], list[Reward]]:
-        pool = RewardPool(RewardConfig(function, arguments=arguments, num_workers=1, timeout_s=20))
-
+    async def use(pool: RewardPool) -> tuple[list[Reward], list[Reward]]:
         async def scored() -> list[Reward]:
             if pool.compares(""):
                 return await pool.score_group(samples)
-            return await asyncio.gather(*map(pool.score, samples))
+            return [await pool.score(each) for each in samples]
 
-        try:
-            dead = await scored()
-            with _Server(place, _Judge) as server:
-                threading.Thread(target=server.serve_forever, daemon=True).start()
-                alive = await scored()
-                server.shutdown()
-            return dead, alive
-        finally:
-            pool.close()
+        dead = await scored()
+        with serve(_Judge, port=port):
+            return dead, await scored()
 
-    dead, alive = asyncio.run(session())
-    named = f"RuntimeError: the judge at http://{place[0]}:{place[1]}/v1/chat/completions must answer"
+    config = RewardConfig(function, arguments=arguments, num_workers=1, timeout_s=20)
+    dead, alive = in_pool(config, use)
+    named = f"RuntimeError: the judge at http://127.0.0.1:{port}/v1/chat/completions must answer"
     assert [(reward.status, named in reward.detail) for reward in dead] == [("error", True)] * 2
     assert [reward.total for reward in alive] == ([1.0, 1.0] if function == "judge" else [0.0, 1.0])
 

@@ -17,25 +17,20 @@ import pytest
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.rewards.worker import SIGNAL_EXIT
+from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
 
-FUNCTION = "tests.unit.generators.rewards.samples:by_response"
-
-
-def sample(response: str = "") -> RewardInput:
-    return RewardInput(prompt="48213=", response=response, ground_truth="31284")
+FUNCTION = f"{SAMPLES}:by_response"
 
 
 def use_pool(use: Callable[[RewardPool], Awaitable[None]], *, timeout_s: float = 20.0, **settings: Any) -> None:
-    async def session() -> None:
-        pool = RewardPool(RewardConfig(FUNCTION, timeout_s=timeout_s, **settings))
-        try:
-            await asyncio.wait_for(use(pool), 50)
-        finally:
-            pool.close()
+    in_pool(RewardConfig(FUNCTION, timeout_s=timeout_s, **settings), use)
 
-    asyncio.run(session())
+
+def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
+    """Status and detail of each response, scored concurrently."""
+    rewards = scores(RewardConfig(FUNCTION, **({"timeout_s": 20.0} | settings)), [*map(sample, responses)])
+    return [(reward.status, reward.detail) for reward in rewards]
 
 
 async def until(is_true: Callable[[], bool], *, seconds: float = 10.0) -> None:
@@ -62,7 +57,7 @@ def test_an_answer_that_cannot_be_sent_to_a_worker_is_an_error_and_the_others_ar
         odd = msgspec.structs.replace(sample(), messages=[{"role": "user", "content": content}])
         rewards = await asyncio.gather(*(pool.score(each) for each in [sample(), odd, sample()]))
         assert [r.status for r in rewards] == ["ok", "error", "ok"]
-        assert rewards[1].detail.startswith("what an agent leaves for the reward must be plain texts and numbers, got ")
+        assert rewards[1].detail.startswith("the reward's input from an agent must be plain text and numbers, got ")
 
     use_pool(use)
 
@@ -79,19 +74,12 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
 
 
 def test_two_hangs_in_a_row_are_two_timeouts():
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample(answer)) for answer in ["sleep 60", "sleep 60", ""]))
-        assert [r.status for r in rewards] == ["timeout", "timeout", "ok"]
-
-    use_pool(use, timeout_s=0.3)
+    found = statuses(["sleep 60", "sleep 60", ""], timeout_s=0.3)
+    assert [status for status, _ in found] == ["timeout", "timeout", "ok"]
 
 
 def test_time_in_the_queue_does_not_count():
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample("sleep 0.2")) for _ in range(6)))
-        assert [r.status for r in rewards] == ["ok"] * 6
-
-    use_pool(use, timeout_s=0.9)
+    assert statuses(["sleep 0.2"] * 6, timeout_s=0.9) == [("ok", "")] * 6
 
 
 @pytest.mark.parametrize(
@@ -104,12 +92,9 @@ def test_time_in_the_queue_does_not_count():
     ],
 )
 def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(response: str, words: str):
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", response, "", ""]))
-        assert [r.status for r in rewards] == ["ok", "error", "ok", "ok"]
-        assert words in rewards[1].detail
-
-    use_pool(use, max_memory_mib=600)
+    found = statuses(["", response, "", ""], max_memory_mib=600)
+    assert [status for status, _ in found] == ["ok", "error", "ok", "ok"]
+    assert words in found[1][1]
 
 
 def test_memory_that_a_function_keeps_ends_with_the_call_that_asked_for_too_much():
@@ -122,23 +107,17 @@ def test_memory_that_a_function_keeps_ends_with_the_call_that_asked_for_too_much
 
 
 def test_output_without_end_is_cut_and_the_function_goes_on(capfd: pytest.CaptureFixture[str]):
-    async def use(pool: RewardPool) -> None:
-        assert [(await pool.score(sample(r))).status for r in ["flood 8", "flood 8"]] == ["ok", "ok"]
-
-    use_pool(use)
+    assert statuses(["flood 8", "flood 8"]) == [("ok", "")] * 2
     printed = capfd.readouterr().out
     assert printed.startswith("flood flood")
-    assert printed.endswith("is left out]\n")
+    assert printed.endswith("is dropped]\n")
     assert len(printed) < 2**17
 
 
 def test_cpu_time_is_limited_per_call():
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", "burn", ""]))
-        assert [r.status for r in rewards] == ["ok", "timeout", "ok"]
-        assert "generators.reward.max_cpu_s (1 s)" in rewards[1].detail
-
-    use_pool(use, max_cpu_s=1)
+    found = statuses(["", "burn", ""], max_cpu_s=1)
+    assert [status for status, _ in found] == ["ok", "timeout", "ok"]
+    assert "generators.reward.max_cpu_s (1 s)" in found[1][1]
 
 
 @pytest.mark.parametrize(("response", "status"), [("litter", "timeout"), ("litter-and-die", "error")])
@@ -233,8 +212,7 @@ def test_a_cancelled_call_does_not_disturb_the_next():
 
 
 def test_closing_ends_open_calls_and_workers():
-    async def session() -> None:
-        pool = RewardPool(RewardConfig(FUNCTION, timeout_s=20.0))
+    async def use(pool: RewardPool) -> None:
         await pool.score(sample())
         (worker,) = pool.worker_pids
         call = asyncio.create_task(pool.score(sample("sleep 60")))
@@ -244,7 +222,7 @@ def test_closing_ends_open_calls_and_workers():
         assert (await asyncio.wait_for(call, 5)).status == "error"
         assert not psutil.pid_exists(worker)
 
-    asyncio.run(session())
+    use_pool(use)
 
 
 _PARENT = """
@@ -281,7 +259,7 @@ def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_score
             found = await pool.score(sample())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert found.detail == "no reward worker can be started: [Errno 24] Too many open files"
+        assert found.detail == "no reward worker could be started: [Errno 24] Too many open files"
         assert (await pool.score(sample())).status == "ok"
 
     use_pool(use)
@@ -291,16 +269,8 @@ def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_score
     ("is_mistake", "reason"), [(True, "path must hold a model."), (False, "OSError: no such device")]
 )
 def test_a_function_that_cannot_be_loaded_says_why(is_mistake: bool, reason: str):
-    async def session() -> Reward:
-        function = FUNCTION.replace("by_response", "Unready")
-        pool = RewardPool(RewardConfig(function, arguments={"is_mistake": is_mistake}))
-        try:
-            return await asyncio.wait_for(pool.score(sample()), 50)
-        finally:
-            pool.close()
-
-    found = asyncio.run(session())
-    assert (found.status, found.detail) == ("error", f"no reward worker can be started: {reason}")
+    (found,) = scores(RewardConfig(f"{SAMPLES}:Unready", arguments={"is_mistake": is_mistake}), [sample()])
+    assert (found.status, found.detail) == ("error", f"no reward worker could be started: {reason}")
 
 
 def test_a_worker_whose_pool_died_before_its_start_ends():
@@ -308,12 +278,7 @@ def test_a_worker_whose_pool_died_before_its_start_ends():
     pool.wait()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [
-            sys.executable,
-            "-m",
-            "slipstream.generators.rewards.worker",
-            *map(str, [theirs.fileno()] * 2),
-            str(pool.pid),
-        ]
+        command = [sys.executable, "-m", "slipstream.generators.rewards.worker"]
+        command += [*map(str, [theirs.fileno()] * 2), str(pool.pid)]
         # Our end stays open, as if a hanging function never read it.
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == SIGNAL_EXIT + 9

@@ -1,48 +1,50 @@
+import math
+from typing import Any
+
 import pytest
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
-from slipstream.generators.rewards.reward import RewardInput
-
-SAMPLES = "tests.unit.generators.rewards.samples"
-SAMPLE = RewardInput(prompt="48213=", response="31284", ground_truth="31284")
+from tests.unit.generators.rewards.scene import SAMPLES, sample
 
 
-def run_sample(name: str, response: str = "") -> Reward:
-    sample = RewardInput(prompt="48213=", response=response, ground_truth="31284")
-    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}")).score(sample)
-
-
-def test_a_number_is_a_reward():
-    assert run_sample("by_response") == Reward(total=0.5)
-
-
-def test_a_reward_of_one_counts_as_correct():
-    functions = RewardFunctions(RewardConfig(f"{SAMPLES}:with_arguments", arguments={"bonus": 0.75}))
-    assert functions.score(SAMPLE) == Reward(total=1.0, is_correct=True)
-
-
-def test_a_dict_with_the_fields_of_a_reward_is_a_reward():
-    assert run_sample("as_dict") == Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)
+def run_sample(name: str, response: str = "", **arguments: Any) -> Reward:
+    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}", arguments=arguments)).score(sample(response))
 
 
 @pytest.mark.parametrize(
-    ("name", "response", "words"),
+    ("name", "arguments", "reward"),
     [
-        ("by_response", "nan", "finite"),
-        ("as_bad_part", "", "finite number, got a=inf"),
-        ("by_response", "text", "got str"),
-        ("as_unknown_dict", "", "score"),
-        ("by_response", "raise now", "ValueError: no good: now"),
-        ("by_response", "exit", "must return, it called sys.exit(3)"),
-        ("by_response", "shout", "ValueError: no good: no good:"),
-        ("with_many_parts", "", "at most 64 parts"),
+        ("by_response", {}, Reward(total=0.5)),
+        ("with_arguments", {"bonus": 0.75}, Reward(total=1.0, is_correct=True)),
+        (
+            "returning",
+            {"value": {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}},
+            Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True),
+        ),
     ],
 )
-def test_an_invalid_reward_is_an_error_with_one_line_of_detail(name: str, response: str, words: str):
-    reward = run_sample(name, response)
+def test_a_number_or_a_dict_is_a_reward_and_1_is_correct(name: str, arguments: dict[str, Any], reward: Reward):
+    assert run_sample(name, **arguments) == reward
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nan", "finite"),
+        ({"total": 0.75, "parts": {"a": math.inf}}, "finite number, got a=inf"),
+        ("text", "got str"),
+        ({"score": 1.0}, "score"),
+        ("raise now", "ValueError: no good: now"),
+        ("exit", "must return, it called sys.exit(3)"),
+        ("shout", "ValueError: no good: no good:"),
+        ({"total": 0.75, "parts": {str(index): 0.0 for index in range(10**4)}}, "at most 64 parts"),
+    ],
+)
+def test_an_invalid_reward_is_an_error_with_one_line_of_detail(given: Any, words: str):
+    reward = run_sample("by_response", given) if isinstance(given, str) else run_sample("returning", value=given)
     assert reward.status == "error"
     assert words in reward.detail
     assert "\n" not in reward.detail
@@ -50,7 +52,7 @@ def test_an_invalid_reward_is_an_error_with_one_line_of_detail(name: str, respon
 
 
 def test_the_detail_of_a_reward_is_cut():
-    reward = run_sample("with_long_detail")
+    reward = run_sample("returning", value={"total": 0.75, "detail": "wordy " * 10**6})
     assert reward.total == 0.75
     assert reward.detail == ("wordy " * 50)[:300]
 

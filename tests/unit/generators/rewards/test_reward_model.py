@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.rewards.reward_model import RewardModel
 from tests.tiny_model import make_tiny_model, make_tokenizer
+from tests.unit.generators.rewards.scene import in_pool, sample
 
 
 def make_reward_model(folder: Path) -> str:
@@ -41,10 +41,6 @@ class Marked(RewardModel):
         return super().scores(batch)
 
 
-def sample(response: str) -> RewardInput:
-    return RewardInput(prompt="12=", response=response, ground_truth="")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_alone(tmp_path: Path) -> None:
@@ -57,31 +53,26 @@ def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_al
         max_memory_mib=None,
     )
 
-    async def session() -> list[list[Reward]]:
-        pool = RewardPool(config)
-
+    async def use(pool: RewardPool) -> list[list[Reward]]:
         async def scored(texts: list[str]) -> list[Reward]:
-            return await asyncio.gather(*(pool.score(sample(text)) for text in texts))
+            return await asyncio.gather(*(pool.score(sample(text, prompt="12=")) for text in texts))
 
-        try:
-            found = [await scored(answers)]
-            # A model that is killed: one answer is masked, the others are scored by the next.
-            (tmp_path / "hang").touch()
-            call = asyncio.create_task(scored(["991", "7"]))
-            await asyncio.sleep(0.5)
-            os.kill(pool.worker_pids[0], signal.SIGKILL)
-            (tmp_path / "hang").unlink()
-            found.append(await call)
-            # One that hangs: the answers that it holds up are masked, and it is started again.
-            (tmp_path / "hang").touch()
-            found.append(await scored(["991", "8"]))
-            (tmp_path / "hang").unlink()
-            found.append(await scored(["991", "8"]))
-            return found
-        finally:
-            pool.close()
+        found = [await scored(answers)]
+        # A killed model: one answer is masked, the others are scored by the next worker.
+        (tmp_path / "hang").touch()
+        call = asyncio.create_task(scored(["991", "7"]))
+        await asyncio.sleep(0.5)
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        (tmp_path / "hang").unlink()
+        found.append(await call)
+        # A hanging model: the answers that it delays are masked, and it is restarted.
+        (tmp_path / "hang").touch()
+        found.append(await scored(["991", "8"]))
+        (tmp_path / "hang").unlink()
+        found.append(await scored(["991", "8"]))
+        return found
 
-    first, killed, hung, after = asyncio.run(session())
+    first, killed, hung, after = in_pool(config, use)
     module = AutoModelForSequenceClassification.from_pretrained(path)
     tokens = [torch.tensor([make_tokenizer()(f"12={answer}")["input_ids"] + [1]]) for answer in answers]
     with torch.inference_mode():

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,17 +11,18 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
 from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.tool import Tool
+from tests.unit.generators.servers import Handler, serve
 
 CITY = {"type": "string", "description": "Name of the city."}
 DAYS = {"type": "integer", "description": "How many."}
 
 
-class Weather(BaseHTTPRequestHandler):
-    """Says what it was asked, and fails as it is told."""
+class Weather(Handler):
+    """Replies with the request, or with the next status in `failures`."""
 
     failures: list[int] = []
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         status = self.failures.pop() if self.failures else 200
         seen = {"path": self.path, "key": self.headers.get("X-Key"), "body": body, "method": self.command}
@@ -34,21 +33,11 @@ class Weather(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing."""
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Weather)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve(Weather) as found:
+        yield found
 
 
 def make(url: str, **arguments: Any) -> Tool:
@@ -89,10 +78,10 @@ def test_arguments_go_into_path_query_or_body(address: str, monkeypatch: pytest.
         ([302], {}, {"city": "a", "days": 1}, "the server answered 302: xxx"),
         ([503, 503], {}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
         ([503], {"method": "POST"}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
-        ([], {"max_bytes": 100}, {"city": "big", "days": 1}, "must answer with at most 100 bytes, it sent more"),
+        ([], {"max_bytes": 100}, {"city": "big", "days": 1}, "must answer with at most 100 bytes, but sent more"),
         ([], {}, {"city": "..", "days": 1}, r"a parameter in the address must be a name, got '\.\.'"),
         ([], {}, {"city": "a"}, "the parameter days is required"),
-        ([], {}, {"city": "a", "days": 1, "host": "x"}, "there is no parameter host, only"),
+        ([], {}, {"city": "a", "days": 1, "host": "x"}, "unknown parameter host, available:"),
         ([], {"url": "http://127.0.0.1:9/{city}"}, {"city": "a", "days": 1}, "the server did not answer: ConnectError"),
     ],
 )
@@ -115,8 +104,8 @@ def test_a_passing_failure_is_tried_again(address: str):
         ({"url": "http://{city}/a"}, r"must have a url http\(s\)://host/"),
         ({"url": "http://user:pass@host/a"}, r"must have a url http\(s\)://host/"),
         ({"url": "http://a/{town}"}, "must describe all required parameters, .* without town"),
-        ({"url": "http://a/{city}", "required": []}, "those in its url are, .* without city"),
-        ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "must be set, .* 'NO_SUCH_VARIABLE'"),
+        ({"url": "http://a/{city}", "required": []}, "including those in its url, .* without city"),
+        ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "that is set in .* 'NO_SUCH_VARIABLE'"),
         ({"url": "http://a", "colour": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*colour"),
     ],
 )

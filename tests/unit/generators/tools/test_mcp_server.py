@@ -96,7 +96,7 @@ def test_a_call_that_is_given_up_before_the_server_is_found_to_hang(tools: dict[
     found = {tool.name: tool for tool in quick}
 
     async def calls() -> str:
-        with pytest.raises(ToolError, match=r"hang must answer within 0.3 s, it did not"):
+        with pytest.raises(ToolError, match=r"hang must answer within 0.3 s, but did not"):
             await call(found, "hang")
         for _ in range(40):
             try:
@@ -152,10 +152,10 @@ def test_a_server_by_http(address: str):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({}, "must have a `command`, a list, or a `url`, got both or none"),
+        ({}, r"requires either a `command` \(a list\) or a `url`, got both or none"),
         ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
         ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
-        ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "must be set"),
+        ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "that is set in"),
         ({"command": ["x"], "colour": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, colour"),
     ],
 )

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -21,6 +19,7 @@ from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
+from tests.unit.generators.servers import Handler, serve
 
 CORPUS = [
     {"contents": "Bonn\nA city on the Rhine, where Beethoven was born."},
@@ -61,10 +60,10 @@ def test_the_same_corpus_as_parquet(index: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("corpus", "complaint"),
     [
-        ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1: it must have a text `contents`, or texts `text`"),
-        ("[1]\n", r"corpus.jsonl, row 0: it must have a text `contents`"),
+        ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1 must have a string `contents`, or strings `text`"),
+        ("[1]\n", r"corpus.jsonl, row 0 must have a string `contents`"),
         ("what\n", r"corpus.jsonl must be JSON lines or a Parquet file, but cannot be read"),
-        ("", r"corpus.jsonl must hold at least one passage, but is empty"),
+        ("", r"corpus.jsonl must contain at least one passage, but is empty"),
     ],
 )
 def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
@@ -82,7 +81,9 @@ def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
 
 def test_what_is_no_index_is_refused_at_the_start(tmp_path: Path):
     pytest.importorskip("tantivy")
-    with pytest.raises(ConfigError, match=r"index must be a folder that `python -m slipstream.scripts.make_search_ind"):
+    with pytest.raises(
+        ConfigError, match=r"index must be a folder written by `python -m slipstream.scripts.make_search_ind"
+    ):
         play({"kind": "search", "index": str(tmp_path)}, [])
     with pytest.raises(ConfigError, match="index must be a folder"):
         play({"kind": "tools", "tools": [{"function": "search", "arguments": {"index": str(tmp_path)}}]}, [])
@@ -154,35 +155,23 @@ def test_a_passage_cannot_end_a_turn(index: str):
 
 
 # --- the tool, and a service -----------------------------------------------------------------------------------------
-class Service(BaseHTTPRequestHandler):
-    """Search-R1's retrieval server, in the small."""
+class Service(Handler):
+    """A small version of Search-R1's retrieval server."""
 
     requests: list[dict] = []
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self) -> None:
+        body = self.read()
         self.requests.append(body)
         results = [[{"document": {"contents": "Bonn\nA city."}, "score": 1.5}] * 9]
-        found = b"no" if body["queries"] == ["broken"] else json.dumps({"result": results}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(found)))
-        self.end_headers()
-        self.wfile.write(found)
-
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing."""
+        self.reply(b"no" if body["queries"] == ["broken"] else {"result": results})
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
     open_index.cache_clear()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve(Service) as address:
+        yield f"{address}/retrieve"
 
 
 def test_a_service_is_asked_in_search_r1s_form(service: str):
@@ -195,7 +184,7 @@ def test_a_service_is_asked_in_search_r1s_form(service: str):
 def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, query: str):
     address = service if query == "broken" else "http://127.0.0.1:9/retrieve"
     text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
-    assert f"<information>error: the search at {address} must answer in the form of Search-R1's" in text
+    assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
@@ -205,7 +194,7 @@ def test_the_search_is_a_tool_whose_index_no_row_chooses(index: str):
     tokens = play(agent, [call, "so"]).token_ids
     assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
     kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
-    with pytest.raises(PromptError, match=r"takes its arguments from the settings alone, got {.index"):
+    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
         play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
 
 

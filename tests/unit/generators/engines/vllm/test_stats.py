@@ -28,7 +28,7 @@ def test_an_engine_without_a_step_while_requests_are_open_is_dead():
     scene = Scene()
     scene.check(after_s=1.0, steps=7)
     scene.check(after_s=10.0, steps=7)
-    with pytest.raises(EngineDiedError, match=r"generators.engine.stall_timeout_s \(10 s\) .* 64 of them"):
+    with pytest.raises(EngineDiedError, match=r"generators.engine.stall_timeout_s \(10 s\) .* 64 open"):
         scene.check(after_s=0.1, steps=7, requests=64)
 
 

@@ -1,7 +1,7 @@
-"""Door: an HTTP server in the generator, through which agents talk to the model in OpenAI's form.
+"""HTTP server in the generator that gives agents the model through an OpenAI-compatible API (setting `door`).
 
-It listens on the loopback interface, at a port of the system's choice, and answers nobody without the key of an answer
-that is under way. What the model writes is recorded as the engine sampled it; sampling is the run's, not the client's.
+It listens on loopback, on a free port, and requires the key of an answer in progress. The transcript records tokens as
+the engine sampled them. Sampling parameters come from the run, not from the client.
 
     GET  /v1/models
     POST /v1/chat/completions                          messages in, a message out; tools, stop, logprobs, stream
@@ -28,28 +28,28 @@ from starlette.routing import Route
 
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.openai_api import (
+    ApiError,
     ChatRequest,
-    DoorError,
     GenerateRequest,
-    bearer_of,
+    bearer_token,
     decode_json,
     logprob_entries,
     read_body,
-    refuse_unsupported,
+    reject_unsupported,
     stream_chunks,
 )
 from slipstream.generators.agents.session import ChatForm, NoRoomError, Session, Written
 from slipstream.generators.errors import GeneratorError, PromptError
 
 KEY_HEADER = "x-slipstream-key"
-"""Holds the key where a client's own Authorization is taken."""
+"""Carries the key if the client uses its Authorization header for something else."""
 _STOP_TIMEOUT_S = 2.0
 _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
 
 
-class Visitor:
-    """An answer whose agent may talk to the model; its key ends with it."""
+class AgentAccess:
+    """Access of one answer's agent to the model. The key expires with the answer."""
 
     def __init__(self, session: Session, *, base_url: str, model: str) -> None:
         self.session = session
@@ -59,7 +59,7 @@ class Visitor:
         self._secret = ""
         self._seen_at = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Any]] = {}
-        """Request -> its answer, for a client that asks again."""
+        """Request digest -> its response, for clients that retry."""
         self.renew()
 
     @property
@@ -67,13 +67,12 @@ class Visitor:
         return f"{self.name}.{self._secret}"
 
     def renew(self) -> None:
-        """Replace the key, and forget what was asked with the old one."""
+        """Replace the key and forget the responses to requests made with the old one."""
         self._secret = secrets.token_urlsafe(32)
         self._answers.clear()
         self.see()
 
     def see(self) -> None:
-        """Note that the agent is there."""
         self._seen_at = time.monotonic()
 
     def idle_s(self) -> float:
@@ -81,10 +80,10 @@ class Visitor:
         return 0.0 if is_open else time.monotonic() - self._seen_at
 
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Do the work of a request, or return what it was answered, where the client says that it repeats it.
+        """Run the work of a request, or return the earlier response if the client marks the request as a retry.
 
-        A repetition is marked by the SDK's count of retries, or by an Idempotency-Key. Any other request with the
-        same content is a further sample.
+        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request with the same content gets a new
+        sample.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -92,30 +91,30 @@ class Visitor:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded: a client that hangs up may ask again, and what the model has written stays written.
+        # Shielded: a client that disconnects may retry, and sampled tokens stay in the transcript.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
-        """End the requests that are open."""
+        """Cancel the open requests."""
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
-Visit = Callable[[Request, Visitor], Awaitable[Response]]
-"""Handler of a request whose key is right."""
+Handler = Callable[[Request, AgentAccess], Awaitable[Response]]
+"""Handler of an authenticated request."""
 
 
-class Door:
-    """The server. Life: start -> open* -> close."""
+class ModelServer:
+    """The server. Life cycle: start -> open* -> close."""
 
     def __init__(
-        self, *, model: str, max_length: int, routes: Sequence[Route] = (), visits: Mapping[str, Visit]
+        self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
     ) -> None:
-        """`model`: name that clients read and write; `routes`: further ones, and `visits` those that need a key."""
+        """`model`: name in requests and responses. `routes`, `keyed_routes`: more routes, without and with a key."""
         self._model = model
         self._max_length = max_length
-        self._visitors: dict[str, Visitor] = {}
+        self._accesses: dict[str, AgentAccess] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -128,13 +127,13 @@ class Door:
                 Route("/v1/generate", generate, methods=["POST"]),
                 Route("/inference/v1/generate", generate, methods=["POST"]),
                 *routes,
-                *(Route(path, self._route(visit), methods=["POST"]) for path, visit in visits.items()),
+                *(Route(path, self._route(handler), methods=["POST"]) for path, handler in keyed_routes.items()),
             ],
-            exception_handlers={DoorError: _error_response, 404: _not_found, 405: _not_found},
+            exception_handlers={ApiError: _error_response, 404: _not_found, 405: _not_found},
         )
 
     async def start(self) -> None:
-        """Listen. Does nothing if it does already."""
+        """Start listening. A no-op if already started."""
         if self._serving:
             return
         listening = socket.socket()
@@ -144,78 +143,78 @@ class Door:
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        log.info("door_open", address=self.address)
+        log.info("model_server_started", address=self.address)
 
     async def close(self) -> None:
-        """End all requests and stop listening."""
+        """Cancel all requests and stop listening."""
         if self._server is None or self._serving is None:
             return
-        await asyncio.gather(*(visitor.leave() for visitor in self._visitors.values()))
-        self._visitors.clear()
+        await asyncio.gather(*(access.leave() for access in self._accesses.values()))
+        self._accesses.clear()
         self._server.should_exit = True
-        # Requests that are open end with their answers; a client that does not read its own is not waited for.
+        # Bounded, because a client may never read its response.
         await asyncio.wait([self._serving], timeout=_STOP_TIMEOUT_S)
         self._serving.cancel()
 
     @asynccontextmanager
-    async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[Visitor]:
-        """Let the agent of this answer in, as long as the context lasts; `episode.door` has its key."""
-        visitor = Visitor(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
-        episode.door = self._visitors[visitor.name] = visitor
+    async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[AgentAccess]:
+        """Give this answer's agent access for the duration of the context. `episode.door` holds the key."""
+        access = AgentAccess(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
+        episode.door = self._accesses[access.name] = access
         try:
-            yield visitor
+            yield access
         finally:
-            self._visitors.pop(visitor.name, None)
-            await visitor.leave()
+            self._accesses.pop(access.name, None)
+            await access.leave()
 
-    def visitor(self, request: Request) -> Visitor:
-        """The answer that the request's key belongs to. Raises DoorError."""
-        key = bearer_of(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
-        visitor = self._visitors.get(key.partition(".")[0])
-        # Compared in constant time, and also where there is nothing to compare with.
-        is_right = hmac.compare_digest(key.encode(), visitor.api_key.encode() if visitor else b"")
-        if visitor is None or not is_right:
-            raise DoorError(
-                401, "the key must be that of an answer under way, got another one, or its answer is over",
+    def _authenticate(self, request: Request) -> AgentAccess:
+        """Return the access that the request's key belongs to. Raises ApiError."""
+        key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
+        access = self._accesses.get(key.partition(".")[0])
+        # Constant time, even for an unknown name.
+        is_right = hmac.compare_digest(key.encode(), access.api_key.encode() if access else b"")
+        if access is None or not is_right:
+            raise ApiError(
+                401, "the key must belong to an answer in progress, got an unknown or expired key",
                 code="invalid_api_key",
             )  # fmt: skip
-        visitor.see()
-        return visitor
+        access.see()
+        return access
 
-    def _route(self, handler: Visit) -> Callable[[Request], Awaitable[Response]]:
+    def _route(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            return await handler(request, self.visitor(request))
+            return await handler(request, self._authenticate(request))
 
         return handle
 
     # --- routes --------------------------------------------------------------------------------------------------
-    async def _models(self, request: Request, visitor: Visitor) -> Response:
+    async def _models(self, request: Request, access: AgentAccess) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return JSONResponse({"object": "list", "data": [{**card, "max_model_len": self._max_length}]})
 
-    async def _chat(self, request: Request, visitor: Visitor) -> Response:
+    async def _chat(self, request: Request, access: AgentAccess) -> Response:
         body = await read_body(request)
         asked = decode_json(body, ChatRequest)
-        refuse_unsupported(body)
+        reject_unsupported(body)
         most = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         tools = None if asked.tool_choice == "none" else asked.tools or None
         written = await self._write(
-            visitor, request, body,
-            lambda: visitor.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
+            access, request, body,
+            lambda: access.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
         )  # fmt: skip
-        answer = self._chat_answer(asked, written, visitor)
+        answer = self._chat_answer(asked, written, access)
         if not asked.stream:
             return JSONResponse(answer)
         has_usage = bool(asked.stream_options and asked.stream_options.get("include_usage"))
         return Response("".join(stream_chunks(answer, has_usage=has_usage)), media_type="text/event-stream")
 
-    def _chat_answer(self, asked: ChatRequest, written: Written, visitor: Visitor) -> dict[str, Any]:
+    def _chat_answer(self, asked: ChatRequest, written: Written, access: AgentAccess) -> dict[str, Any]:
         turn, message = written.turn, written.message
         reason = "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, turn.stop_reason)
         choice = {"index": 0, "message": {**message, "refusal": None}, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
-            decode = visitor.session.decode
+            decode = access.session.decode
             texts = [decode([token_id]) for token_id in turn.token_ids]
             choice["logprobs"] = {"content": logprob_entries(texts, written.completion.logprobs), "refusal": None}
         num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
@@ -232,18 +231,18 @@ class Door:
             },
         }
 
-    async def _generate(self, request: Request, visitor: Visitor) -> Response:
+    async def _generate(self, request: Request, access: AgentAccess) -> Response:
         body = await read_body(request)
         asked = decode_json(body, GenerateRequest)
         if not asked.token_ids:
-            raise DoorError(400, "token_ids must hold at least one token, got none", param="token_ids")
+            raise ApiError(400, "token_ids must hold at least one token, got none", param="token_ids")
         params = asked.sampling_params
         if params.n != 1:
-            raise DoorError(400, f"n must be 1, got {params.n}: ask several times", param="n")
+            raise ApiError(400, f"n must be 1, got {params.n}: send several requests", param="n")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         written = await self._write(
-            visitor, request, body,
-            lambda: visitor.session.complete(asked.token_ids, max_tokens=params.max_tokens, stop=stop),
+            access, request, body,
+            lambda: access.session.complete(asked.token_ids, max_tokens=params.max_tokens, stop=stop),
         )  # fmt: skip
         completion = written.completion
         names = [f"token_id:{token_id}" for token_id in completion.token_ids]
@@ -257,45 +256,45 @@ class Door:
         return JSONResponse({"request_id": secrets.token_hex(12), "model": self._model, "choices": [choice]})
 
     async def _write(
-        self, visitor: Visitor, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
+        self, access: AgentAccess, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
     ) -> Written:
         try:
-            written: Written = await visitor.answer(request, body, work)
+            written: Written = await access.answer(request, body, work)
             return written
         except NoRoomError as error:
-            # The form by which clients know that they must shorten their context, or end.
+            # Clients recognize this code and wording, and shorten their context or stop.
             what = (
                 f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
                 if str(error) == "context_overflow"
-                else "All tokens that this answer may have (generators.sampling.max_tokens) are written"
+                else "This answer has used its token budget (generators.sampling.max_tokens)"
             )
-            raise DoorError(
+            raise ApiError(
                 400, f"{what}. Please reduce the length of the messages.", code="context_length_exceeded",
                 param="messages",
             ) from error  # fmt: skip
         except PromptError as error:
-            raise DoorError(400, str(error)) from error
+            raise ApiError(400, str(error)) from error
         except GeneratorError as error:
-            raise DoorError(503, f"the engine has failed: {error}", code="engine_failed") from error
+            raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from error
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            raise DoorError(401, "this answer is over", code="invalid_api_key") from None
+            raise ApiError(401, "this answer has ended", code="invalid_api_key") from None
         finally:
-            visitor.see()
+            access.see()
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, DoorError)
+    assert isinstance(error, ApiError)
     return JSONResponse(error.body, status_code=error.status)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return JSONResponse(DoorError(404, f"there is no {request.method} {request.url.path}").body, status_code=404)
+    return JSONResponse(ApiError(404, f"unknown route {request.method} {request.url.path}").body, status_code=404)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: they are the generator's."""
+    """Server that installs no signal handlers, because the generator handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,0 +1,41 @@
+"""A reward pool around one coroutine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
+
+T = TypeVar("T")
+SAMPLES = "tests.unit.generators.rewards.samples"
+
+
+def sample(response: str = "", *, prompt: Any = "48213=", truth: Any = "31284", **fields: Any) -> RewardInput:
+    return RewardInput(prompt=prompt, response=response, ground_truth=truth, **fields)
+
+
+def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
+    """Return what `use` returns, with a pool that is closed afterwards."""
+
+    async def session() -> T:
+        pool = RewardPool(config)
+        try:
+            return await asyncio.wait_for(use(pool), 50)
+        finally:
+            pool.close()
+
+    return asyncio.run(session())
+
+
+def scores(config: RewardConfig, samples: list[RewardInput], *, compares: bool = False) -> list[Reward]:
+    """Score samples concurrently, or compare them."""
+
+    async def use(pool: RewardPool) -> list[Reward]:
+        if compares:
+            return await pool.score_group(samples)
+        return await asyncio.gather(*map(pool.score, samples))
+
+    return in_pool(config, use)
