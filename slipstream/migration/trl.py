@@ -1,4 +1,4 @@
-"""Settings of TRL 1.16's GRPO trainers, translated, over the defaults of its `GRPOConfig`."""
+"""Translate settings of TRL 1.16's GRPO trainers, with the defaults of its `GRPOConfig`."""
 
 from math import ceil
 from typing import Any
@@ -76,7 +76,7 @@ _DECIDED_HERE = (
     "mixed_precision",
     "num_machines",
 )
-"""Beginnings of keys that tune what Slipstream does by itself, or where TRL reports to."""
+"""Prefixes of keys that need no equivalent: Slipstream decides these itself, or they configure TRL's reporting."""
 _AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
@@ -86,11 +86,11 @@ _AGGREGATIONS = {
     "sapo": "seq_mean_token_mean",
     "vespo": "token_mean",
 }
-"""loss_type -> reduction of token losses."""
+"""loss_type -> algorithm.aggregation."""
 
 
 def import_trl(given: dict[str, Any]) -> Imported:
-    """Translate the settings of a GRPOConfig, AsyncGRPOConfig or of `trl grpo --config`. Raises ConfigError."""
+    """Translate settings of GRPOConfig, AsyncGRPOConfig, or `trl grpo --config`. Raises ConfigError."""
     if not _NAMES & given.keys():
         raise ConfigError("FILE must hold settings of TRL's GRPO, such as num_generations, got none of them.")
     all_of = Translation(given, _DEFAULTS)
@@ -214,7 +214,7 @@ def _optimizer(all_of: Translation) -> None:
 
 
 def _updates_per_step(all_of: Translation) -> int:
-    """TRL counts optimizer updates, Slipstream generated batches."""
+    """Return TRL's optimizer updates per generated batch, which is Slipstream's step."""
     size = all_of.take("steps_per_generation") or all_of.take("gradient_accumulation_steps")
     return max(1, size // all_of.take("gradient_accumulation_steps"))
 
@@ -230,8 +230,8 @@ def _generation(all_of: Translation) -> None:
     all_of.put("learner/engine", "deepspeed_zero2")
     all_of.put("learner.device", "cuda")
     all_of.notes.append(
-        "rewards are functions of the training script: generators.reward.function=FILE.py:NAME takes those of TRL's "
-        "form as they are (docs/rewards.md)."
+        "rewards are functions in the training script: generators.reward.function=FILE.py:NAME accepts TRL's signature "
+        "unchanged (docs/rewards.md)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of verl 0.9, translated: their defaults are those of its YAML files, so that an override alone suffices."""
+"""Translate settings of verl 0.9, with the defaults of its YAML files for settings that are not given."""
 
 import math
 from pathlib import Path
@@ -43,7 +43,7 @@ _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def translate_advantage(all_of: Translation) -> None:
-    """Choose the advantage function, with the critic of GAE."""
+    """Translate the advantage function, and the critic for GAE."""
     name = all_of.take("algorithm.adv_estimator")
     ours = _ADVANTAGES.get(name)
     if ours is None:
@@ -68,7 +68,7 @@ def translate_advantage(all_of: Translation) -> None:
 
 
 def translate_loss(all_of: Translation) -> None:
-    """Choose the policy loss and the reduction of its tokens."""
+    """Translate the policy loss and the aggregation of token losses."""
     name = all_of.take(f"{ACTOR}.policy_loss.loss_mode")
     ours = _LOSSES.get(name)
     if ours is None:
@@ -97,18 +97,18 @@ def translate_loss(all_of: Translation) -> None:
     }
     for field, value in fields.get(ours, {}).items():
         all_of.put(f"algorithm.policy_loss.{field}", value)
-    # verl's own losses force the mean over sequences for these two.
+    # verl forces the sequence mean for these two losses.
     mode = "seq-mean-token-mean" if ours in ("gspo", "sapo") else all_of.take(f"{ACTOR}.loss_agg_mode")
     all_of.take(f"{ACTOR}.loss_agg_mode")
     all_of.put("algorithm.aggregation", mode.replace("-", "_"))
     all_of.same(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation_length")
     all_of.same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", float)
-    # The default run masks tokens by OPSM; verl has no such mask.
+    # Slipstream's default preset masks tokens by OPSM, which verl lacks.
     all_of.put("algorithm.masks", [])
 
 
 def translate_kl(all_of: Translation) -> None:
-    """Charge the divergence from the reference, in the loss or in the reward."""
+    """Translate the KL penalty, in the loss or in the reward."""
     coefficient, kind = all_of.take(f"{ACTOR}.kl_loss_coef"), all_of.take(f"{ACTOR}.kl_loss_type")
     if all_of.take(f"{ACTOR}.use_kl_loss"):
         all_of.put("algorithm.kl.coefficient", float(coefficient))
@@ -126,7 +126,7 @@ def translate_kl(all_of: Translation) -> None:
 
 
 def translate_correction(all_of: Translation) -> None:
-    """Weigh and reject tokens by how far the learner is from the generator."""
+    """Translate the importance correction and rejection of tokens."""
     key = "algorithm.rollout_correction"
     level, threshold = all_of.take(f"{key}.rollout_is"), all_of.take(f"{key}.rollout_is_threshold")
     rejections, bounds = all_of.take(f"{key}.rollout_rs"), all_of.take(f"{key}.rollout_rs_threshold")
@@ -243,11 +243,11 @@ _DECIDED_HERE = (
     "actor_rollout_ref.ref.",
     "actor_rollout_ref.hybrid_engine",
 )
-"""Beginnings of keys that tune what Slipstream does by itself: packing, placement, recording of log-probabilities."""
+"""Prefixes of keys that need no equivalent: Slipstream decides packing, placement, and log-prob recording itself."""
 
 
 def import_verl(given: dict[str, Any]) -> Imported:
-    """Translate a configuration of `verl.trainer.main_ppo`, or of its asynchronous trainers. Raises ConfigError."""
+    """Translate a configuration of `verl.trainer.main_ppo` or of verl's asynchronous trainers. Raises ConfigError."""
     if not any(key.startswith(("actor_rollout_ref.", "algorithm.", "data.", "trainer.")) for key in given):
         raise ConfigError("FILE must hold settings of verl, such as actor_rollout_ref.model.path, got none of them.")
     all_of = Translation(given, _DEFAULTS)
@@ -372,7 +372,7 @@ def _hardware(all_of: Translation) -> None:
     width = all_of.take(f"{_ROLLOUT}.tensor_model_parallel_size")
     own = all_of.take("rollout.n_gpus_per_node")
     if own:
-        # Their asynchronous trainers have GPUs of their own for generation.
+        # verl's asynchronous trainers use separate GPUs for generation.
         rollouts, ranks = own * (all_of.take("rollout.nnodes") or 1), gpus
     else:
         rollouts, ranks = gpus - gpus // 2, max(1, gpus // 2)
@@ -441,7 +441,7 @@ def _schedule(all_of: Translation) -> None:
 
 
 def _count_rows(files: Any) -> int:
-    """Count the rows of Parquet files that are here; 0 if one is not."""
+    """Count the rows of local Parquet files; 0 if one cannot be read."""
     try:
         return sum(pq.read_metadata(name).num_rows for name in each_file(files)) if files else 0
     except (OSError, pa.ArrowException):
