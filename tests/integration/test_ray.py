@@ -311,6 +311,6 @@ def test_a_head_that_asks_for_no_token_is_refused(folder: Path) -> None:
         run = Run(folder, cluster)
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
         assert (
-            f"error: Ray's head at {cluster.address} must ask for a token, and answers whoever reaches" in run.printed
+            f"error: Ray's head at {cluster.address} must require a token, but answers without one" in run.printed
         )
         assert not run.path.exists()

@@ -190,7 +190,7 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
     assert visible_gpus({}, torch_version="2.13.0") == ["0", "1"]
     assert visible_gpus({}, torch_version="2.13.0+cpu") == []
     assert gpu_gib("1") == pytest.approx(79.65, abs=0.01)
-    with pytest.raises(ConfigError, match=r"^nvidia-smi must tell the memory of GPU MIG-3a"):
+    with pytest.raises(ConfigError, match=r"^nvidia-smi must report the memory of GPU MIG-3a"):
         gpu_gib("MIG-3a")
 
 

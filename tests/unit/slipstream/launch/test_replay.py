@@ -99,7 +99,7 @@ def test_a_failing_function_gives_a_failed_reward_and_not_zero(
 
 def test_a_prompt_missing_from_the_data_is_refused(prompts: Dataset) -> None:
     stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
-    with pytest.raises(ConfigError, match="got 'other/00007' of 1-0-0, which it does not hold"):
+    with pytest.raises(ConfigError, match="but 'other/00007' of 1-0-0 is missing"):
         rewards_of([stranger], prompts, "slipstream.generators.rewards.functions:exact_match")
 
 

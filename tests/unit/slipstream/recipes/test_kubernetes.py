@@ -245,7 +245,7 @@ def test_without_kubectl_the_user_is_told_what_to_do(
     with pytest.raises(SystemExit) as caught:
         main(call)
     assert caught.value.code == 2
-    assert "error: kubectl must be there to start the run, and is not: run this where" in capsys.readouterr().err
+    assert "error: kubectl must be installed to start the run, but is not: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"
