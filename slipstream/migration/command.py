@@ -102,9 +102,9 @@ _IMPORTERS = {"verl": import_verl, "trl": import_trl}
 
 
 def import_config(
-    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Whose settings they are.")],
+    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Trainer of the settings.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or the shell script of a run.")
+        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or a shell script.")
     ],
 ) -> None:
     """Translate the settings of another trainer.
@@ -113,8 +113,8 @@ def import_config(
     slipstream import-config verl run_qwen2-7b.sh
     slipstream import-config trl grpo.yaml
 
-    Prints the command that trains with them here, what means something else, and every setting without an equal;
-    docs/migration.md has the words of both sides.
+    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md has
+    a glossary.
     """
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.clock import WaitTimeoutError
@@ -141,9 +142,25 @@ def _exit_for_path(error: OSError) -> None:
         )
 
 
+class _PanelGroup(TyperGroup):
+    """Lists the commands of a program under the headings of their `rich_help_panel`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        width = max(map(len, commands))
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in commands.items():
+            row = (f"{name:<{width}}", command.get_short_help_str(formatter.width - width - 6))
+            panels.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append(row)
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
 def make_app(text: str) -> typer.Typer:
     """Return a typer app without commands; `text` is its help."""
     return typer.Typer(
+        cls=_PanelGroup,
         help=text,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
         rich_markup_mode=None,

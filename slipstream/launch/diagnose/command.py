@@ -20,7 +20,7 @@ def diagnose(
         typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets."),
     ] = None,
 ) -> None:
-    """Check installation, machine, run inputs, and how the last run ended.
+    """Check installation, machine, run inputs, and the last run.
 
     \b
     slipstream diagnose                                            with the settings of the newest run

@@ -50,7 +50,9 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
         launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
         launcher._share_gpu()
         assert launcher._learner._arguments[1:] == launcher._brokers[0]._arguments[1:]
-        with pytest.raises(ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is divided"):
+        with pytest.raises(
+            ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is divided"
+        ):
             launcher._check_room(2)
         return launcher._brokers[0]._arguments
 

@@ -219,9 +219,7 @@ def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path
         shared_cache_gib(run, gpu_gib=2.0)
     message = str(caught.value)
     assert message.startswith("the KV cache of an engine must hold one sequence of model.max_length (256 tokens")
-    assert (
-        "got 0.00 GiB: other needs share gpu 0 of 2.0 GiB (generator-0: engine: context and graphs 1.8" in message
-    )
+    assert "got 0.00 GiB: other needs share gpu 0 of 2.0 GiB (generator-0: engine: context and graphs 1.8" in message
     assert "learner: context and libraries 0.8" in message
     assert "raise the number of GPUs, or " in message
 
