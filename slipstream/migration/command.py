@@ -113,8 +113,8 @@ def import_config(
     slipstream import-config verl run_qwen2-7b.sh
     slipstream import-config trl grpo.yaml
 
-    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md has
-    a glossary.
+    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md
+    has a glossary.
     """
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
