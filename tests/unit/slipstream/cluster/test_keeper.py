@@ -96,7 +96,7 @@ def test_when_the_starter_is_killed_the_role_hears_it_and_nothing_is_left(scene:
     scene.until(lambda: not set(scene.processes()) & {"keeper", "role", "grandchild"})
     assert scene.printed().count("heard SIGTERM") == 1
     assert "keeper: its starter is gone; the role gets SIGTERM, and SIGKILL after 0.3 s" in scene.printed()
-    assert ("the role did not end within 0.3 s, and is killed" in scene.printed()) == (role == "deaf")
+    assert ("the role did not end within 0.3 s and is killed" in scene.printed()) == (role == "deaf")
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_a_run_folder_that_hangs_ends_the_command(
         main(["diagnose"])
     released.set()
     assert caught.value.code == 2
-    assert "must answer within 0.05 s" in capsys.readouterr().err
+    assert "must be readable within 0.05 s" in capsys.readouterr().err
 
 
 def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(

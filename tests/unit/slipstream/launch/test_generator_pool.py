@@ -221,7 +221,7 @@ def test_a_role_gets_its_gpus_by_the_names_that_the_launcher_sees():
 
 def test_an_implausible_number_of_generators_is_refused():
     check_target(make_run(), 8, num_cores=2)
-    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: ask for less"):
+    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
         check_target(make_run(), 100, num_cores=2)
 
 

@@ -173,7 +173,7 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         (
             "verl",
             "trainer.nnodes: $NNODES\nactor_rollout_ref.rollout.n: 4",
-            "f.yaml with trainer.nnodes=$NNODES: write",
+            "f.yaml with trainer.nnodes=$NNODES: replace",
         ),
         ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
     ],
