@@ -17,7 +17,14 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests.unit.slipstream.recipes.fields import Capabilities, Container, ContainerSecurity, JobSet, Pod, RayJob
+from tests.unit.slipstream.cluster.kubernetes_fields import (
+    Capabilities,
+    Container,
+    ContainerSecurity,
+    JobSet,
+    Pod,
+    RayJob,
+)
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
