@@ -149,7 +149,13 @@ class Run:
         # A metric may first appear in a later step, or have a type without an Arrow column.
         names = dict.fromkeys(name for row in rows for name in row)
         plain = {name: [row.get(name) for row in rows] for name in names}
-        return pa.table({name: pa.array(values) for name, values in plain.items() if _is_plain(values)})
+        return pa.table(
+            {
+                name: pa.array(values)
+                for name, values in plain.items()
+                if all(value is None or isinstance(value, int | float | str) for value in values)
+            }
+        )
 
     def catalog(self) -> AbstractContextManager[Catalog]:
         """Open the trajectory catalog for several queries: docs/trajectories.md."""
@@ -206,10 +212,6 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
     if unknown := [name for name in conditions if name not in known]:
         raise ConfigError(f"a condition must be one of {', '.join(known)}, got {', '.join(unknown)}.")
     return TrajectoryFilter(**conditions)
-
-
-def _is_plain(values: list[Any]) -> bool:
-    return all(value is None or isinstance(value, int | float | str) for value in values)
 
 
 # --- its settings as overrides, from which a replay can be made -------------------------------------------------------

@@ -80,7 +80,9 @@ def main(overrides: list[str]) -> None:
     if rank == 0:
         _run_rank_0(run, RunFolder(run))
     else:
-        _run_other_rank(run, rank=rank)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank).worker_loop()
     exit_rank()
 
 
@@ -97,12 +99,6 @@ def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
         store.put_images(read_images(Path(run.replay.path), names))
 
     run_serial(run, folder, prepare_store=fill, device=_device(run))
-
-
-def _run_other_rank(run: RunConfig, *, rank: int) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank).worker_loop()
 
 
 def _device(run: RunConfig) -> torch.device:

@@ -72,20 +72,16 @@ class Autoscaler:
         seconds = self._clock() - self._started_at
         if seconds < self._config.settle_s:
             return None
-        change = (
-            self._return_to_min(target)
-            or self._scale_up(seconds, target=target)
-            or self._scale_down(seconds, num_ready=num_ready, target=target)
-        )
+        if target < (least := self._config.min):
+            # Generators were drained or abandoned.
+            change: Change | None = Change(least, f"generators.autoscale.min is {least}")
+        else:
+            change = self._scale_up(seconds, target=target)
+            change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
         # Extend a window with too few steps: if it were discarded, slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
-
-    def _return_to_min(self, target: int) -> Change | None:
-        """Return to the minimum after generators were drained or abandoned."""
-        least = self._config.min
-        return Change(least, f"generators.autoscale.min is {least}") if target < least else None
 
     def _scale_up(self, seconds: float, *, target: int) -> Change | None:
         waited, config = self._learner_wait_fraction(), self._config

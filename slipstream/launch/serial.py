@@ -193,7 +193,9 @@ def run_serial(
         learner.run()
         rank_group.shutdown()
         pump.stop()
-        _archive(run, folder, store, fence=router.chief.fence)
+        if run.buffer.archive.enabled:
+            with closing(Archiver(store, folder.archive, run.buffer.archive, fence=router.chief.fence)) as archiver:
+                archiver.flush()
 
 
 def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisStore:
@@ -202,9 +204,3 @@ def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisSto
     limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
     # Nothing is persisted, because a serial run cannot be resumed.
     return open_own_store(folder.store, run.name, **limits, clock=clock)
-
-
-def _archive(run: RunConfig, folder: RunFolder, store: RedisStore, *, fence: int) -> None:
-    if run.buffer.archive.enabled:
-        with closing(Archiver(store, folder.archive, run.buffer.archive, fence=fence)) as archiver:
-            archiver.flush()

@@ -121,7 +121,8 @@ def fingerprint(path: str) -> ModelFingerprint | None:
     inner = settings.get("text_config")
     described = settings | (inner if isinstance(inner, dict) else {})
     known = {name: described[name] for name in _SETTINGS if described.get(name) is not None}
-    files = {"tokenizer_files": _tokenizer_files(path)}
+    contents = {name: _read(found) for name in (*TOKENIZER_FILES, *IMAGE_FILES) if (found := find_file(path, name))}
+    files = {"tokenizer_files": {name: _digest(content) for name, content in contents.items() if content}}
     try:
         return msgspec.convert(known | _tensors(path) | files, ModelFingerprint)
     except msgspec.ValidationError:
@@ -151,11 +152,6 @@ def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, 
         if theirs.tokenizer_files.get(name, here) != here:
             return f"{name} of hash", here, theirs.tokenizer_files[name]
     return None
-
-
-def _tokenizer_files(path: str) -> dict[str, str]:
-    contents = {name: _read(found) for name in (*TOKENIZER_FILES, *IMAGE_FILES) if (found := find_file(path, name))}
-    return {name: _digest(content) for name, content in contents.items() if content}
 
 
 def _tensors(path: str) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)
-        printed, errors, end = done.stdout, done.stderr, _describe_end(done.returncode)
+        printed, errors, code = done.stdout, done.stderr, done.returncode
+        end = f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     except subprocess.TimeoutExpired as expired:
         printed, errors, end = expired.stdout or b"", expired.stderr or b"", f"no answer within {timeout_s:g} s"
     lines = [line for line in printed.splitlines() if line.startswith(b"{")]
@@ -132,10 +133,6 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
     last = f"; its last line: {words[-1]}" if words else ""
     failed = Finding(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
     return [*found, failed, *(Finding(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
-
-
-def _describe_end(code: int) -> str:
-    return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
 if __name__ == "__main__":
