@@ -178,8 +178,8 @@ class Stage:
     @property
     def settings(self) -> list[str]:
         """Overrides for broker and learner."""
-        # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with many
-        # attempts is not poisonous here.
+        # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with
+        # many attempts is not poisonous here.
         lapse_after_s = self.pace.lapse_after_s
         return [
             self.address,

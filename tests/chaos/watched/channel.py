@@ -49,8 +49,8 @@ _LATE_RETURN_S = 0.8
 """Delay after which a repeated return may meet a newer lease of the prompt."""
 _LIE_EVERY_S = 0.4
 _RETURNED_BEHIND, _RENEWED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 30, 500, 3, 3
-"""Range of leases that the liar invents, relative to the newest group it has seen. It returns some and renews others, over
-the whole run, so that a lease that it can renew lasts until the end."""
+"""Range of leases that the liar invents, relative to the newest group it has seen. It returns some and renews others,
+over the whole run, so that a lease that it can renew lasts until the end."""
 _LARGEST_OTHER_TOKEN, _FIRST_TOKEN = 11, 2
 
 
