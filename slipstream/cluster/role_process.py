@@ -29,7 +29,7 @@ _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is trimmed to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
-"""When to restart: after any exit except success, exit code 2 (a permanent error, such as bad settings), and a repeated
+"""Restart after any exit except success, exit code 2 (a permanent error, such as bad settings), and a repeated
 identical start error | also after success, unless the role was asked to end."""
 
 

@@ -119,7 +119,7 @@ def import_config(
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))
-    for title, lines in (("Mind", imported.notes), ("No equal here", imported.without_equal)):
+    for title, lines in (("Notes", imported.notes), ("Without equivalent", imported.untranslated)):
         if lines:
             print(f"\n{title}:", *(f"  {line}" for line in lines), sep="\n")
 
@@ -142,7 +142,5 @@ def import_settings(trainer: str, file: Path) -> Imported:
         load(imported.overrides)
     except ConfigError as error:
         problems = " ".join(str(error).splitlines())
-        return Imported(
-            imported.overrides, [*imported.notes, f"to be settled first: {problems}"], imported.without_equal
-        )
+        return Imported(imported.overrides, [*imported.notes, f"to resolve first: {problems}"], imported.untranslated)
     return imported

@@ -15,13 +15,13 @@ _WORDS = ("null", "true", "false", "inf", "nan")
 
 
 class Imported(Record):
-    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], without_equal=["trainer.x = 3"])."""
+    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], untranslated=["trainer.x = 3"])."""
 
     overrides: list[str]
     """Overrides for `slipstream run`."""
     notes: list[str]
     """One sentence per setting whose meaning differs here or that the user must decide."""
-    without_equal: list[str]
+    untranslated: list[str]
     """Source settings without an equivalent, with their values."""
 
 

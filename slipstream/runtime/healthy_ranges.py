@@ -27,7 +27,7 @@ class Range:
     high: float | None = None
     """Upper bound; None = unbounded."""
     meaning: str = ""
-    """What a value outside means for learning."""
+    """Effect of a value outside on learning."""
     advice: str = ""
     """Remedy."""
     patience: int = 1

@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
     """Test files that must catch it, the likeliest first."""
     unseen: str = ""
-    """Why chaos cannot catch it; empty if it must."""
+    """Reason why chaos cannot catch it; empty if it must."""
     needs_slow_tests: bool = False
     """Whether only tests marked slow can catch it."""
 
