@@ -36,7 +36,7 @@ def slurm(
     slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch=--partition=gpu --sbatch=--time=24:00:00
     slipstream launch slurm cluster.interface=10.0.0.0/8 generators.count=8 cluster.generator.gpus=1 --print
 
-    Exit codes: 0, 1 when sbatch refuses the job, 2 for settings that are not valid, or without sbatch.
+    Exit codes: 0, 1 if sbatch rejects the job, 2 for invalid settings or without sbatch.
     """
     script = sbatch_script(read_recipe(overrides or [], kind="local"), python=python, options=option or ())
     if print_only:
@@ -61,7 +61,7 @@ def kubernetes(
     slipstream launch kubernetes --image registry/slipstream:gpu --claim shared experiment=gsm8k_8gpu name=mine
     slipstream launch kubernetes --image registry/slipstream:gpu --kind jobset --print name=mine
 
-    Exit codes: 0, 1 when kubectl refuses the manifest, 2 for settings that are not valid, or without kubectl.
+    Exit codes: 0, 1 if kubectl rejects the manifest, 2 for invalid settings or without kubectl.
     """
     recipe = read_recipe(overrides or [], kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
     if claim is None and recipe.run.storage_uri is None:
