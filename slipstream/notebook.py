@@ -216,15 +216,8 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
 
 # --- its settings as overrides, from which a replay can be made -------------------------------------------------------
 _OF_A_REPLAY = (
-    "name",
-    "runs_dir",
-    "resume",
-    "mode",
-    "replay",
-    "generators.engine",
-    "weights.transport",
-    "buffer.store",
-)
+    "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
+)  # fmt: skip
 """Settings that a replay does not take over from the run."""
 REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
 

@@ -42,45 +42,45 @@ _LOSSES = {
 _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def translate_advantage(settings: Translation) -> None:
+def translate_advantage(config: Translation) -> None:
     """Translate the advantage function, and the critic for GAE."""
-    name = settings.take("algorithm.adv_estimator")
+    name = config.take("algorithm.adv_estimator")
     ours = _ADVANTAGES.get(name)
     if ours is None:
-        settings.notes.append(
+        config.notes.append(
             f"algorithm.adv_estimator={name}: there is no such advantage; algorithm/advantage=grpo stays."
         )
         return
-    is_scaled = settings.take("algorithm.norm_adv_by_std_in_grpo")
+    is_scaled = config.take("algorithm.norm_adv_by_std_in_grpo")
     ours = "dr_grpo" if ours == "grpo" and not is_scaled else ours
-    settings.put("algorithm/advantage", ours)
-    gamma, lam = settings.take("algorithm.gamma"), settings.take("algorithm.lam")
+    config.put("algorithm/advantage", ours)
+    gamma, lam = config.take("algorithm.gamma"), config.take("algorithm.lam")
     if ours in ("gae", "reinforce_plus_plus"):
-        settings.put("algorithm.advantage.gamma", float(gamma))
+        config.put("algorithm.advantage.gamma", float(gamma))
     if ours == "gae":
-        settings.put("algorithm.advantage.lam", float(lam))
-        settings.same("critic.model.path", "algorithm.critic.path")
-        settings.same("critic.optim.lr", "algorithm.critic.optimizer.learning_rate", float)
-        settings.same("critic.cliprange_value", "algorithm.critic.clip", float)
-        settings.same("trainer.critic_warmup", "algorithm.critic.warmup_steps")
+        config.put("algorithm.advantage.lam", float(lam))
+        config.same("critic.model.path", "algorithm.critic.path")
+        config.same("critic.optim.lr", "algorithm.critic.optimizer.learning_rate", float)
+        config.same("critic.cliprange_value", "algorithm.critic.clip", float)
+        config.same("trainer.critic_warmup", "algorithm.critic.warmup_steps")
     if ours == "remax":
-        settings.put("generators.baseline", "greedy")
+        config.put("generators.baseline", "greedy")
 
 
-def translate_loss(settings: Translation) -> None:
+def translate_loss(config: Translation) -> None:
     """Translate the policy loss and the aggregation of token losses."""
-    name = settings.take(f"{ACTOR}.policy_loss.loss_mode")
+    name = config.take(f"{ACTOR}.policy_loss.loss_mode")
     ours = _LOSSES.get(name)
     if ours is None:
-        settings.notes.append(f"{ACTOR}.policy_loss.loss_mode={name}: there is no such loss; ppo_clip stays.")
+        config.notes.append(f"{ACTOR}.policy_loss.loss_mode={name}: there is no such loss; ppo_clip stays.")
         ours = "ppo_clip"
-    settings.put("algorithm/policy_loss", ours)
-    both = settings.take(f"{ACTOR}.clip_ratio")
+    config.put("algorithm/policy_loss", ours)
+    both = config.take(f"{ACTOR}.clip_ratio")
     low, high = (
-        both if settings.take(f"{ACTOR}.clip_ratio_{side}") is None else settings.take(f"{ACTOR}.clip_ratio_{side}")
+        both if config.take(f"{ACTOR}.clip_ratio_{side}") is None else config.take(f"{ACTOR}.clip_ratio_{side}")
         for side in ("low", "high")
     )
-    cap = float(settings.take(f"{ACTOR}.clip_ratio_c"))
+    cap = float(config.take(f"{ACTOR}.clip_ratio_c"))
     fields: dict[str, dict[str, Any]] = {
         "ppo_clip": {"clip_low": low, "clip_high": high, "dual_clip": cap},
         "gspo": {"clip_low": low, "clip_high": high},
@@ -88,67 +88,67 @@ def translate_loss(settings: Translation) -> None:
         "cispo": {"clip_low": low, "clip_high": high},
         "clip_cov": {"clip_low": low, "clip_high": high},
         "dppo": {"divergence": name.removeprefix("dppo_"), "low": low, "high": high, "ratio_cap": cap},
-        "sapo": {"tau_positive": settings.take(f"{ACTOR}.tau_pos"), "tau_negative": settings.take(f"{ACTOR}.tau_neg")},
-        "dro": {"beta": settings.take(f"{ACTOR}.policy_loss.dro_beta")},
+        "sapo": {"tau_positive": config.take(f"{ACTOR}.tau_pos"), "tau_negative": config.take(f"{ACTOR}.tau_neg")},
+        "dro": {"beta": config.take(f"{ACTOR}.policy_loss.dro_beta")},
         "kl_cov": {
-            "share": settings.take(f"{ACTOR}.policy_loss.kl_cov_ratio"),
-            "coefficient": settings.take(f"{ACTOR}.policy_loss.ppo_kl_coef"),
+            "share": config.take(f"{ACTOR}.policy_loss.kl_cov_ratio"),
+            "coefficient": config.take(f"{ACTOR}.policy_loss.ppo_kl_coef"),
         },
     }
     for field, value in fields.get(ours, {}).items():
-        settings.put(f"algorithm.policy_loss.{field}", value)
+        config.put(f"algorithm.policy_loss.{field}", value)
     # verl forces the sequence mean for these two losses.
-    mode = "seq-mean-token-mean" if ours in ("gspo", "sapo") else settings.take(f"{ACTOR}.loss_agg_mode")
-    settings.take(f"{ACTOR}.loss_agg_mode")
-    settings.put("algorithm.aggregation", mode.replace("-", "_"))
-    settings.same(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation_length")
-    settings.same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", float)
+    mode = "seq-mean-token-mean" if ours in ("gspo", "sapo") else config.take(f"{ACTOR}.loss_agg_mode")
+    config.take(f"{ACTOR}.loss_agg_mode")
+    config.put("algorithm.aggregation", mode.replace("-", "_"))
+    config.same(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation_length")
+    config.same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", float)
     # Slipstream's default preset masks tokens by OPSM, which verl lacks.
-    settings.put("algorithm.masks", [])
+    config.put("algorithm.masks", [])
 
 
-def translate_kl(settings: Translation) -> None:
+def translate_kl(config: Translation) -> None:
     """Translate the KL penalty, in the loss or in the reward."""
-    coefficient, kind = settings.take(f"{ACTOR}.kl_loss_coef"), settings.take(f"{ACTOR}.kl_loss_type")
-    if settings.take(f"{ACTOR}.use_kl_loss"):
-        settings.put("algorithm.kl.coefficient", float(coefficient))
+    coefficient, kind = config.take(f"{ACTOR}.kl_loss_coef"), config.take(f"{ACTOR}.kl_loss_type")
+    if config.take(f"{ACTOR}.use_kl_loss"):
+        config.put("algorithm.kl.coefficient", float(coefficient))
         base = kind.removesuffix("+")
-        settings.put("algorithm.kl.estimator", _KL.get(base, base) + ("+" if kind.endswith("+") else ""))
+        config.put("algorithm.kl.estimator", _KL.get(base, base) + ("+" if kind.endswith("+") else ""))
     names = ("kl_coef", "target_kl", "horizon", "type")
-    price, target, horizon, control = (settings.take(f"algorithm.kl_ctrl.{name}") for name in names)
-    penalty = settings.take("algorithm.kl_penalty")
-    if settings.take("algorithm.use_kl_in_reward"):
-        settings.put("algorithm.kl.coefficient", float(price))
-        settings.put("algorithm.kl.estimator", _KL.get(penalty, penalty))
-        settings.put("algorithm.kl.charged_in", "reward")
+    price, target, horizon, control = (config.take(f"algorithm.kl_ctrl.{name}") for name in names)
+    penalty = config.take("algorithm.kl_penalty")
+    if config.take("algorithm.use_kl_in_reward"):
+        config.put("algorithm.kl.coefficient", float(price))
+        config.put("algorithm.kl.estimator", _KL.get(penalty, penalty))
+        config.put("algorithm.kl.charged_in", "reward")
         if control == "adaptive":
-            settings.put("algorithm.kl.adaptive", {"target": float(target), "horizon": int(horizon)})
+            config.put("algorithm.kl.adaptive", {"target": float(target), "horizon": int(horizon)})
 
 
-def translate_correction(settings: Translation) -> None:
+def translate_correction(config: Translation) -> None:
     """Translate the importance correction and rejection of tokens."""
     key = "algorithm.rollout_correction"
-    level, threshold = settings.take(f"{key}.rollout_is"), settings.take(f"{key}.rollout_is_threshold")
-    rejections, bounds = settings.take(f"{key}.rollout_rs"), settings.take(f"{key}.rollout_rs_threshold")
-    is_bypass = settings.take(f"{key}.bypass_mode")
-    settings.put("algorithm/correction", "none")
+    level, threshold = config.take(f"{key}.rollout_is"), config.take(f"{key}.rollout_is_threshold")
+    rejections, bounds = config.take(f"{key}.rollout_rs"), config.take(f"{key}.rollout_rs_threshold")
+    is_bypass = config.take(f"{key}.bypass_mode")
+    config.put("algorithm/correction", "none")
     if level and not is_bypass:
-        settings.put("algorithm.correction.level", level)
+        config.put("algorithm.correction.level", level)
         low, _, high = str(threshold).rpartition("_")
-        settings.put("algorithm.correction.high", float(high))
+        config.put("algorithm.correction.high", float(high))
         if low:
-            settings.put("algorithm.correction.low", float(low))
-            settings.put("algorithm.correction.bound", "mask")
+            config.put("algorithm.correction.low", float(low))
+            config.put("algorithm.correction.bound", "mask")
     if rejections:
-        settings.put("algorithm.correction.reject", [
+        config.put("algorithm.correction.reject", [
             _rejection(name, bound) for name, bound in _paired(str(rejections), str(bounds))
         ])  # fmt: skip
-    if settings.take(f"{key}.rollout_is_batch_normalize"):
-        settings.put("algorithm.correction.normalise", True)
+    if config.take(f"{key}.rollout_is_batch_normalize"):
+        config.put("algorithm.correction.normalise", True)
     if is_bypass:
-        settings.put("algorithm.proximal", "generator")
-        if settings.take(f"{key}.loss_type") == "reinforce":
-            settings.note(
+        config.put("algorithm.proximal", "generator")
+        if config.take(f"{key}.loss_type") == "reinforce":
+            config.note(
                 f"{key}.loss_type", "with a weight of its own: algorithm/policy_loss=reinforce, proximal=recompute."
             )
 
@@ -214,35 +214,14 @@ _DEFAULTS: dict[str, Any] = {
     "trainer.val_before_train": True,
 }
 _DECIDED_HERE = (
-    "hydra",
-    "ray_",
-    "transfer_queue",
-    "global_profiler",
-    "trainer.project_name",
-    "trainer.device",
-    "trainer.balance_batch",
-    "trainer.resume_",
-    "data.dataloader_num_workers",
-    "data.return_",
-    "data.val_batch_size",
-    "data.reward_fn_key",
-    "data.train_max_samples",
-    f"{_ACTOR}.strategy",
-    f"{_ACTOR}.use_dynamic_bsz",
-    f"{_ACTOR}.ppo_micro_batch_size",
-    f"{_ACTOR}.fsdp_config.",
-    f"{_ACTOR}.use_torch_compile",
-    f"{_MODEL}.use_remove_padding",
-    f"{_MODEL}.use_fused_kernels",
-    f"{_ROLLOUT}.log_prob_",
-    f"{_ROLLOUT}.name",
-    f"{_ROLLOUT}.mode",
-    f"{_ROLLOUT}.free_cache_engine",
-    f"{_ROLLOUT}.load_format",
-    f"{_ROLLOUT}.calculate_log_probs",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.hybrid_engine",
-)
+    "hydra", "ray_", "transfer_queue", "global_profiler", "trainer.project_name", "trainer.device",
+    "trainer.balance_batch", "trainer.resume_", "data.dataloader_num_workers", "data.return_", "data.val_batch_size",
+    "data.reward_fn_key", "data.train_max_samples", f"{_ACTOR}.strategy", f"{_ACTOR}.use_dynamic_bsz",
+    f"{_ACTOR}.ppo_micro_batch_size", f"{_ACTOR}.fsdp_config.", f"{_ACTOR}.use_torch_compile",
+    f"{_MODEL}.use_remove_padding", f"{_MODEL}.use_fused_kernels", f"{_ROLLOUT}.log_prob_", f"{_ROLLOUT}.name",
+    f"{_ROLLOUT}.mode", f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.load_format", f"{_ROLLOUT}.calculate_log_probs",
+    "actor_rollout_ref.ref.", "actor_rollout_ref.hybrid_engine",
+)  # fmt: skip
 """Prefixes of keys that need no equivalent: Slipstream decides packing, placement, and log-prob recording itself."""
 
 
@@ -250,43 +229,40 @@ def import_verl(given: dict[str, Any]) -> Imported:
     """Translate a configuration of `verl.trainer.main_ppo` or of verl's asynchronous trainers. Raises ConfigError."""
     if not any(key.startswith(("actor_rollout_ref.", "algorithm.", "data.", "trainer.")) for key in given):
         raise ConfigError("FILE must hold settings of verl, such as actor_rollout_ref.model.path, got none of them.")
-    settings = Translation(given, _DEFAULTS)
+    config = Translation(given, _DEFAULTS)
     for translate in (_data, _model, _batch, translate_advantage, translate_loss, translate_kl, translate_correction):
-        translate(settings)
+        translate(config)
     for translate in (_optimizer, _rollout, _hardware, _staleness, _schedule, _reward):
-        translate(settings)
-    return settings.result(decided_here=_DECIDED_HERE)
+        translate(config)
+    return config.result(decided_here=_DECIDED_HERE)
 
 
-def _data(settings: Translation) -> None:
-    if files := settings.take("data.train_files"):
+def _data(config: Translation) -> None:
+    if files := config.take("data.train_files"):
         names = list(each_file(files))
-        settings.put("data.train", names[0] if len(names) == 1 else [{"path": name} for name in names])
-    if files := settings.take("data.val_files"):
-        samples, is_sampled = (
-            settings.take(f"{_ROLLOUT}.val_kwargs.n"),
-            settings.take(f"{_ROLLOUT}.val_kwargs.do_sample"),
-        )
-        temperature = settings.take(f"{_ROLLOUT}.val_kwargs.temperature") if is_sampled else 0.0
+        config.put("data.train", names[0] if len(names) == 1 else [{"path": name} for name in names])
+    if files := config.take("data.val_files"):
+        samples, is_sampled = config.take(f"{_ROLLOUT}.val_kwargs.n"), config.take(f"{_ROLLOUT}.val_kwargs.do_sample")
+        temperature = config.take(f"{_ROLLOUT}.val_kwargs.temperature") if is_sampled else 0.0
         sets = [
             {"name": _set_name(name, number), "path": name, "samples": samples, "temperature": float(temperature)}
             for number, name in enumerate(each_file(files))
         ]
-        settings.put("data.heldout", sets)
-    prompt, response = settings.take("data.max_prompt_length"), settings.take("data.max_response_length")
-    settings.put("data.max_prompt_tokens", prompt)
-    settings.put("generators.sampling.max_tokens", response)
-    budget = settings.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
-    settings.leave_default_task(max_length=prompt + response, tokens_per_microbatch=budget)
-    drops = settings.take("data.filter_overlong_prompts")
-    settings.put("data.too_long", "drop" if drops else "refuse")
-    if settings.take("data.truncation") != "error":
-        settings.note("data.truncation", "prompts are never cut; data.too_long refuses or drops long ones.")
-    if settings.take("data.shuffle") is False:
-        settings.note("data.shuffle", "prompts always come in an order that the seed decides.")
-    if settings.take("data.prompt_key") not in (None, "prompt"):
-        settings.note("data.prompt_key", "the column must be called prompt or question.")
-    settings.same("data.seed", "seed")
+        config.put("data.heldout", sets)
+    prompt, response = config.take("data.max_prompt_length"), config.take("data.max_response_length")
+    config.put("data.max_prompt_tokens", prompt)
+    config.put("generators.sampling.max_tokens", response)
+    budget = config.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    config.leave_default_task(max_length=prompt + response, tokens_per_microbatch=budget)
+    drops = config.take("data.filter_overlong_prompts")
+    config.put("data.too_long", "drop" if drops else "refuse")
+    if config.take("data.truncation") != "error":
+        config.note("data.truncation", "prompts are never cut; data.too_long refuses or drops long ones.")
+    if config.take("data.shuffle") is False:
+        config.note("data.shuffle", "prompts always come in an order that the seed decides.")
+    if config.take("data.prompt_key") not in (None, "prompt"):
+        config.note("data.prompt_key", "the column must be called prompt or question.")
+    config.same("data.seed", "seed")
 
 
 def _set_name(path: str, number: int) -> str:
@@ -295,64 +271,64 @@ def _set_name(path: str, number: int) -> str:
     return f"{name or 'heldout'}"[:44] + (f"_{number}" if number else "")
 
 
-def _model(settings: Translation) -> None:
-    settings.same(f"{_MODEL}.path", "model.path")
-    settings.same(f"{_MODEL}.trust_remote_code", "model.trust_remote_code")
-    settings.same(f"{_ROLLOUT}.dtype", "model.dtype")
-    if rank := settings.take(f"{_MODEL}.lora_rank"):
-        settings.put("model.lora.rank", rank)
-        settings.put("model.lora.alpha", float(settings.take(f"{_MODEL}.lora_alpha") or 16))
-        settings.same(f"{_MODEL}.target_modules", "model.lora.targets")
-    settings.note(f"{_MODEL}.custom_chat_template", "write the template into a file and name it: model.chat_template.")
+def _model(config: Translation) -> None:
+    config.same(f"{_MODEL}.path", "model.path")
+    config.same(f"{_MODEL}.trust_remote_code", "model.trust_remote_code")
+    config.same(f"{_ROLLOUT}.dtype", "model.dtype")
+    if rank := config.take(f"{_MODEL}.lora_rank"):
+        config.put("model.lora.rank", rank)
+        config.put("model.lora.alpha", float(config.take(f"{_MODEL}.lora_alpha") or 16))
+        config.same(f"{_MODEL}.target_modules", "model.lora.targets")
+    config.note(f"{_MODEL}.custom_chat_template", "write the template into a file and name it: model.chat_template.")
 
 
-def _batch(settings: Translation) -> None:
-    groups, mini = settings.take("data.train_batch_size"), settings.take(f"{_ACTOR}.ppo_mini_batch_size")
-    settings.put("learner.groups_per_step", groups or mini)
+def _batch(config: Translation) -> None:
+    groups, mini = config.take("data.train_batch_size"), config.take(f"{_ACTOR}.ppo_mini_batch_size")
+    config.put("learner.groups_per_step", groups or mini)
     if groups and groups > mini:
-        settings.put("algorithm.updates_per_step", groups // mini)
+        config.put("algorithm.updates_per_step", groups // mini)
     if groups and groups > mini and groups % mini:
-        settings.notes.append(
+        config.notes.append(
             f"data.train_batch_size={groups} is no multiple of {_ACTOR}.ppo_mini_batch_size={mini}: a step is split "
             "into updates of one size."
         )
-    if settings.take(f"{_ACTOR}.ppo_epochs") > 1:
-        settings.note(
+    if config.take(f"{_ACTOR}.ppo_epochs") > 1:
+        config.note(
             f"{_ACTOR}.ppo_epochs", "a step passes over its batch once; buffer.reuse.max_uses trains again later."
         )
-    if settings.take("algorithm.filter_groups.enable"):
-        settings.put("buffer/filter", "zero_signal")
-        settings.note(
+    if config.take("algorithm.filter_groups.enable"):
+        config.put("buffer/filter", "zero_signal")
+        config.note(
             "algorithm.filter_groups.metric",
             "groups are filtered by their rewards; buffer/filter=accuracy by right answers.",
         )
 
 
-def _optimizer(settings: Translation) -> None:
+def _optimizer(config: Translation) -> None:
     key = f"{_ACTOR}.optim"
-    settings.same(f"{key}.lr", "learner.optimizer.learning_rate", float)
-    settings.same(f"{key}.weight_decay", "learner.optimizer.weight_decay", float)
-    settings.same(f"{key}.betas", "learner.optimizer.betas", list)
-    settings.same(f"{key}.clip_grad", "learner.optimizer.max_grad_norm", float)
-    settings.same(f"{_ACTOR}.grad_clip", "learner.optimizer.max_grad_norm", float)
-    settings.same(f"{key}.lr_scheduler_type", "learner.optimizer.schedule")
-    steps, ratio = settings.take(f"{key}.lr_warmup_steps"), settings.take(f"{key}.lr_warmup_steps_ratio")
+    config.same(f"{key}.lr", "learner.optimizer.learning_rate", float)
+    config.same(f"{key}.weight_decay", "learner.optimizer.weight_decay", float)
+    config.same(f"{key}.betas", "learner.optimizer.betas", list)
+    config.same(f"{key}.clip_grad", "learner.optimizer.max_grad_norm", float)
+    config.same(f"{_ACTOR}.grad_clip", "learner.optimizer.max_grad_norm", float)
+    config.same(f"{key}.lr_scheduler_type", "learner.optimizer.schedule")
+    steps, ratio = config.take(f"{key}.lr_warmup_steps"), config.take(f"{key}.lr_warmup_steps_ratio")
     if ratio and (steps is None or steps < 0):
-        total = settings.take("trainer.total_training_steps")
+        total = config.take("trainer.total_training_steps")
         steps = int(ratio * total) if total else 0
         if not total:
-            settings.note(f"{key}.lr_warmup_steps_ratio", "set learner.optimizer.warmup_steps, in steps.")
-    settings.put("learner.optimizer.warmup_steps", max(0, steps or 0))
+            config.note(f"{key}.lr_warmup_steps_ratio", "set learner.optimizer.warmup_steps, in steps.")
+    config.put("learner.optimizer.warmup_steps", max(0, steps or 0))
 
 
-def _rollout(settings: Translation) -> None:
-    settings.same(f"{_ROLLOUT}.n", "generators.group_size")
-    settings.same(f"{_ROLLOUT}.temperature", "generators.sampling.temperature", float)
-    settings.same(f"{_ROLLOUT}.top_p", "generators.sampling.top_p", float)
-    settings.same(f"{_ROLLOUT}.top_k", "generators.sampling.top_k")
+def _rollout(config: Translation) -> None:
+    config.same(f"{_ROLLOUT}.n", "generators.group_size")
+    config.same(f"{_ROLLOUT}.temperature", "generators.sampling.temperature", float)
+    config.same(f"{_ROLLOUT}.top_p", "generators.sampling.top_p", float)
+    config.same(f"{_ROLLOUT}.top_k", "generators.sampling.top_k")
     engine = "generators.engine"
-    settings.put("generators/engine", "vllm_gpu")
-    settings.same(f"{_ROLLOUT}.tensor_model_parallel_size", f"{engine}.tensor_parallel_size")
+    config.put("generators/engine", "vllm_gpu")
+    config.same(f"{_ROLLOUT}.tensor_model_parallel_size", f"{engine}.tensor_parallel_size")
     for theirs, ours in {
         "pipeline_model_parallel_size": "pipeline_parallel_size",
         "gpu_memory_utilization": "gpu_memory_utilization",
@@ -362,86 +338,82 @@ def _rollout(settings: Translation) -> None:
         "enable_chunked_prefill": "chunked_prefill",
         "enable_prefix_caching": "enable_prefix_caching",
     }.items():
-        settings.same(f"{_ROLLOUT}.{theirs}", f"{engine}.{ours}")
-    if settings.take(f"{_ROLLOUT}.multi_turn.enable"):
-        settings.same(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "generators.agent.max_turns")
-        settings.notes.append(
+        config.same(f"{_ROLLOUT}.{theirs}", f"{engine}.{ours}")
+    if config.take(f"{_ROLLOUT}.multi_turn.enable"):
+        config.same(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "generators.agent.max_turns")
+        config.notes.append(
             f"{_ROLLOUT}.multi_turn: choose generators/agent=tools or interaction and name the tools there."
         )
 
 
-def _hardware(settings: Translation) -> None:
-    gpus = settings.take("trainer.n_gpus_per_node") * settings.take("trainer.nnodes")
-    width = settings.take(f"{_ROLLOUT}.tensor_model_parallel_size")
-    own = settings.take("rollout.n_gpus_per_node")
+def _hardware(config: Translation) -> None:
+    gpus = config.take("trainer.n_gpus_per_node") * config.take("trainer.nnodes")
+    width = config.take(f"{_ROLLOUT}.tensor_model_parallel_size")
+    own = config.take("rollout.n_gpus_per_node")
     if own:
         # verl's asynchronous trainers use separate GPUs for generation.
-        rollouts, ranks = own * (settings.take("rollout.nnodes") or 1), gpus
+        rollouts, ranks = own * (config.take("rollout.nnodes") or 1), gpus
     else:
         rollouts, ranks = gpus - gpus // 2, max(1, gpus // 2)
-        settings.notes.append(
+        config.notes.append(
             f"{gpus} GPUs: verl takes turns on all of them; here {ranks} train while {rollouts} generate. Move the "
             "border with learner.num_ranks and generators.count; `slipstream plan` shows the memory."
         )
-    is_offloaded = settings.take(f"{_ACTOR}.fsdp_config.param_offload") or settings.take(
+    is_offloaded = config.take(f"{_ACTOR}.fsdp_config.param_offload") or config.take(
         f"{_ACTOR}.fsdp_config.optimizer_offload"
     )
     stage = "deepspeed_zero3" if ranks > 1 else "deepspeed_zero2"
-    settings.put("learner/engine", f"{stage}_offload" if is_offloaded else stage)
-    settings.put("learner.num_ranks", ranks)
-    settings.put("learner.device", "cuda")
-    settings.put("generators.count", max(1, rollouts // width))
-    settings.same(f"{_ACTOR}.ulysses_sequence_parallel_size", "learner.sequence_parallel")
-    settings.same(f"{_MODEL}.enable_gradient_checkpointing", "learner.engine.gradient_checkpointing")
-    settings.same(f"{_MODEL}.enable_activation_offload", "learner.engine.offload_activations")
+    config.put("learner/engine", f"{stage}_offload" if is_offloaded else stage)
+    config.put("learner.num_ranks", ranks)
+    config.put("learner.device", "cuda")
+    config.put("generators.count", max(1, rollouts // width))
+    config.same(f"{_ACTOR}.ulysses_sequence_parallel_size", "learner.sequence_parallel")
+    config.same(f"{_MODEL}.enable_gradient_checkpointing", "learner.engine.gradient_checkpointing")
+    config.same(f"{_MODEL}.enable_activation_offload", "learner.engine.offload_activations")
 
 
-def _staleness(settings: Translation) -> None:
+def _staleness(config: Translation) -> None:
     key = "async_training"
-    threshold, every = settings.take(f"{key}.staleness_threshold"), settings.take(f"{key}.trigger_parameter_sync_step")
+    threshold, every = config.take(f"{key}.staleness_threshold"), config.take(f"{key}.trigger_parameter_sync_step")
     if threshold is None and every is None:
-        settings.put("buffer.staleness.max_lag", 0)
-        settings.notes.append(
+        config.put("buffer.staleness.max_lag", 0)
+        config.notes.append(
             "buffer.staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
             "generation and training overlap."
         )
         return
     lag = math.ceil(1 + (threshold or 0))
-    settings.put("buffer.staleness.max_lag", lag)
-    settings.note(
+    config.put("buffer.staleness.max_lag", lag)
+    config.note(
         f"{key}.staleness_threshold",
         f"it bounds how much is generated ahead; buffer.staleness.max_lag={lag} bounds the versions of every token.",
     )
-    settings.note(
-        f"{key}.trigger_parameter_sync_step", "every step publishes; weights.publish_every_steps=N every Nth."
-    )
-    settings.note(
+    config.note(f"{key}.trigger_parameter_sync_step", "every step publishes; weights.publish_every_steps=N every Nth.")
+    config.note(
         f"{key}.partial_rollout", "generation always goes on over an update, and every token keeps its version."
     )
 
 
-def _schedule(settings: Translation) -> None:
-    total, epochs = settings.take("trainer.total_training_steps"), settings.take("trainer.total_epochs")
+def _schedule(config: Translation) -> None:
+    total, epochs = config.take("trainer.total_training_steps"), config.take("trainer.total_epochs")
     if not total:
-        rows = _count_rows(settings.given.get("data.train_files"))
-        groups = settings.take("data.train_batch_size") or settings.take(f"{_ACTOR}.ppo_mini_batch_size")
+        rows = _count_rows(config.given.get("data.train_files"))
+        groups = config.take("data.train_batch_size") or config.take(f"{_ACTOR}.ppo_mini_batch_size")
         total = rows // groups * epochs if rows else None
     if total:
-        settings.put("learner.max_steps", total)
+        config.put("learner.max_steps", total)
     else:
-        settings.notes.append(
-            f"trainer.total_epochs={epochs}: set learner.max_steps to rows / groups_per_step * epochs."
-        )
-    every = settings.take("trainer.save_freq")
-    settings.put("learner.checkpoint.every_steps", every if every and every > 0 else None)
-    settings.same("trainer.max_actor_ckpt_to_keep", "learner.checkpoint.keep")
-    every = settings.take("trainer.test_freq")
-    settings.put("evaluation.every_steps", every if every and every > 0 else 0)
-    settings.same("trainer.val_before_train", "evaluation.before_training")
-    settings.same("trainer.val_only", "evaluation.only")
-    settings.same("trainer.experiment_name", "name", lambda name: str(name).replace("/", "_"))
-    settings.note("trainer.default_local_dir", "checkpoints lie in runs_dir/NAME/checkpoints.")
-    settings.note(
+        config.notes.append(f"trainer.total_epochs={epochs}: set learner.max_steps to rows / groups_per_step * epochs.")
+    every = config.take("trainer.save_freq")
+    config.put("learner.checkpoint.every_steps", every if every and every > 0 else None)
+    config.same("trainer.max_actor_ckpt_to_keep", "learner.checkpoint.keep")
+    every = config.take("trainer.test_freq")
+    config.put("evaluation.every_steps", every if every and every > 0 else 0)
+    config.same("trainer.val_before_train", "evaluation.before_training")
+    config.same("trainer.val_only", "evaluation.only")
+    config.same("trainer.experiment_name", "name", lambda name: str(name).replace("/", "_"))
+    config.note("trainer.default_local_dir", "checkpoints lie in runs_dir/NAME/checkpoints.")
+    config.note(
         "trainer.rollout_data_dir",
         "every trajectory is archived in runs_dir/NAME/archive; `slipstream view` reads both.",
     )
@@ -455,23 +427,23 @@ def _count_rows(files: Any) -> int:
         return 0
 
 
-def _reward(settings: Translation) -> None:
+def _reward(config: Translation) -> None:
     for prefix in ("reward.custom_reward_function", "custom_reward_function"):
-        path, name = settings.take(f"{prefix}.path"), settings.take(f"{prefix}.name") or "compute_score"
+        path, name = config.take(f"{prefix}.path"), config.take(f"{prefix}.name") or "compute_score"
         if path:
-            settings.put("generators.reward.function", f"{path}:{name}")
+            config.put("generators.reward.function", f"{path}:{name}")
             start = f"{prefix}.reward_kwargs."
-            arguments = {key.removeprefix(start): settings.take(key) for key in settings.given if key.startswith(start)}
-            settings.put("generators.reward.arguments", arguments or None)
+            arguments = {key.removeprefix(start): config.take(key) for key in config.given if key.startswith(start)}
+            config.put("generators.reward.arguments", arguments or None)
             break
     else:
-        settings.put("generators.reward.function", "math_answer")
-        settings.notes.append(
+        config.put("generators.reward.function", "math_answer")
+        config.notes.append(
             "verl chooses its grader by data_source: generators.reward.function=math_answer stands for all of them "
             "here; generators.reward.functions names one for each (docs/rewards.md)."
         )
     for prefix in ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
-        if settings.take(f"{prefix}.enable"):
-            settings.same(f"{prefix}.len", "algorithm.reward.overlong_buffer")
-            if settings.take(f"{prefix}.penalty_factor") not in (None, 1, 1.0):
-                settings.note(f"{prefix}.penalty_factor", "the penalty reaches 1 at the longest response.")
+        if config.take(f"{prefix}.enable"):
+            config.same(f"{prefix}.len", "algorithm.reward.overlong_buffer")
+            if config.take(f"{prefix}.penalty_factor") not in (None, 1, 1.0):
+                config.note(f"{prefix}.penalty_factor", "the penalty reaches 1 at the longest response.")

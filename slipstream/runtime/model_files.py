@@ -61,16 +61,9 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _HEAD = "lm_head.weight"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _DIGITS = 16
 

@@ -30,6 +30,7 @@ from slipstream.launch.diagnose.machine import (
     check_shared_memory,
     check_token,
     check_versions,
+    judge,
 )
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
@@ -160,10 +161,9 @@ class BrokerLink:
 
 def _check_schema(answer: Inspected, address: str) -> Finding:
     found = f"run {answer.run_id!r} at {address}"
-    if answer.schema_version == SCHEMA_VERSION:
-        return Finding("broker", "ok", found)
-    found += f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
-    return Finding("broker", "fail", found, fix="update the older side")
+    is_same = answer.schema_version == SCHEMA_VERSION
+    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
+    return judge("broker", is_same, found, fix="update the older side", verdict="fail")
 
 
 def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
@@ -237,7 +237,6 @@ def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Fin
         return Finding("bandwidth", "ok", found)
     version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
     found += f": {version_s:,.1f} s for a whole version"
-    if version_s <= run.weights.fetch_timeout_s:
-        return Finding("bandwidth", "ok", found)
-    limit = f"weights.fetch_timeout_s ({run.weights.fetch_timeout_s:g})"
-    return Finding("bandwidth", "fail", found, fix=f"raise {limit}; later versions come as differences with delta")
+    limit_s = run.weights.fetch_timeout_s
+    fix = f"raise weights.fetch_timeout_s ({limit_s:g}); later versions come as differences with delta"
+    return judge("bandwidth", version_s <= limit_s, found, fix=fix, verdict="fail")

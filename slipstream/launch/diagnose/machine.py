@@ -50,6 +50,11 @@ class Finding(Record):
     """Remedy in one sentence; empty if the verdict is ok."""
 
 
+def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Finding:
+    """Return an ok finding, or `verdict` with its remedy."""
+    return Finding(name, "ok", found) if is_ok else Finding(name, verdict, found, fix=fix)
+
+
 # --- software --------------------------------------------------------------------------------------------------------
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
     """Compare library versions with the broker's, and check that the run's engine is installed."""
@@ -155,9 +160,8 @@ def _ephemeral_ports(path: Path) -> tuple[int, int]:
 def check_clock(offset_s: float, *, took_s: float) -> Finding:
     """Judge the clock offset to the broker, from an answer that took `took_s`."""
     found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
-    if abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2:
-        return Finding("clock", "ok", found)
-    return Finding("clock", "warn", found, fix="synchronize both, with chrony or systemd-timesyncd")
+    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2
+    return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
@@ -168,9 +172,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
         total = shutil.disk_usage(folder).total
     except OSError as error:
         return Finding("shared memory", "warn", f"{folder}: {error.strerror}", fix=fix)
-    is_enough = total >= _MIN_SHARED_MEMORY
-    found = f"{total / 2**30:.1f} GiB in {folder}"
-    return Finding("shared memory", "ok" if is_enough else "warn", found, fix="" if is_enough else fix)
+    return judge("shared memory", total >= _MIN_SHARED_MEMORY, f"{total / 2**30:.1f} GiB in {folder}", fix=fix)
 
 
 def check_open_files() -> Finding:
@@ -178,7 +180,7 @@ def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
-    return Finding("open files", "ok" if is_enough else "warn", _limit(soft), fix="" if is_enough else fix)
+    return judge("open files", is_enough, _limit(soft), fix=fix)
 
 
 def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Finding:
@@ -213,9 +215,7 @@ def check_hardware() -> Finding:
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
     found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB"
-    if cores > 1:
-        return Finding("hardware", "ok", found)
-    return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
+    return judge("hardware", cores > 1, found, fix="give it more cores: learner and generators share this one")
 
 
 def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
@@ -230,9 +230,7 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
     if killed:
         fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
         return Finding("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
-    if free < _MIN_MEMORY:
-        return Finding("memory", "warn", found, fix=f"end other processes, or use a machine with more: {_PLAN}")
-    return Finding("memory", "ok", found)
+    return judge("memory", free >= _MIN_MEMORY, found, fix=f"end other processes, or use a machine with more: {_PLAN}")
 
 
 def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
@@ -268,10 +266,8 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
         )
     if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
         return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
-    if free < needed:
-        fix = "make room, or lower learner.checkpoint.keep"
-        return Finding(name, "warn", f"{found}; the run may need {needed / 2**30:.0f} GiB", fix=fix)
-    return Finding(name, "ok", found)
+    found += f"; the run may need {needed / 2**30:.0f} GiB" if free < needed else ""
+    return judge(name, free >= needed, found, fix="make room, or lower learner.checkpoint.keep")
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
@@ -310,13 +306,13 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
     if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
         fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
         return Finding("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
-    taken = [str(at) for at, (_, size, used, *_) in enumerate(rows) if _is_taken(size, used)]
+    taken = [
+        str(at)
+        for at, (_, size, used, *_) in enumerate(rows)
+        # A GPU that shares the host's memory reports neither.
+        if size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
+    ]
     if taken and not is_live:
         fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
         return Finding("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
     return Finding("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")
-
-
-def _is_taken(size: str, used: str) -> bool:
-    # A GPU that shares the host's memory reports neither.
-    return size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
