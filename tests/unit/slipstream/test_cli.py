@@ -29,7 +29,7 @@ COMMANDS = [command for commands in PANELS.values() for command in commands]
 
 @pytest.fixture(autouse=True)
 def folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands look for runs in the current folder, which may be a checkout in which some were made."""
+    """Change to an empty folder, because the checkout may contain runs."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Manifests have the documented fields of the documented types, and whatever they refer to is in them."""
+"""Manifests have the documented fields and types, and contain everything that they refer to."""
 
 import re
 import shlex

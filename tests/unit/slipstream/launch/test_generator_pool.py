@@ -1,4 +1,4 @@
-"""A pool keeps its target of generators running, whatever happens to each; roles get GPUs of their own."""
+"""A pool keeps its target number of generators running; each role gets its own GPUs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -148,7 +148,7 @@ def test_eight_gpus_are_assigned_in_order():
 @pytest.mark.parametrize(
     ("overrides", "placed"),
     [
-        # vLLM's build decides where it runs; the learner is told.
+        # vLLM's build decides its device; a setting decides the learner's.
         (["learner.device=cpu"], {"learner": [], "generator-0": ["5"]}),
         (["learner.device=cpu", "generators/engine=hf"], {"learner": [], "generator-0": []}),
         (["generators/engine=hf"], {"learner": ["5"], "generator-0": ["5"]}),

@@ -65,7 +65,7 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
 
 
 class FarPlaces:
-    """Places whose seats are those of this machine."""
+    """Places with seats on this machine."""
 
     gpus = ["4", "5"]
 
@@ -81,7 +81,7 @@ class FarPlaces:
 
 
 class StubbornRole:
-    """A role during whose end the user asks for it once more."""
+    """A role that gets a second stop request while it ends."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name = name

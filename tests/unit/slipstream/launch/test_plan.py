@@ -82,7 +82,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
     plan = make_plan(settings(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1"), LARGE)
-    # Matrices of rank 4 beside q, k, v, o, gate, up and down.
+    # Rank-4 matrices for q, k, v, o, gate, up, and down.
     pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
     adapter = LAYERS * 4 * sum(map(sum, pairs))
     assert gib(plan, "learner rank 0", "gradients") == pytest.approx(4 * adapter / GIB)

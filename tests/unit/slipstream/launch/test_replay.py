@@ -114,7 +114,7 @@ def test_several_ranks_are_ended_in_order_by_a_stop_signal(tmp_path: Path, monke
     monkeypatch.setattr(replay, "run_kept", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     run = make_run(runs_dir=str(tmp_path), learner={"num_ranks": 2, "engine": {"kind": "deepspeed"}})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    # A signal that nobody handles would end the tests.
+    # An unhandled signal would end the tests.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(KeyboardInterrupt):
