@@ -102,7 +102,7 @@ class Observers:
                 sentences += process.poll()
             except (RoleDiedError, OSError) as error:
                 del self._processes[process]
-                sentences.append(f"{error}; the run goes on without {process.name}")
+                sentences.append(f"{error}; the run continues without {process.name}")
         return sentences
 
     def stop(self) -> list[str]:
@@ -114,7 +114,7 @@ class Observers:
         for process, timeout_s in self._processes.items():
             process.stop(ends_at=began_at + timeout_s)
             if not process.has_finished:
-                unfinished.append(f"{process.name} was ended before it had passed on everything: see its log")
+                unfinished.append(f"{process.name} was stopped before it had delivered everything: see its log")
         return unfinished
 
 

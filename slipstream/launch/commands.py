@@ -49,7 +49,9 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
     """Pause the learner of a run before its next step, or resume it."""
     with _opened(words, command="pause") as (folder, store):
         request_pause(store, is_off=is_off, run=folder.name)
-    then = "goes on" if is_off else f"pauses before its next step; `slipstream pause --off {folder.name}` lets it go on"
+    then = (
+        "resumes" if is_off else f"pauses before its next step; resume it with `slipstream pause --off {folder.name}`"
+    )
     print(f"{folder.name} {then}")
 
 
@@ -74,10 +76,10 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         last, most = first + num_steps - 1, run.learner.max_steps
         if last > most:
             raise ConfigError(
-                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can begin with step "
-                f"{first}, whose trajectories are not leased yet, and the run ends with step {most}."
+                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can start at step "
+                f"{first}, the first without leased trajectories, and the run ends with step {most}."
             )
         store.request("learner", PROFILE_REQUEST, f"{first} {last}")
     trace = folder / "profile" / "trace.json.gz"
     steps = f"steps {first} to {last} are" if num_steps > 1 else f"step {first} is"
-    print(f"{folder.name}: {steps} recorded, then {trace} is written: open it at ui.perfetto.dev")
+    print(f"{folder.name}: {steps} recorded, then written to {trace}: open it at ui.perfetto.dev")

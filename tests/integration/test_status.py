@@ -137,7 +137,7 @@ def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store,
 @pytest.mark.parametrize(
     ("words", "num_steps", "change", "sentence"),
     [
-        (["mine"], 1000, {}, r"--steps must be <= \d+, got 1000: recording can begin with step"),
+        (["mine"], 1000, {}, r"--steps must be <= \d+, got 1000: recording can start at step"),
         (["mine"], 3, {"profile": "5 to 9"}, "must not be recording already, got steps 5 to 9"),
         (["mine"], 3, {"phase": "finished"}, "needs a run that trains, got run 'mine', which is finished"),
         (["mien"], 3, {}, "did you mean 'mine'"),

