@@ -1,4 +1,4 @@
-"""When launcher, keeper, or role dies, the role is told to end and none of its descendants survives."""
+"""If launcher, keeper, or role dies, the role is told to end and none of its descendants survives."""
 
 import os
 import signal
