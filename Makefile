@@ -2,10 +2,10 @@
 python := .venv/bin/python
 INSTALLED := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(python) -m pytest
-# The tests of a file share the runs that they started; tests/conftest.py puts the longest files first.
+# Tests in one file share runs; tests/conftest.py orders the longest files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 ARGS ?=
-# With this variable, every process would compile torch and vLLM to bytecode again, which takes ten seconds.
+# With this variable, every process would recompile torch and vLLM to bytecode, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -19,10 +19,10 @@ setup: $(INSTALLED) ## install into .venv: the GPU build on a machine with an NV
 $(INSTALLED): pyproject.toml constraints/cpu.txt constraints/gpu.txt constraints/hashes.txt
 	@scripts/setup.sh
 
-constraints: ## add what pyproject.toml asks for to the fixed versions in constraints/; ARGS=--upgrade renews all
+constraints: ## add missing versions to constraints/; ARGS=--upgrade renews all
 	@scripts/setup.sh constraints $(ARGS)
 
-run: $(INSTALLED) ## train the default experiment, or another: ARGS="experiment=addition_cpu seed=1"
+run: $(INSTALLED) ## train the default experiment; ARGS="experiment=addition_cpu seed=1" changes settings
 	@$(python) run_async.py $(ARGS)
 
 check: $(INSTALLED) ## format, lint, types, imports, spelling, and the fast tests
@@ -36,26 +36,26 @@ check: $(INSTALLED) ## format, lint, types, imports, spelling, and the fast test
 docs: $(INSTALLED) ## update the generated parts of docs/
 	$(python) -m docs.tools.write_docs
 
-site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
+site: $(INSTALLED) ## build the documentation site into build/site/html and check all links
 	@$(python) -m docs.tools.site
 
-test: $(INSTALLED) ## the fast tests and the most valuable slow ones, 8 minutes on 2 cores; ARGS="tests/unit -k cli" selects
+test: $(INSTALLED) ## run the fast tests and the core slow ones, 8 minutes on 2 cores; ARGS="tests/unit -k cli" selects
 	$(PYTEST) $(if $(ARGS),-m "not long" $(ARGS),-q -n auto --maxprocesses=8 $(BY_FILE) -m "not long and (core or not slow)")
 
-test-all: $(INSTALLED) ## all tests, also those of minutes: over an hour on 2 cores
+test-all: $(INSTALLED) ## run all tests: over an hour on 2 cores
 	$(PYTEST) $(or $(ARGS),-n 2 $(BY_FILE))
 
-gpu-bundle: $(INSTALLED) ## collect what `make gpu-check` needs on a machine without a network, 19 MB, into .gpu_bundle/
+gpu-bundle: $(INSTALLED) ## collect the wheels of `make gpu-check` for an offline machine, 19 MB, into .gpu_bundle/
 	@scripts/gpu_bundle.sh
 
-gpu-check: ## tests and figures of this machine's GPU in ten minutes, from .gpu_bundle/ if that is here
+gpu-check: ## run the GPU tests and benchmarks in ten minutes, from .gpu_bundle/ if it exists
 	@[ -d .gpu_bundle ] || $(MAKE) --no-print-directory setup
 	@scripts/gpu_check.sh
 
-chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both, ARGS=--matrix plays the failure matrix
+chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200", or ARGS=--matrix for the failure matrix
 	$(python) -m tests.chaos $(ARGS)
 
-mutants: $(INSTALLED) ## plant one bug after the other, which the fast tests must catch; ARGS="--only NAME", "--kind delivery" or "--by chaos"
+mutants: $(INSTALLED) ## plant bugs that the fast tests must catch; ARGS="--only NAME", "--kind delivery" or "--by chaos"
 	$(python) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and build output; keep runs, data and models

@@ -1,8 +1,8 @@
-"""Checks a function to train with: `slipstream check KIND module:function [name=value …]`.
+"""Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a
-property that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one
-does not, 2 for a function that cannot be loaded.
+Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks of the built-in functions; properties that
+some sound methods lack are notes. Exit codes: 0 if every required property holds, 1 if one does not, 2 if the function
+cannot be loaded.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """A property, and whether the function has it and training needs it. Example: Finding("finite", True, True)."""
+    """A property, whether the function has it, and whether training needs it: Finding("finite", True, True)."""
 
     name: str
     holds: bool
@@ -34,9 +34,9 @@ class Finding(NamedTuple):
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
-    """Check a function with arguments as words `name=value`, and print the findings.
+    """Check a function with arguments given as `name=value` and print the findings.
 
-    Raises ConfigError; SystemExit with code 1 when a required property does not hold.
+    Raises ConfigError; SystemExit with code 1 if a required property does not hold.
     """
     try:
         arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
@@ -52,14 +52,14 @@ def print_findings(kind: str, path: str, words: list[str]) -> None:
 
 
 def check(kind: str, path: str, arguments: dict[str, Any]) -> list[Finding]:
-    """Properties of the function at `module:function`. Raises ConfigError."""
+    """Return the properties of the function at `module:function`. Raises ConfigError."""
     if kind == "advantage":
         return _check_advantage(load_formula(CustomAdvantageConfig(path, arguments), setting="algorithm.advantage"))
     return _check_loss(load_formula(CustomPolicyLossConfig(path, arguments), setting="algorithm.policy_loss"))
 
 
 def _advantage_inputs(rewards: Tensor, groups: Tensor) -> AdvantageInputs:
-    """Trajectories of two tokens each."""
+    """Build inputs with two tokens per trajectory."""
     count = len(rewards)
     sequences, positions = torch.arange(count).repeat_interleave(2), torch.arange(2).repeat(count)
     lengths = torch.full((count,), 2)
@@ -131,7 +131,7 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
 
 
 def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Losses, and the gradient of their sum by the log-ratio."""
+    """Return the losses, and the gradient of their sum with respect to the log-ratio."""
     leaf = inputs.log_ratio.clone().requires_grad_()
     losses = function(inputs.with_log_ratio(leaf))
     if not losses.requires_grad:
@@ -141,14 +141,14 @@ def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs
 
 
 def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
-    """Result of the user's function. Raises ConfigError for one on which no property can be checked."""
+    """Return the result of the user function. Raises ConfigError if it fails or returns no tensor."""
     try:
         found = call()
-    # It may raise anything.
+    # User code may raise anything.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}:{place.lineno}"
-        raise ConfigError(f"{setting} must compute, got {type(error).__name__} at {where}: {error}.") from error
+        raise ConfigError(f"{setting} must not raise, got {type(error).__name__} at {where}: {error}.") from error
     if not isinstance(found, Tensor):
         raise ConfigError(f"{setting} must return a tensor, got {type(found).__name__}.")
     return found

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests and figures of this machine's GPU, within ten minutes: with .venv, or, where scripts/gpu_bundle.sh was carried
-# here, with PYTHON (python3) and the wheels of .gpu_bundle/, without a network.
+# Runs the tests and benchmarks of this machine's GPU within ten minutes: with .venv, or, if .gpu_bundle/ exists (see
+# scripts/gpu_bundle.sh), offline with PYTHON (python3) and its wheels.
 #
-#   SLIPSTREAM_GPU_TESTS=cpu   tries all but the device, at small sizes
+#   SLIPSTREAM_GPU_TESTS=cpu   run on the CPU at small sizes, to try everything except the device
 #   BUNDLE                     folder of the wheels (.gpu_bundle); empty: .venv
 #   OUT                        folder of the report (gpu_check/)
 set -uo pipefail
@@ -13,8 +13,7 @@ python=${PYTHON:-$([ -d "$bundle" ] && echo python3 || echo .venv/bin/python)}
 if [ -d "$bundle" ]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    # Beside what this Python has, so that its PyTorch is used; a virtual environment of a virtual environment would not
-    # see it.
+    # A target folder instead of a virtual environment, which could not see PyTorch if this Python is in one itself.
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$site" \
         "$bundle"/*.whl || exit 1
     export PYTHONPATH=$PWD:$site

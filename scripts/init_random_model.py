@@ -1,10 +1,10 @@
-"""Makes a randomly initialized GPT-2, Qwen2 or Qwen2.5-VL model with a character tokenizer, in transformers format.
+"""Make a randomly initialized GPT-2, Qwen2, or Qwen2.5-VL model with a character tokenizer, in transformers format.
 
     python -m slipstream.scripts.init_random_model --architecture=gpt2 --layers=2 --width=64 --out=models/digits
 
-GPT-2 learns its positions and reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads
-are 32 wide, the narrowest that vLLM's CPU build knows, and embeddings are not tied. A token of a picture is a square of
-8 x 8 pixels.
+GPT-2 has learned positions and reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads
+have width 32, the smallest that vLLM's CPU build supports, and embeddings are untied. An image token covers 8 x 8
+pixels.
 """
 
 import json
@@ -37,16 +37,16 @@ from slipstream.runtime.model_files import IMAGE_FILES
 
 
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer in transformers format; replaces an existing folder, completely or not at all."""
+    """Write model and tokenizer in transformers format, atomically; replace an existing folder."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # Where accelerate is, which peft needs, transformers imports DeepSpeed here, which warns that there is no GPU.
+    # With accelerate (a dependency of peft), transformers imports DeepSpeed here, which warns about a missing GPU.
     logging.getLogger("DeepSpeed").disabled = True
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     if takes_images(str(unfinished)):
         (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
-    # The folder's presence means that it is complete: preparation steps check for it.
+    # Preparation steps only check whether the folder exists, so it must appear complete.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -62,14 +62,14 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 CHARACTERS = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY_SIZE = 16
-"""Ids of characters and special tokens, rounded up to a power of two."""
+"""Number of characters and special tokens, rounded up to a power of two."""
 
 
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 """Ids 14 to 17."""
 _PATCH = 4
 _LIVELY = 0.1
-"""Deviation of first weights: from 0.02, the usual one, a model this narrow does not find its pictures."""
+"""Standard deviation of initial weights. With the usual 0.02, a model this narrow does not learn to use images."""
 _PICTURES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": _PATCH,
@@ -77,13 +77,13 @@ _PICTURES = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
-"""Settings of the image processor: pictures up to 64 tokens stay as they are."""
+"""Image processor settings. Images of up to 64 tokens are not resized."""
 
 
 def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character. It drops unknown characters silently, so that readers must check.
+    """Build a tokenizer with one id per character. It silently drops unknown characters, so callers must check.
 
-    Of class Qwen2Tokenizer, because transformers loads no other for a model of this type, whatever the folder says.
+    It is a Qwen2Tokenizer, because transformers ignores any other class in the folder of such a model.
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
@@ -95,11 +95,11 @@ def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
 def make_model(
     *, architecture: str = "qwen2", layers: int, width: int, seed: int, head_width: int = 32, max_length: int = 256
 ) -> PreTrainedModel:
-    """Build a float32 model, without dropout, whose weights depend on `seed` only. Raises ConfigError."""
+    """Build a float32 model without dropout; its weights depend only on `seed`. Raises ConfigError."""
     if width % head_width:
         raise ConfigError(f"--width must be a multiple of {head_width}, the width of a head, got {width}.")
     build = _ARCHITECTURES[architecture]
-    # Forked, so that the caller's random numbers do not depend on the size of the model.
+    # Fork the RNG, so that the caller's random numbers do not depend on the model size.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build(layers=layers, width=width, num_heads=width // head_width, max_length=max_length)
@@ -139,7 +139,7 @@ def _make_qwen2(*, layers: int, width: int, num_heads: int, max_length: int) -> 
 
 def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int) -> Qwen2_5_VLForConditionalGeneration:
     text = _make_qwen2(layers=layers, width=width, num_heads=num_heads, max_length=max_length).config.to_dict()
-    # Halves of a head: a quarter of each for time, the rest for rows and columns.
+    # A quarter of each half head encodes time, the rest rows and columns.
     half = width // num_heads // 2
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8]}
     vision = {
@@ -194,10 +194,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("slipstream.scripts.init_random_model", __doc__)
     parser.add_argument("--architecture", choices=sorted(_ARCHITECTURES), default="qwen2", help="model family (qwen2)")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks (4)")
-    parser.add_argument("--width", type=int, default=128, help="of the residual stream (128)")
-    parser.add_argument("--head-width", type=int, default=32, help="of an attention head, a divisor of --width (32)")
+    parser.add_argument("--width", type=int, default=128, help="width of the residual stream (128)")
+    parser.add_argument(
+        "--head-width", type=int, default=32, help="width of an attention head, a divisor of --width (32)"
+    )
     parser.add_argument("--max-length", type=int, default=256, help="longest sequence, tokens (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
     parser.add_argument(
         "--out", type=Path, default=Path("models/digits-random"), help="folder to write (models/digits-random)"
     )

@@ -1,4 +1,4 @@
-"""Makes prompts of a task that a tiny model learns in minutes: reversing digits, adding numbers, reading pictures.
+"""Make prompts of a task that a tiny model learns in minutes: reversing digits, adding numbers, reading pictures.
 
     python -m slipstream.scripts.make_digits_data --task=reverse --digits=5 --out=data/digits
 
@@ -18,14 +18,14 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 HELDOUT = "heldout.parquet"
-"""Written last: its presence implies that both files are complete."""
+"""Written last, so that its existence implies that both files are complete."""
 TRAIN = "train.parquet"
 
 
 def make_row(
     prompt: str | list[dict[str, str]], *, ground_truth: Any, data_source: str, index: int, split: str
 ) -> dict[str, Any]:
-    """Build one row, in the form that verl and `slipstream.broker.dataset` read.
+    """Build one row in the format of verl and `slipstream.broker.dataset`.
 
     Example: {"data_source": "digits/reverse", "prompt": "48213=", "reward_model": {"style": "rule",
         "ground_truth": "31284"}, "extra_info": {"index": 17, "split": "train"}}
@@ -39,23 +39,23 @@ def make_row(
 
 
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
-    """Write `train.parquet`, then `heldout.parquet`, each completely or not at all."""
+    """Write `train.parquet`, then `heldout.parquet`, each atomically."""
     write_file(folder / TRAIN, train)
     write_file(folder / HELDOUT, heldout)
     print(f"{folder}: {len(train)} prompts to train on, {len(heldout)} held out")
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows to a Parquet file, completely or not at all, in a folder that is made if it lacks."""
+    """Write the rows to a Parquet file atomically; create a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
-    # Renamed when complete, so that an interrupted preparation is repeated.
+    # Rename when complete, so that an interrupted preparation is repeated.
     unfinished.replace(path)
 
 
 def reverse(number: int, digits: int) -> tuple[str, str]:
-    """Make prompt and answer of a number: 48213 -> ("48213=", "31284"); leading zeros stay."""
+    """Make prompt and answer of a number, with leading zeros: 48213 -> ("48213=", "31284")."""
     text = f"{number:0{digits}d}"
     return f"{text}=", text[::-1]
 
@@ -70,15 +70,15 @@ SEGMENTS = {
     "a": (0, 0, 4, 0), "b": (4, 0, 4, 3), "c": (4, 3, 4, 6), "d": (0, 6, 4, 6), "e": (0, 3, 0, 6), "f": (0, 0, 0, 3),
     "g": (0, 3, 4, 3),
 }  # fmt: skip
-"""Lines of a seven-segment display: x and y of both ends."""
+"""Segments of a seven-segment display: x and y of both ends."""
 LIT = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
-"""Digit -> segments that are lit."""
+"""Digit -> lit segments."""
 CELL = 8
-"""Width and height of a digit's part of the picture, pixels."""
+"""Width and height of a digit, pixels."""
 
 
 def draw(digits: str, *, seed: int) -> bytes:
-    """Draw digits as a seven-segment display does, each a little out of place, with noise: a PNG."""
+    """Draw seven-segment digits, slightly shifted, with noise; return a PNG."""
     chosen = random.Random(seed)
     width, height = CELL * len(digits), CELL
     image = Image.new("L", (width, height), chosen.randrange(160, 256))
@@ -95,12 +95,12 @@ def draw(digits: str, *, seed: int) -> bytes:
 
 
 def picture(number: int, digits: int) -> tuple[str, str]:
-    """Make prompt and answer of a number that is drawn: 4711 -> ("<image>=", "4711")."""
+    """Make prompt and answer of a drawn number: 4711 -> ("<image>=", "4711")."""
     return "<image>=", f"{number:0{digits}d}"
 
 
 def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[str, str]]:
-    """Draw `count` different (prompt, answer) pairs. Raises ConfigError when there are fewer."""
+    """Sample `count` different (prompt, answer) pairs. Raises ConfigError if fewer exist."""
     available = 8100 if task == "addition" else 10**digits
     if count > available:
         raise ConfigError(
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse or read (5)")
     parser.add_argument("--train-rows", type=int, default=20_000, help="prompts to train on (20000)")
     parser.add_argument("--heldout-rows", type=int, default=2_000, help="prompts to evaluate on (2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of problems (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problem choice (0)")
     parser.add_argument("--out", type=Path, default=Path("data/digits"), help="folder to write to (data/digits)")
     options = vars(parser.parse_args(arguments))
     make_files(options.pop("out"), **options)

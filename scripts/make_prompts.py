@@ -1,13 +1,13 @@
-"""Makes prompt files of published tasks, from a folder on this machine or from the Hugging Face hub.
+"""Make prompt files of published tasks, from a local folder or from the Hugging Face hub.
 
     python -m slipstream.scripts.make_prompts gsm8k --out=data/gsm8k
     python -m slipstream.scripts.make_prompts math --source=path/to/copies --out=data/math
     python -m slipstream.scripts.make_prompts reasoning_gym:spell_backward --rows=5000 --out=data/spelling
     python -m slipstream.scripts.make_prompts environment:gsm8k_v1 --python=envs/bin/python --out=data/gsm8k
 
-A folder holds the files as they are published, Parquet or JSON lines; `--list` shows the sources and the names of their
-files. Tasks of reasoning-gym are generated on the spot (`pip install 'slipstream[tasks]'`). Those of a verifiers
-environment come from its own process, whose Python `--python` names.
+A local folder contains the published files, Parquet or JSON lines; `--list` shows sources and file names. Tasks of
+reasoning-gym are generated (`pip install 'slipstream[tasks]'`). Tasks of a verifiers environment come from a separate
+process, run by the interpreter in `--python`.
 """
 
 import json
@@ -50,7 +50,7 @@ def final_answer(answer: str) -> str:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Extract what the last `\boxed{...}` holds, braces within included. Raises ConfigError."""
+    r"""Extract the content of the last `\boxed{...}`, including nested braces. Raises ConfigError."""
     _, mark, rest = solution.rpartition("\\boxed{")
     depth = 1
     for position, character in enumerate(rest if mark else ""):
@@ -83,7 +83,7 @@ def _ask(question: str, instruction: str) -> list[dict[str, str]]:
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 class Split(NamedTuple):
-    """Source of a file: a dataset of the hub, and the beginning of the file's name (with its folder)."""
+    """Source of a file: a hub dataset, and the prefix of the file's path."""
 
     repository: str
     file: str
@@ -93,9 +93,9 @@ class Source(NamedTuple):
     """A published task. Example: SOURCES["gsm8k"]."""
 
     data_source: str
-    """Name in the rows, by which rewards are chosen."""
+    """Name in the rows, which selects the reward."""
     convert: Callable[[Values], tuple[Any, Any]]
-    """Function from a row as published to prompt and truth."""
+    """Published row -> (prompt, ground truth)."""
     train: Split | None
     heldout: Split | None
 
@@ -122,14 +122,14 @@ SOURCES = {
     "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
     "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
 }
-"""Rows of sources repeat a problem only by mistake (DAPO-Math a hundred times): each prompt is taken once."""
+"""Sources repeat problems only by mistake (DAPO-Math a hundred times), so each prompt is used once."""
 
 
 def make_source(name: str, *, folder: Path | None, out: Path) -> None:
     """Write the files of a source, from `folder` or the hub. Raises ConfigError."""
     source = SOURCES[name]
     splits = {"train": source.train, "heldout": source.heldout}
-    # All are read before any is written.
+    # Read all files before writing any.
     rows = {ours: _convert(source, _read(split, folder=folder), split=ours) for ours, split in splits.items() if split}
     for ours, found in rows.items():
         write_file(out / f"{ours}.parquet", found)
@@ -146,7 +146,7 @@ def _convert(source: Source, problems: list[Values], *, split: str) -> list[Valu
             raise ConfigError(f"row {number} of {source.data_source}, {split}: {problem}") from None
         row = make_row(prompt, ground_truth=truth, data_source=source.data_source, index=len(rows), split=split)
         images = values.get("images")
-        # Pictures tell apart what is asked of them in the same words.
+        # The same question about another image is another prompt.
         rows.setdefault(msgspec.json.encode([prompt, images]), row | ({"images": images} if images else {}))
     return list(rows.values())
 
@@ -161,7 +161,7 @@ def _read(split: Split, *, folder: Path | None) -> list[Values]:
 
 
 def _find(folder: Path, split: Split) -> list[Path]:
-    """The files of a split: in the published place, else anywhere in the folder by name; Parquet before JSON lines."""
+    """Find the files of a split: at the published path, else anywhere by name; Parquet before JSON lines."""
     for pattern in (split.file, f"**/{split.file}", f"**/{Path(split.file).name}"):
         for suffix in ("parquet", "jsonl"):
             if found := sorted(folder.glob(f"{pattern}*.{suffix}")):
@@ -194,14 +194,14 @@ def _read_file(file: Path) -> list[Values]:
 def make_environment_rows(
     environment: str, *, python: str, arguments: dict[str, Any], rows: int, heldout_rows: int, out: Path
 ) -> None:
-    """Write the tasks of a verifiers environment, which `generators/agent=environment` plays. Raises ConfigError."""
+    """Write the tasks of a verifiers environment for `generators/agent=environment`. Raises ConfigError."""
     first = {"environment": environment, "arguments": arguments, "max_turns": 1}
     asked = msgspec.json.encode(first) + b"\n" + msgspec.json.encode({"tasks": rows + heldout_rows}) + b"\n"
     worker = str(Path(environments.__file__).with_name("worker.py"))
     try:
         done = subprocess.run([python, worker], input=asked, stdout=subprocess.PIPE, timeout=600, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--python must be one that has {environment}, got {python!r}: {error}") from None
+        raise ConfigError(f"--python must name an interpreter with {environment}, got {python!r}: {error}") from None
     answers: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         answers |= msgspec.json.decode(line, type=Values)
@@ -213,7 +213,7 @@ def make_environment_rows(
         )
     made = {"train": found[:rows], "heldout": found[rows:]}
     for split, tasks in made.items():
-        # The task travels as text: tasks of one set may differ in their fields.
+        # Store the task as text, because tasks of one set may have different fields.
         converted = [
             make_row(
                 _prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, index=index,
@@ -234,7 +234,7 @@ def _prompt_of(task: Values) -> list[Values]:
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_rows: int, seed: int, out: Path) -> None:
-    """Write JSON lines of a task of reasoning-gym: entries that its verifier grades. Raises ConfigError."""
+    """Write a reasoning-gym task as JSON lines, with the metadata for its verifier. Raises ConfigError."""
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
     found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
@@ -293,16 +293,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
     parser = make_parser("slipstream.scripts.make_prompts", __doc__)
     parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, {_GYM}TASK or {_ENVIRONMENT}ID")
-    parser.add_argument("--list", action="store_true", help="show the sources and the beginnings of their files' names")
-    parser.add_argument("--source", type=Path, help="folder with the files; by default they come from the hub")
+    parser.add_argument("--list", action="store_true", help="show the sources and their file prefixes")
+    parser.add_argument("--source", type=Path, help="folder with the files (default: the hub)")
     parser.add_argument("--out", type=Path, help="folder to write to (data/TASK)")
-    parser.add_argument("--rows", type=int, default=5000, help=f"prompts to train on, of {_GYM}TASK (5000)")
-    parser.add_argument("--heldout-rows", type=int, default=500, help=f"prompts to evaluate on, of {_GYM}TASK (500)")
-    parser.add_argument("--python", default=sys.executable, help=f"that has the library, of {_ENVIRONMENT}ID")
+    parser.add_argument("--rows", type=int, default=5000, help=f"training prompts, for {_GYM}TASK (5000)")
+    parser.add_argument("--heldout-rows", type=int, default=500, help=f"held-out prompts, for {_GYM}TASK (500)")
+    parser.add_argument("--python", default=sys.executable, help=f"interpreter with the library, for {_ENVIRONMENT}ID")
     parser.add_argument(
-        "--arguments", type=json.loads, default={}, help=f"settings in JSON, of {_GYM}TASK or {_ENVIRONMENT}ID"
+        "--arguments", type=json.loads, default={}, help=f"JSON settings, for {_GYM}TASK or {_ENVIRONMENT}ID"
     )
-    parser.add_argument("--seed", type=int, default=0, help=f"of the problems, of {_GYM}TASK (0)")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the problems, for {_GYM}TASK (0)")
     options = parser.parse_args(arguments)
     if options.list:
         for name, source in SOURCES.items():

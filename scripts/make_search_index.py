@@ -1,9 +1,9 @@
-"""Makes a search index of a corpus, for the tool and the agent `search`.
+"""Build the search index of a corpus for the tool and the agent `search`.
 
     python -m slipstream.scripts.make_search_index corpus.jsonl --out=data/index
 
-The corpus is a file of JSON lines or a Parquet file. A row has `contents`, of which the first line is the title, or
-`text` and, perhaps, `title`.
+The corpus is a JSON lines or Parquet file. A row has `contents`, with the title in the first line, or `text` and
+optionally `title`.
 """
 
 import time
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("corpus", type=Path, help="file with the passages")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; replaced if it exists")
     parser.add_argument(
-        "--language", default="english", help="of stop words and stems; empty: whole words as they are (english)"
+        "--language", default="english", help="language of stop words and stems; empty: unchanged words (english)"
     )
     options = parser.parse_args(arguments)
     started = time.monotonic()

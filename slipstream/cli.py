@@ -1,7 +1,7 @@
 """The command line: `slipstream COMMAND`, one function per command.
 
-Each command imports its own modules: torch takes seconds to load, and `slipstream --help` or `slipstream status` must
-not wait for it.
+Each command imports its own modules, because torch takes seconds to load and would delay `slipstream --help`. The help
+lists commands by `rich_help_panel`, in the order of this file.
 """
 
 import sys
@@ -16,7 +16,6 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
-from slipstream.launch.diagnose.command import diagnose
 from slipstream.learner.errors import LearnerError
 from slipstream.migration.command import import_config
 from slipstream.observe.viewer.list_screen import data, view
@@ -27,10 +26,10 @@ app = make_app(
 
     \b
     slipstream run                                   train the default experiment on this machine
-    slipstream run learner.max_steps=50 name=short   any setting: key=value
-    slipstream COMMAND --help                        usage and most used settings of a command
+    slipstream run learner.max_steps=50 name=short   change any setting: key=value
+    slipstream COMMAND --help                        usage and common settings of a command
 
-    All settings: docs/settings.md; `slipstream config` prints them with their values.
+    docs/settings.md lists all settings; `slipstream config` prints their values.
     """
 )
 
@@ -38,7 +37,7 @@ _FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_op
 RunWords = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RUN", help="Name or folder of a run, by default the newest; runs_dir=FOLDER says where runs are."
+        metavar="RUN", help="Name or folder of a run (default: the newest); runs_dir=FOLDER is where runs are stored."
     ),
 ]
 
@@ -57,12 +56,13 @@ def _options(
 ) -> None: ...
 
 
-@app.command(**WITH_OVERRIDES)
+# --- train -----------------------------------------------------------------------------------------------------------
+@app.command(**WITH_OVERRIDES, rich_help_panel="Train")
 def run(ctx: typer.Context, overrides: Overrides = None) -> None:
-    """Train: start the roles, watch them, report and plot the result.
+    """Train: run all roles, and report and plot the result.
 
     \b
-    slipstream run                                    the default experiment, on this machine
+    slipstream run                                    the default experiment on this machine
     slipstream run experiment=gsm8k_1gpu              another preset
     slipstream run learner.max_steps=50 name=short    any setting
     slipstream run experiment=digits_serial           all roles in one process, deterministic
@@ -73,35 +73,25 @@ def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     run_experiment(overrides or [], program=ctx.find_root().info_name or "slipstream")
 
 
-@app.command(**WITH_OVERRIDES)
+@app.command(**WITH_OVERRIDES, rich_help_panel="Train")
 def sft(overrides: Overrides = None) -> None:
-    """Train on demonstrations, with the learner alone.
+    """Train on demonstrations (supervised fine-tuning).
 
     \b
     slipstream sft                                              the default task, experiment=digits_sft
-    slipstream sft sft.train_path=FILE model.path=FOLDER        demonstrations of your own, experiment=sft
+    slipstream sft sft.train_path=FILE model.path=FOLDER        your own demonstrations, experiment=sft
 
-    docs/sft.md describes the files.
+    Runs only a learner. docs/sft.md describes the files.
     """
     from slipstream.launch.run import start_sft, with_sft_preset
 
     start_sft(with_sft_preset(overrides or []))
 
 
-@app.command(**WITH_OVERRIDES)
-def prepare(overrides: Overrides = None) -> None:
-    """Make the data and models that a run lacks, as `run` does."""
-    from slipstream.configs.load import load
-    from slipstream.launch.preflight import prepare as make_missing
-
-    if make_missing(load(overrides or [])) == 0:
-        print("prepare: everything is there")
-
-
-@app.command(**WITH_OVERRIDES)
+@app.command(**WITH_OVERRIDES, rich_help_panel="Train")
 def config(
     overrides: Overrides = None,
-    sources: Annotated[bool, typer.Option("--sources", help="Name the file or override that sets each value.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Show the file or override that sets each value.")] = False,
 ) -> None:
     """Print the resolved configuration of a run."""
     from slipstream.configs.load import leaves, load, provenance, to_plain, to_yaml
@@ -117,146 +107,101 @@ def config(
         print(f"{name:<{width}}  {origin}")
 
 
-@app.command(**WITH_OVERRIDES)
-def plan(
-    overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; by default those here.")] = None,
-    gpu_gib: Annotated[float | None, typer.Option(help="Memory of each.")] = None,
-    host_gib: Annotated[float | None, typer.Option(help="Main memory.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+@app.command(**WITH_OVERRIDES, rich_help_panel="Train")
+def prepare(overrides: Overrides = None) -> None:
+    """Make missing data and models of a run, as `run` does."""
+    from slipstream.configs.load import load
+    from slipstream.launch.preflight import prepare as make_missing
+
+    if make_missing(load(overrides or [])) == 0:
+        print("prepare: nothing is missing")
+
+
+@app.command(rich_help_panel="Train")
+def check(
+    kind: Annotated[
+        Literal["advantage", "policy_loss"], typer.Argument(metavar="KIND", help="What the function computes.")
+    ],
+    function: Annotated[str, typer.Argument(metavar="module:function", help="Import path of the function.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Keyword arguments of the function.")
+    ] = None,
 ) -> None:
-    """Estimate the memory of a run by process and cause.
+    """Check a custom advantage or policy loss.
 
-    Reads the model's config.json, no weights. Exit codes: 0, 1 when it cannot fit, 2 for settings that are not valid.
+    \b
+    slipstream check policy_loss my_module:my_loss beta=0.1
+
+    Runs the checks of the built-in functions; docs/algorithms.md describes arguments and result.
+
+    Exit codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded.
     """
-    from slipstream.launch.plan import show_plan
+    from slipstream.scripts.check_algorithm import print_findings
 
-    show_plan(overrides or [], gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, is_json=json)
+    print_findings(kind, function, arguments or [])
 
 
-@app.command()
+app.command("import-config", rich_help_panel="Train")(import_config)
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+@app.command(rich_help_panel="Inspect")
 def status(
     run: RunWords = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/status.md lists its keys.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
-    """Show a run on one screen.
+    """Show the state of a run on one screen.
 
-    Reads the store alone: it works whichever role is dead, and changes nothing.
+    Reads only the store, so it works with any role dead.
 
-    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not exist.
+    Exit codes: 0, 1 if the store does not answer, 2 if the run does not exist.
     """
     from slipstream.observe.terminal import show_status
 
     show_status(run or [], is_json=json, is_watching=watch)
 
 
-@app.command()
+@app.command(rich_help_panel="Inspect")
 def watch(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="Names or folders of runs, by default all; runs_dir=FOLDER says where runs are."
+            metavar="RUN", help="Names or folders of runs (default: all); runs_dir=FOLDER is where runs are stored."
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="By default 8420, or a free one.")] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port (default: 8420, or a free one).")] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A further name of this machine; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Another name of this machine; repeatable.")
     ] = None,
 ) -> None:
-    """Show runs in a web browser, live and finished.
+    """Show live and finished runs in a web browser.
 
     \b
     slipstream watch                          all runs in runs/
     slipstream watch mine --port 9000         one of them
 
-    Prints the address to open. Reads stores and run folders alone: it works whichever role is dead.
+    Prints the address to open. Reads only stores and run folders, so it works with any role dead.
     """
     from slipstream.observe.dashboard.app import watch as serve
 
     serve(runs or [], host=host, port=port, names=allow_host or [])
 
 
-@app.command()
-def scale(
-    words: Annotated[list[str], typer.Argument(metavar="generators=N [RUN]", help="Generators to keep, and the run.")],
-) -> None:
-    """Change the number of generators of a run.
-
-    The launcher of the run starts or drains the difference; without a name it is the newest run.
-
-    Exit codes: 0, 1 when no launcher or store answers, 2 for a number or a run that is not valid.
-    """
-    from slipstream.launch.commands import scale as scale_run
-
-    scale_run(words)
-
-
-@app.command()
-def drain(
-    generator: Annotated[str, typer.Argument(metavar="GENERATOR", help="Its id, such as generator-1.")],
-    run: RunWords = None,
-) -> None:
-    """Have one generator return its prompts and leave, on any machine.
-
-    Exit codes: 0, 1 when it does not leave in time, 2 for a generator or a run that does not exist.
-    """
-    from slipstream.launch.commands import drain as drain_generator
-
-    drain_generator(generator, run or [])
-
-
-@app.command()
-def pause(
-    run: RunWords = None, off: Annotated[bool, typer.Option("--off", help="Let a paused run go on.")] = False
-) -> None:
-    """Have a run train no further step until `slipstream pause --off`; its generators work as far as staleness allows.
-
-    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not train.
-    """
-    from slipstream.launch.commands import pause as pause_run
-
-    pause_run(run or [], is_off=off)
-
-
-@app.command()
-def profile(
-    run: RunWords = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps to record.")] = 3,
-) -> None:
-    """Record the next steps of a run, with all roles on one time line.
-
-    \b
-    slipstream profile name=mine --steps 5
-
-    Writes profile/trace.json.gz into the run folder, for ui.perfetto.dev; docs/profiling.md says how to read it.
-
-    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not train, or steps that it will not make.
-    """
-    from slipstream.launch.commands import profile as profile_run
-
-    profile_run(run or [], num_steps=steps)
-
-
-app.command(context_settings=_FORWARDED)(data)
-app.command()(view)
-app.command("import-config")(import_config)
-
-
-@app.command()
+@app.command(rich_help_panel="Inspect")
 def explain(
     kind: Annotated[
         Literal["slow", "reward", "health", "step", "version"],
         typer.Argument(metavar="KIND", help="slow | reward | health | step N | version N."),
     ],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[N] [RUN]", help="A number; then a run, as for status.")
+        list[str] | None, typer.Argument(metavar="[N] [RUN]", help="A number, then a run as for `status`.")
     ] = None,
 ) -> None:
-    """Say why a run is slow, why its reward fell, or what a step was trained on.
+    """Explain a slow run, a fall of the reward, or one step.
 
-    From what it recorded, in progress or over: metrics, step ledger, events, store and archive.
+    Uses the records of a live or finished run: metrics, step ledger, events, store, and archive.
 
     \b
     slipstream explain slow
@@ -267,54 +212,142 @@ def explain(
     explain_run(kind, words or [])
 
 
+@app.command(rich_help_panel="Inspect")
+def plot(run: RunWords = None) -> None:
+    """Draw the curves of a run as curve.png in its folder."""
+    from slipstream.observe.plot import plot_run
+    from slipstream.runtime.run_folder import find_run
+
+    print(plot_run(find_run(run or [], command="plot")))
+
+
+# --- control ---------------------------------------------------------------------------------------------------------
+@app.command(rich_help_panel="Control")
+def pause(
+    run: RunWords = None, off: Annotated[bool, typer.Option("--off", help="Resume a paused run.")] = False
+) -> None:
+    """Pause training until `slipstream pause --off`.
+
+    Generators continue as far as staleness allows.
+
+    Exit codes: 0, 1 if the store does not answer, 2 if the run does not train.
+    """
+    from slipstream.launch.commands import pause as pause_run
+
+    pause_run(run or [], is_off=off)
+
+
+@app.command(rich_help_panel="Control")
+def scale(
+    words: Annotated[
+        list[str], typer.Argument(metavar="generators=N [RUN]", help="Number of generators to keep, and the run.")
+    ],
+) -> None:
+    """Change the number of generators of a run.
+
+    The run's launcher starts or drains the difference. The default run is the newest.
+
+    Exit codes: 0, 1 if launcher or store do not answer, 2 for an invalid number or run.
+    """
+    from slipstream.launch.commands import scale as scale_run
+
+    scale_run(words)
+
+
+@app.command(rich_help_panel="Control")
+def drain(
+    generator: Annotated[str, typer.Argument(metavar="GENERATOR", help="Id, such as generator-1.")],
+    run: RunWords = None,
+) -> None:
+    """Make one generator return its prompts and leave.
+
+    Works on any machine.
+
+    Exit codes: 0, 1 if it does not leave in time, 2 if the generator or the run does not exist.
+    """
+    from slipstream.launch.commands import drain as drain_generator
+
+    drain_generator(generator, run or [])
+
+
+@app.command(rich_help_panel="Control")
+def profile(
+    run: RunWords = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps to record.")] = 3,
+) -> None:
+    """Record the next steps of a run on one timeline.
+
+    \b
+    slipstream profile name=mine --steps 5
+
+    Writes profile/trace.json.gz into the run folder for ui.perfetto.dev; docs/profiling.md explains it.
+
+    Exit codes: 0, 1 if the store does not answer, 2 if the run does not train or ends before these steps.
+    """
+    from slipstream.launch.commands import profile as profile_run
+
+    profile_run(run or [], num_steps=steps)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+app.command(context_settings=_FORWARDED, rich_help_panel="Data")(data)
+
+app.command(rich_help_panel="Data")(view)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
 Words = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL... [KEY=VALUE...]", help="Folders in transformers format, or names on the hub."),
+    typer.Argument(
+        metavar="MODEL... [KEY=VALUE...]", help="Folders in transformers format, or model names on the hub."
+    ),
 ]
 
 
-@app.command(**WITH_OVERRIDES)
+@app.command(**WITH_OVERRIDES, rich_help_panel="Models")
 def evaluate(
     words: Words,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep every answer there; repeated, it makes those it lacks.")
+        Path | None, typer.Option(metavar="FOLDER", help="Store every answer; a repeated call only makes missing ones.")
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; docs/evaluation.md has its keys.")
     ] = False,
-    whole: Annotated[bool, typer.Option("--all", help="Every row of the held-out files.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="Use every row of the held-out files.")] = False,
 ) -> None:
-    """Measure models on the held-out sets of an experiment.
+    """Measure models on held-out sets.
 
     \b
     slipstream evaluate runs/digits_cpu/final_model
-    slipstream evaluate models/base runs/mine/final_model         with the difference between them
+    slipstream evaluate models/base runs/mine/final_model         with their difference
     slipstream evaluate models/mine --all 'data.heldout=[{name: aime, path: aime.parquet, samples: 16}]'
 
-    Prints mean reward, accuracy, pass@k, maj@k, best@k and worst@k with 95 % intervals, of the prompts on which a run
-    reports its final accuracy.
+    Prints mean reward, accuracy, pass@k, maj@k, best@k, and worst@k with 95 % intervals, on the prompts of a run's
+    final evaluation.
     """
     from slipstream.launch.evaluate import show_evaluations
 
     show_evaluations(words, out=out, is_json=json, is_whole=whole)
 
 
-@app.command(**WITH_OVERRIDES)
+@app.command(**WITH_OVERRIDES, rich_help_panel="Models")
 def generate(
     words: Words,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the answers; repeated, it makes the rest.")],
-    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
-    prompts: Annotated[int | None, typer.Option(min=1, help="The first so many; by default all.")] = None,
-    unscored: Annotated[bool, typer.Option("--unscored", help="Ask for no rewards.")] = False,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder of the answers; a repeated call only makes missing ones.")
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 1,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts (default: all).")] = None,
+    unscored: Annotated[bool, typer.Option("--unscored", help="Compute no rewards.")] = False,
 ) -> None:
-    """Answer the prompts of data.train with a model, without training.
+    """Answer the prompts of data.train with a model.
 
     \b
     slipstream generate models/mine --out answers --samples 8
     slipstream generate models/mine --out answers data.train=prompts.jsonl generators.sampling.temperature=0.7
     slipstream data ls answers -t      slipstream data export answers right.parquet --where 'reward>=1'
 
-    The folder holds Parquet files in the form of an archive; killed and repeated, it goes on where it stopped.
+    The folder is an archive of Parquet files. After an interruption, the same command resumes.
     """
     from slipstream.configs.load import load_with_models
     from slipstream.launch.generate import generate as make_answers
@@ -323,65 +356,84 @@ def generate(
     if len(models) != 1:
         raise ConfigError(f"generate must have one model, got {', '.join(models)}.")
     stored, made = make_answers(settings, out, samples=samples, num_prompts=prompts, is_scored=not unscored)
-    print(f"{made} answers made, {len(stored)} were there: {out}")
+    print(f"{made} new answers, {len(stored)} existing: {out}")
 
 
-@app.command()
-def check(
-    kind: Annotated[Literal["advantage", "policy_loss"], typer.Argument(metavar="KIND", help="What it computes.")],
-    function: Annotated[str, typer.Argument(metavar="module:function", help="Where it is.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Arguments that it takes by keyword.")
-    ] = None,
-) -> None:
-    """Check an advantage or policy loss of your own.
-
-    \b
-    slipstream check policy_loss my_module:my_loss beta=0.1
-
-    Runs the checks that the built-in functions pass; docs/algorithms.md describes its arguments and result.
-
-    Exit codes: 0, 1 when a required property does not hold, 2 for a function that cannot be loaded.
-    """
-    from slipstream.scripts.check_algorithm import print_findings
-
-    print_findings(kind, function, arguments or [])
-
-
-@app.command()
-def plot(run: RunWords = None) -> None:
-    """Draw the curves of a run into its folder, as curve.png."""
-    from slipstream.observe.plot import plot_run
-    from slipstream.runtime.run_folder import find_run
-
-    print(plot_run(find_run(run or [], command="plot")))
-
-
-@app.command()
+@app.command(rich_help_panel="Models")
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint, model, adapter, or folder of shards.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder to be made.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New folder.")],
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file.")] = "5GB",
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="By default that of most weights.")] = None,
-    base: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Model of an adapter or of shards.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Default: that of most weights.")] = None,
+    base: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Base model of an adapter, or config for shards.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a model in transformers format.
 
     slipstream convert runs/mine/checkpoints/step-00000050 models/mine --dtype bfloat16
 
-    docs/weights.md lists what is read: also adapters, verl's FSDP shards and ZeRO checkpoints.
+    Also reads adapters, verl's FSDP shards, and ZeRO checkpoints: see docs/weights.md.
     """
     from slipstream.launch.convert import convert as write_model
 
     print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
 
 
-app.command(**WITH_OVERRIDES)(diagnose)
+# --- machines --------------------------------------------------------------------------------------------------------
+@app.command(**WITH_OVERRIDES, rich_help_panel="Machines")
+def plan(
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="Number of GPUs (default: those of this machine).")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(help="Memory per GPU.")] = None,
+    host_gib: Annotated[float | None, typer.Option(help="Main memory.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Estimate the memory of a run, by process and cause.
+
+    Reads the model's config.json, but no weights. Exit codes: 0, 1 if it does not fit, 2 for invalid settings.
+    """
+    from slipstream.launch.plan import show_plan
+
+    show_plan(overrides or [], gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, is_json=json)
 
 
-@app.command(context_settings=_FORWARDED)
+@app.command(**WITH_OVERRIDES, rich_help_panel="Machines")
+def diagnose(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[cluster] [RUN] [KEY=VALUE...]",
+            help="Name or folder of a run (default: the newest); or settings.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/diagnose.md has its keys.")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets."),
+    ] = None,
+) -> None:
+    """Check installation, machine, run inputs, and the last run.
+
+    \b
+    slipstream diagnose                                            with the settings of the newest run
+    slipstream diagnose experiment=gsm8k_1gpu                      with the settings of a new run
+    slipstream diagnose --bundle report.tar.gz                     collect everything for a bug report
+    slipstream diagnose cluster broker.address=tcp://HOST:PORT     a machine that will join that broker
+    slipstream diagnose cluster cluster.interface=10.0.0.0/8       the same without a broker
+
+    Each check has a verdict (ok, warn, fail, skipped) and a remedy. Changes nothing.
+
+    Exit codes: 0, 1 if a check failed, 2 for invalid settings.
+    """
+    from slipstream.launch.diagnose.diagnosis import diagnose as diagnose_all
+
+    diagnose_all(words or [], is_json=json, bundle=bundle)
+
+
+@app.command(context_settings=_FORWARDED, rich_help_panel="Machines")
 def launch(ctx: typer.Context) -> None:
-    """Start a run by Slurm or on Kubernetes, or print what would."""
+    """Start a run on Slurm or Kubernetes, or print the job."""
     from slipstream.cluster.recipe_commands import app as recipes_app
 
     run_app(recipes_app, ctx.args, program=ctx.command_path)
@@ -390,6 +442,6 @@ def launch(ctx: typer.Context) -> None:
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
 def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
     """Parse the command line and dispatch."""
-    # As `python -m` does for the roles: a reward function may be in the current folder.
+    # Like `python -m` for the roles, because a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
     run_app(app, with_command(app, sys.argv[1:] if arguments is None else arguments), program=program)

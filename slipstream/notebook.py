@@ -1,8 +1,7 @@
-"""Slipstream from Python: start a run, train step by step, and read what a run recorded.
+"""Slipstream from Python: start runs and read their records.
 
-Runs as child processes: a notebook shares neither memory, nor signals, nor random state with them.
-
-Their roles are processes of their own, too, and import functions of the notebook from files.
+Runs are child processes, so that a notebook shares neither memory, nor signals, nor random state with them. Their roles
+are separate processes and import notebook functions from files.
 """
 
 import hashlib
@@ -37,16 +36,16 @@ _SETTINGS = {
     "advantage": ("algorithm/advantage=custom", "algorithm.advantage.function={path}"),
     "agent": ("generators/agent=custom", "generators.agent.function={path}"),
 }
-"""Own function -> the overrides that choose it."""
+"""Kind of user function -> overrides that select it."""
 _STOP_TIMEOUT_S = 60.0
 """Time for a run to drain its roles after an interrupt."""
 
 
 def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Mapping[str, Function | None]) -> Path:
-    """Run an experiment to its end, printing what it prints; return its folder.
+    """Run an experiment to its end, printing its output; return its folder.
 
-    An interrupt (the stop button of a notebook) ends the run as Ctrl-C does. Raises ConfigError for settings that are
-    not valid, RuntimeError when the run fails.
+    An interrupt (the stop button of a notebook) ends the run like Ctrl-C. Raises ConfigError for invalid settings,
+    RuntimeError if the run fails.
     """
     chosen = list(overrides)
     for kind, function in functions.items():
@@ -65,7 +64,7 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
     last = ""
     try:
         assert child.stdout is not None
-        # Needs no deadline: every wait of the run has one.
+        # No deadline: every wait of the run has its own.
         for line in child.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
@@ -78,15 +77,15 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
             child.kill()
         raise
     if code:
-        raise RuntimeError(f"run {name!r} must end well, got exit code {code}: {last}")
+        raise RuntimeError(f"run {name!r} must succeed, got exit code {code}: {last}")
     return runs_dir / name
 
 
 def path_of(function: Function, *, folder: Path) -> str:
-    """Return the path by which a role finds a function.
+    """Return the import path of a function for roles.
 
-    A function of the notebook or script itself is written into `folder`, from its source alone: it must import what it
-    needs in its body. Raises ConfigError for one without a source or a name.
+    The source of a function defined in the notebook or script is written into `folder`, so it must import its
+    dependencies in its body. Raises ConfigError for a function without source or name.
     """
     if isinstance(function, str):
         return function
@@ -101,7 +100,7 @@ def path_of(function: Function, *, folder: Path) -> str:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise ConfigError(
-            f"the source of {name} must be known to hand it to the roles, but Python has none: put it into a file, and "
+            f"the source of {name} must be available for the roles, but Python cannot find it: put it into a file and "
             f"name it as FILE.py:{name}."
         ) from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
@@ -112,13 +111,13 @@ def path_of(function: Function, *, folder: Path) -> str:
 
 
 class Run:
-    """A run by its folder. Everything is read when it is asked for, and nothing is changed.
+    """Read-only access to a run by its folder. Data is read on access.
 
     Example: run = load_run("runs/mine"); run.trajectories(min_reward=1.0, sort_by="num_tokens").to_pandas()
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError when the folder is that of no run."""
+        """Raises ConfigError if the folder does not contain a run."""
         self.folder = Path(folder)
         self.config: RunConfig = read_config(self.folder)
         """All its settings."""
@@ -132,45 +131,51 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Folder of the final model, which is there when the run is over."""
+        """Folder of the final model, which exists once the run has finished."""
         return self.folder / "final_model"
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Results of a run that is over; docs/metrics.md lists them. Raises ConfigError for one that is not."""
+        """Results of a finished run; docs/metrics.md lists them. Raises ConfigError if the run has not finished."""
         path = self.folder / "summary.json"
         if not path.is_file():
-            raise ConfigError(f"run {self.name!r} must be over to have a summary: {path} is not there.")
+            raise ConfigError(f"run {self.name!r} must have finished to have a summary: {path} does not exist.")
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
     def metrics(self) -> pa.Table:
-        """Return the metrics, a row per step so far; `.to_pandas()` where pandas is installed."""
+        """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""
         rows = read_rows(self.folder / "metrics.jsonl")
-        # A metric may come later than the first step, or be of a kind that Arrow has no column for.
+        # A metric may first appear in a later step, or have a type without an Arrow column.
         names = dict.fromkeys(name for row in rows for name in row)
         plain = {name: [row.get(name) for row in rows] for name in names}
-        return pa.table({name: pa.array(values) for name, values in plain.items() if _is_plain(values)})
+        return pa.table(
+            {
+                name: pa.array(values)
+                for name, values in plain.items()
+                if all(value is None or isinstance(value, int | float | str) for value in values)
+            }
+        )
 
     def catalog(self) -> AbstractContextManager[Catalog]:
-        """Open the catalog of its trajectories, for several questions: docs/trajectories.md."""
+        """Open the trajectory catalog for several queries: docs/trajectories.md."""
         return open_catalog(str(self.folder))
 
     def trajectories(self, *, sort_by: str = "", is_descending: bool = False, **conditions: Any) -> pa.Table:
-        """Return a row per trajectory that meets the conditions, those of TrajectoryFilter, without its tokens.
+        """Return one row per trajectory that matches the conditions, fields of TrajectoryFilter, without tokens.
 
-        Raises ConfigError for a condition or column that does not exist.
+        Raises ConfigError for an unknown condition or column.
         """
         with self.catalog() as catalog:
             return catalog.select(CatalogQuery(_filter(conditions), sort_by, is_descending))
 
     def stored(self, **conditions: Any) -> Iterator[StoredTrajectory]:
-        """Yield the trajectories that meet the conditions, with all their tokens, a few at a time in memory."""
+        """Yield the trajectories that match the conditions, with tokens, a few at a time in memory."""
         with self.catalog() as catalog:
             yield from catalog.stored(CatalogQuery(_filter(conditions)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group token by token; none if there is no such group."""
+        """Return the members of a group token by token; empty for an unknown group."""
         with self.catalog() as catalog:
             return catalog.group(group_id)
 
@@ -183,10 +188,10 @@ class Run:
         reward: Function | None = None,
         runs_dir: str | Path | None = None,
     ) -> "Run":
-        """Train again on its archived trajectories, in the same batches, with another loss, advantage or reward.
+        """Train again on the archived trajectories, in the same batches, with another loss, advantage, or reward.
 
-        Blocks until the replay has ended. The initial model and the held-out data must still be where they were.
-        Raises ConfigError, and RuntimeError when the replay fails.
+        Blocks until the replay ends. The initial model and the held-out data must still exist at their paths. Raises
+        ConfigError, and RuntimeError if the replay fails.
         """
         archive = self.folder / "archive"
         own = [*replay_overrides(self.config), f"replay.path={archive}", *overrides]
@@ -209,27 +214,16 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
     return TrajectoryFilter(**conditions)
 
 
-def _is_plain(values: list[Any]) -> bool:
-    return all(value is None or isinstance(value, int | float | str) for value in values)
-
-
 # --- its settings as overrides, from which a replay can be made -------------------------------------------------------
 _OF_A_REPLAY = (
-    "name",
-    "runs_dir",
-    "resume",
-    "mode",
-    "replay",
-    "generators.engine",
-    "weights.transport",
-    "buffer.store",
-)
-"""Keys, or records, that a replay has of its own."""
+    "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
+)  # fmt: skip
+"""Settings that a replay does not take over from the run."""
 REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
 
 
 def replay_overrides(config: RunConfig) -> list[str]:
-    """Return the overrides that replay a run with its own settings, on one rank, without its generators."""
+    """Return overrides that replay a run with its settings, on one rank, without generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
     excepted = tuple(f"{key}." for key in _OF_A_REPLAY)
@@ -238,7 +232,7 @@ def replay_overrides(config: RunConfig) -> list[str]:
 
 
 def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
-    """List `key=value` of all that differs; variants first, because their fields depend on them."""
+    """List `key=value` for all differences; variants first, because their fields depend on them."""
     found: list[str] = []
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -268,13 +262,13 @@ def run(
     agent: Function | None = None,
     runs_dir: str | Path = "runs",
 ) -> Run:
-    """Train, as `slipstream run OVERRIDES` does, and return the run. Blocks until it has ended; prints its progress.
+    """Train like `slipstream run OVERRIDES` and return the run. Blocks until the run ends; prints its progress.
 
-    `reward`, `loss`, `advantage`, `agent`: functions of one's own, in the forms of docs/rewards.md, docs/algorithms.md
-    and docs/agents.md: the function itself, or `module:function`, or `FILE.py:function`. One that is defined in the
-    notebook must import what it needs in its body.
+    `reward`, `loss`, `advantage`, `agent`: user functions with the signatures in docs/rewards.md, docs/algorithms.md,
+    and docs/agents.md; given as a function, `module:function`, or `FILE.py:function`. A function defined in the
+    notebook must import its dependencies in its body.
 
-    Raises ConfigError for settings that are not valid, RuntimeError when the run fails.
+    Raises ConfigError for invalid settings, RuntimeError if the run fails.
 
     Example: run("experiment=digits_serial", "learner.max_steps=20", name="first", reward=my_reward).metrics()
     """
@@ -283,7 +277,7 @@ def run(
 
 
 class Trainer:
-    """An experiment that is run several times, each with a few settings of its own.
+    """An experiment to run several times with different settings.
 
     Example: Trainer("experiment=digits_serial", model="models/mine", reward=my_reward).train(name="a", seed=1)
     """
@@ -299,7 +293,7 @@ class Trainer:
         agent: Function | None = None,
         runs_dir: str | Path = "runs",
     ) -> None:
-        """`model` is model.path, `data` the file of data.train; the others as for `run`."""
+        """`model` sets model.path, `data` sets data.train; other arguments as for `run`."""
         files = {"model.path": model, "data.train": data}
         own = [f"{key}={format_value(str(value))}" for key, value in files.items() if value is not None]
         self.overrides = [*overrides, *own]
@@ -308,6 +302,6 @@ class Trainer:
         self._runs_dir = runs_dir
 
     def train(self, *overrides: str, name: str, **settings: Any) -> Run:
-        """Run the experiment, with further overrides or top-level `settings`, such as seed=1. Raises as `run` does."""
+        """Run the experiment with further overrides or top-level `settings`, such as seed=1. Raises as `run`."""
         own = [f"{key}={format_value(value)}" for key, value in settings.items()]
         return run(*self.overrides, *overrides, *own, name=name, runs_dir=self._runs_dir, **self._functions)

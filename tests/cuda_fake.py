@@ -118,7 +118,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 class FakeNccl:
-    """A process group's end: a broadcast runs on a stream of its own, behind that which it was called on.
+    """One member of a process group: a broadcast runs on a separate stream, after the calling stream.
 
     `arriving`: what a receiver gets; a sender's buckets are kept in `sent`. The buffer of a broadcast must not change.
     """

@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces on one bridge, each with mounts of its own."""
+"""Machines for tests: network namespaces on one bridge, each with its own mounts."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.runs import ROOT
 
 
 class Machine(NamedTuple):
-    """A network namespace with one address. Its commands run in a folder of its own."""
+    """A network namespace with one address. Its commands run in a separate folder."""
 
     name: str
     address: str

@@ -1,11 +1,11 @@
-"""Program between a role and whoever starts it: when one of the two ends, nothing that the role started is left.
+"""Keeper: program between a role and its starter. When either ends, no process of the role survives.
 
-Consumes: requests on stdin, `t` (SIGTERM for the role) or `k` (SIGKILL for all); its end is that of the starter.
-Produces: on the descriptor STATUS the lines `started PID` and, once no descendant of the role is left, `ended CODE`;
-whatever it does unasked, as a line in the role's log.
-Invariant: every descendant of the role is a descendant of the keeper, also one in a session of its own.
+Consumes: requests on stdin: `t` (SIGTERM to the role) or `k` (SIGKILL to all); EOF means that the starter is gone.
+Produces: on file descriptor STATUS the line `started PID` and, once no descendant of the role is left, `ended CODE`; a
+line in the role's log for every action that nobody requested.
+Invariant: every descendant of the role is a descendant of the keeper, even in another session.
 
-It imports the standard library alone, and is run by its path: it starts in milliseconds, and stays small.
+It imports only the standard library and runs by path, so that it starts in milliseconds and stays small.
 
 python -I -S keeper.py STATUS GRACE_SECONDS attached|detached COMMAND...
 """
@@ -19,15 +19,15 @@ import time
 from contextlib import suppress
 
 LOG_PREFIX = "keeper: "
-"""Beginning of each line of a keeper in the log of its role."""
+"""Prefix of keeper lines in the role's log."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 5.0
-"""Longest wait for processes to die of SIGKILL: one that hangs in the kernel may not."""
+"""Longest wait after SIGKILL, which does not end a process that hangs in the kernel."""
 _CANNOT_START = 127
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _SIGNAL_EXIT = 128
-"""Exit code after the role's death by a signal, less the signal's number, as shells report it."""
+"""Added to the number of the signal that ended the role, as shells report it."""
 
 
 class Keeper:
@@ -39,7 +39,7 @@ class Keeper:
         self._grace_s = grace_s
         self._kill_at = float("inf")
         self._is_asked_to_end = False
-        # Signals arrive here as bytes, so that none is missed between a look and a wait.
+        # Self-pipe: no signal is missed between a check and a wait.
         self._wakeup, signals = os.pipe()
         for end in (self._wakeup, signals):
             os.set_blocking(end, False)
@@ -49,9 +49,9 @@ class Keeper:
         _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def start(self, command: list[str]) -> None:
-        """Start the role in a session of its own, in which Ctrl-C and the end of a terminal do not reach it."""
+        """Start the role in a new session, out of reach of Ctrl-C and a closing terminal."""
         keeper = os.getpid()
-        # Until the role is another program, it would take a signal for the keeper's.
+        # Before exec, the child would handle signals with the keeper's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._role = os.fork()
         if self._role == 0:
@@ -63,17 +63,17 @@ class Keeper:
         self._report(f"started {self._role}")
 
     def watch(self) -> int:
-        """Block until the role has ended and nothing of it is left; return its exit code, or minus its signal."""
+        """Block until the role and its descendants have ended; return its exit code, or minus its signal."""
         requests = sys.stdin.fileno()
         inputs = [requests, self._wakeup]
         while (code := self._reap()) is None:
             left_s = self._kill_at - time.monotonic()
             if left_s <= 0:
                 self._kill_at = float("inf")
-                _say(f"the role did not end within {self._grace_s:g} s, and is killed")
+                _say(f"the role did not end within {self._grace_s:g} s and is killed")
                 self._kill()
                 continue
-            # No deadline while the starter lives, which decides when a role has to end.
+            # No deadline while the starter lives, because it decides when the role must end.
             ready, _, _ = select.select(inputs, [], [], None if left_s == float("inf") else left_s)
             if self._wakeup in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wakeup, 512)):
                 self._end(because="it was asked to end")
@@ -84,7 +84,7 @@ class Keeper:
         return code
 
     def _obey(self, requests: bytes) -> bool:
-        """Carry out requests; return False at their end."""
+        """Execute requests; return False at EOF."""
         if not requests:
             self._end(because="its starter is gone")
         elif b"k" in requests:
@@ -100,13 +100,13 @@ class Keeper:
         self._ask_to_end()
 
     def _ask_to_end(self) -> None:
-        # Once: a role takes a second signal for a user who insists.
+        # Once, because a role treats a second signal as a demand to exit immediately.
         if not self._is_asked_to_end:
             self._is_asked_to_end = True
             os.kill(self._role, signal.SIGTERM)
 
     def _reap(self) -> int | None:
-        """Reap every child that has ended; return the role's exit code once it is among them."""
+        """Reap all ended children; return the role's exit code once it has ended."""
         code = None
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -115,9 +115,9 @@ class Keeper:
         return code
 
     def _kill(self) -> None:
-        """Kill all descendants, until none is left; reap all but the role."""
+        """Kill descendants until none is left."""
         ends_at = time.monotonic() + _KILL_TIMEOUT_S
-        # One call for the whole group, which a process that forks without end cannot outrun.
+        # One call for the whole group, which a fork bomb cannot outrun.
         with suppress(OSError):
             os.killpg(self._role, signal.SIGKILL)
         killed: dict[int, str] = {}
@@ -134,19 +134,19 @@ class Keeper:
             _say(f"SIGKILL did not end {_list(left)}: they hang in the kernel")
 
     def _report(self, line: str) -> None:
-        # Whoever would read it may be gone.
+        # The reader may be gone.
         with suppress(OSError):
             os.write(self._status, f"{line}\n".encode())
 
 
 def _become(command: list[str], *, keeper: int) -> None:
-    """Replace this process, a child of the keeper, by the role."""
+    """Replace this process, a child of the keeper, with the role."""
     os.setsid()
-    # The second line of defence: the role hears of the keeper's own death, by SIGKILL too.
+    # Fallback: the kernel signals the role if the keeper dies, even by SIGKILL.
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != keeper:
         return
-    # Python ignores the first two, and the role would inherit that.
+    # Python ignores SIGPIPE and SIGXFSZ, and the role would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -158,13 +158,13 @@ def _become(command: list[str], *, keeper: int) -> None:
 
 
 def _descendants(root: int) -> dict[int, str]:
-    """Processes below `root` that have not ended, with their names; empty on systems other than Linux."""
+    """Return pid -> name of live processes below `root`; empty on systems other than Linux."""
     children: dict[int, list[tuple[int, str, bytes]]] = {}
     for entry in os.scandir("/proc") if sys.platform == "linux" else ():
         if entry.name.isdigit():
-            # pathlib takes longer to load than all of this.
+            # Importing pathlib would take longer than this scan.
             with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as file:  # noqa: PTH123
-                # PID (NAME) STATE PPID ...; the name may hold anything.
+                # PID (NAME) STATE PPID ...; the name may contain any character.
                 head, _, tail = file.read().rpartition(b")")
                 state, parent, *_ = tail.split(maxsplit=2)
                 name = head.partition(b"(")[2].decode(errors="replace")
@@ -189,14 +189,14 @@ def _list(processes: dict[int, str]) -> str:
 
 
 def _say(sentence: str) -> None:
-    # A full disk, or a log whose reader is gone, must not end the keeper.
+    # A full disk or a closed pipe must not end the keeper.
     with suppress(OSError):
         os.write(2, f"{LOG_PREFIX}{sentence}\n".encode())
 
 
 def main(status: int, grace_s: float, attachment: str, command: list[str]) -> None:
-    """Keep the role `command`; exits with its code, or 128 + the number of the signal that ended it."""
-    # Ray kills the children of a worker that ends, before they can put anything in order: a keeper must be none.
+    """Keep the role `command`; exit with its code, or 128 + the number of the signal that ended it."""
+    # Ray kills the children of an ending worker before they can clean up, so the keeper must not be a child.
     if attachment == "detached" and os.fork():
         os._exit(0)
     keeper = Keeper(status, grace_s=grace_s)

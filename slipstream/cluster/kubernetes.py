@@ -1,6 +1,6 @@
-"""Manifests of Kubernetes: a JobSet of roles as containers, or a RayJob of KubeRay whose machines Ray gives to roles.
+"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles on machines.
 
-Both are data, dumped as YAML. The run's token comes from a Secret that is named, and not contained.
+Both are plain data, dumped as YAML. They refer to the Secret with the run's token and do not contain it.
 """
 
 import re
@@ -18,24 +18,24 @@ Kind = Literal["rayjob", "jobset"]
 Manifest = dict[str, Any]
 
 ANY_INTERFACE = "0.0.0.0/0"
-"""`cluster.interface` of a pod, which has one address beside its loopback one."""
+"""`cluster.interface` of a pod, which has only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""Length of a name to which JobSet and KubeRay add theirs, within the 63 characters of a label."""
+"""Longest name: JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
 _USER = 1000
 _WORKSPACE = "/workspace"
-"""Working directory of every container, in which data, models and runs are."""
+"""Working directory of every container, with data, models, and runs."""
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Restarts of a container, with growing delays, before its pod is given up; and of all pods, before the run is."""
+"""Restarts of a container, with growing delays, before its pod fails; also of all pods before the run fails."""
 _START_S = 600
-"""Longest start of a broker: its store, and the data of a run."""
+"""Limit of a broker's start, which loads the store and the run's data."""
 _KEPT_S = 3600
-"""Time for which a finished job can be looked at."""
+"""Time before a finished job is deleted."""
 _SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INSTANCE = "app.kubernetes.io/instance"
-"""Label of all that belongs to a run. KubeRay's services select pods by others, which are KubeRay's own."""
+"""Label of all objects of a run. KubeRay services select pods by KubeRay's own labels."""
 
 
 def secret_name(recipe: Recipe) -> str:
@@ -44,12 +44,12 @@ def secret_name(recipe: Recipe) -> str:
 
 
 def object_name(recipe: Recipe) -> str:
-    """Return the run's name as Kubernetes allows it. Raises ConfigError."""
+    """Return the run's name as a valid Kubernetes name. Raises ConfigError."""
     name = re.sub(r"[^a-z0-9-]", "-", recipe.run.name.lower()).strip("-")
     if not re.match("[a-z]", name) or len(name) > _MAX_NAME:
         raise ConfigError(
             f"name must begin with a letter and have <= {_MAX_NAME} characters, got {recipe.run.name!r}: Kubernetes "
-            "makes names of hosts of it; choose another with name=..."
+            "derives host names from it; choose another with name=..."
         )
     return name
 
@@ -61,7 +61,7 @@ def secret(recipe: Recipe, token: str) -> Manifest:
 
 
 def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_version: str = "") -> Manifest:
-    """Return the manifest of a run. Every pod has the files of the PersistentVolumeClaim `claim`, or none of its own.
+    """Return the manifest of a run. Every pod mounts the PersistentVolumeClaim `claim`, or an empty volume without one.
 
     Raises ConfigError.
     """
@@ -70,7 +70,7 @@ def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_v
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what occurs twice twice: nobody reads a manifest with anchors."""
+    """Dumper without anchors: repeated values are written in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -86,7 +86,7 @@ def _metadata(recipe: Recipe, name: str) -> Manifest:
 
 
 class _Pods:
-    """Pods and containers of a run: what all of them have in common."""
+    """Builds the pods and containers of a run from their common parts."""
 
     def __init__(self, recipe: Recipe, *, image: str, claim: str | None) -> None:
         self._image = image
@@ -108,12 +108,12 @@ class _Pods:
         variables: Mapping[str, str] | None = None,
         has_token: bool = False,
     ) -> Manifest:
-        """Return a container; without a command KubeRay gives it one."""
+        """Return a container; KubeRay adds a missing command."""
         amounts = {"cpu": str(cpus)} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         given = {"HOME": _WORKSPACE} | dict(variables or {})
         variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
         container: Manifest = {"name": name, "image": self._image, "workingDir": _WORKSPACE}
-        # Kubernetes would take $(NAME) for one of its variables.
+        # Escape $(NAME), which Kubernetes would expand.
         container |= {"command": [word.replace("$(", "$$(") for word in command]} if command else {}
         return container | {
             "env": [*variables_of_it, *([self._token] if has_token else [])],
@@ -124,7 +124,7 @@ class _Pods:
         }
 
     def pod(self, container: Manifest, **more: Any) -> Manifest:
-        """Return a pod template; `more` are further fields of its spec."""
+        """Return a pod template; `more`: further spec fields."""
         workspace = {"persistentVolumeClaim": {"claimName": self._claim}} if self._claim else {"emptyDir": {}}
         memory = {"emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
         spec = {
@@ -144,7 +144,7 @@ class _Pods:
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store and the first ranks, one for the ranks of each further machine, one per generator."""
+    """One pod for broker, store, and the first ranks, one per further machine of ranks, and one per generator."""
     name, machines = object_name(recipe), recipe.run.cluster.core.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
     jobs += [_job("ranks", machines - 1, _ranks_pod(recipe, pods))] if machines > 1 else []
@@ -179,7 +179,7 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     core, ports = recipe.run.cluster.core, recipe.run.cluster.port_range
     broker = pods.container("broker", _role("broker", recipe), cpus=1, ports={"broker": ports[0]}, has_token=True)
     listens = {"tcpSocket": {"port": "broker"}}
-    # A sidecar: it starts before the learner, is restarted alone, and ends with it.
+    # A sidecar starts before the learner, restarts independently, and ends with it.
     broker |= {
         "restartPolicy": "Always",
         "startupProbe": listens | {"periodSeconds": 2, "failureThreshold": _START_S // 2},
@@ -189,7 +189,7 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     learner = pods.container(
         "learner",
         _role("learner", recipe),
-        # One is the broker's.
+        # The broker uses one.
         cpus=max(1, recipe.core_cpus - 1),
         gpus=core.gpus,
         ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),
@@ -229,7 +229,7 @@ def _role(role: str, recipe: Recipe) -> list[str]:
 
 def _ranks_variables(recipe: Recipe) -> dict[str, str]:
     machines, ranks = recipe.run.cluster.core.machines, recipe.run.learner.num_ranks
-    # A process in a container sees all cores of its node.
+    # Without a limit, a process in a container uses all cores of its node.
     threads = {"OMP_NUM_THREADS": str(max(1, recipe.core_cpus * machines // ranks))}
     meeting = {"MASTER_ADDR": _core_host(recipe), "MASTER_PORT": str(recipe.run.cluster.port_range[-1])}
     return threads | (meeting if machines > 1 else {})
@@ -241,7 +241,7 @@ def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
-    """A Ray cluster whose head is the run's core, and the job that starts the run there."""
+    """A Ray cluster with the run's core on its head, and the job that starts the run there."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -254,7 +254,7 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
             "submitterPodTemplate": pods.pod(pods.container("ray-job-submitter", cpus=1), restartPolicy="Never"),
             "rayClusterSpec": {
                 "rayVersion": ray_version,
-                # KubeRay makes Ray's own token, which every pod gets, in a Secret of its own.
+                # KubeRay creates Ray's own token in a separate Secret and gives it to every pod.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
                 "autoscalerOptions": {"securityContext": _SECURITY},
@@ -269,12 +269,12 @@ def _head(recipe: Recipe, pods: _Pods) -> Manifest:
     cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
     own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
     head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
-    # Behind Ray's token; the job is submitted there.
+    # The job is submitted to the dashboard, which Ray's token protects.
     return {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)}
 
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
-    """One group for the ranks of further machines, one for generators; each pod is what one of them needs."""
+    """One group for ranks on further machines and one for generators, with one pod each."""
     cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
     ranks = pods.container("ray-worker", cpus=recipe.core_cpus, gpus=cluster.core.gpus)
     lends = {"weights": cluster.port_range[0]}

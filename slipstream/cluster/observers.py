@@ -1,7 +1,7 @@
-"""Observers: processes beside the roles that pass on how a run goes, to loggers and to Prometheus.
+"""Observers: processes that send a run's metrics to loggers and Prometheus.
 
-Each reads the run's store, or its `metrics.jsonl`, by itself. No role sends them anything or waits for them, and their
-failures are messages to the user: they end no run.
+Each reads the run's store or `metrics.jsonl`. No role sends them data or waits for them, and their failures never end
+the run: they only print messages.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
 
 LOGGERS = ("trackio", "wandb", "tensorboard")
-"""Loggers in the box, each by the name of its package."""
+"""Built-in loggers, named after their packages."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 
 
 def check_observers(run: RunConfig) -> None:
-    """Look for what the observers of a run need, before anything starts. Raises ConfigError."""
+    """Check the requirements of a run's observers before anything starts. Raises ConfigError."""
     check_loggers(run)
     exporter = run.exporter
     if exporter.port is not None:
@@ -41,7 +41,7 @@ def check_observers(run: RunConfig) -> None:
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Look for the packages of the run's loggers, and import those of the user. Raises ConfigError."""
+    """Check that built-in loggers are installed and import user loggers. Raises ConfigError."""
     for name in run.loggers:
         if ":" in name:
             _check_own(name, run)
@@ -58,7 +58,7 @@ def _check_own(name: str, run: RunConfig) -> None:
     try:
         found = find_function(name, setting="loggers")
     except ConfigError as error:
-        # It names the key of a record with a function.
+        # `find_function` assumes a record with a `function` field.
         raise ConfigError(str(error).replace("loggers.function", "loggers")) from None
     if not callable(getattr(found, "log", None)):
         raise ConfigError(f"loggers must name classes with a method log(step, metrics), got {name!r}, which has none.")
@@ -70,12 +70,12 @@ def _check_own(name: str, run: RunConfig) -> None:
 
 
 def role_of(logger: str) -> str:
-    """Return the name of the role, and of the log file, of a logger: `logger-wandb`."""
+    """Return the role name of a logger, also used for its log file: `logger-wandb`."""
     return f"logger-{re.sub('[^A-Za-z0-9_.-]+', '-', logger)[-64:]}"
 
 
 class Observers:
-    """Life: start -> poll* -> stop. `poll` and `stop` return sentences for the user."""
+    """Runs the observer processes. Life: start -> poll* -> stop; `poll` and `stop` return messages for the user."""
 
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
@@ -95,18 +95,18 @@ class Observers:
             process.start()
 
     def poll(self) -> list[str]:
-        """Restart what died, and give up what keeps dying."""
+        """Restart dead processes, and give up on those that keep dying."""
         sentences = []
         for process in list(self._processes):
             try:
                 sentences += process.poll()
             except (RoleDiedError, OSError) as error:
                 del self._processes[process]
-                sentences.append(f"{error}; the run goes on without {process.name}")
+                sentences.append(f"{error}; the run continues without {process.name}")
         return sentences
 
     def stop(self) -> list[str]:
-        """Have them take in the last rows, and end; kill those that do not within their time."""
+        """Let the processes handle the last rows and end; kill those that exceed their timeout."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()
@@ -114,13 +114,13 @@ class Observers:
         for process, timeout_s in self._processes.items():
             process.stop(ends_at=began_at + timeout_s)
             if not process.has_finished:
-                unfinished.append(f"{process.name} was ended before it had passed on everything: see its log")
+                unfinished.append(f"{process.name} was stopped before it had delivered everything: see its log")
         return unfinished
 
 
 @contextmanager
 def observed(run: RunConfig, *, logs: Path) -> Iterator[Observers]:
-    """Run the observers of a run beside the block."""
+    """Run the observers of a run during the block."""
     observers = Observers(run, logs=logs)
     try:
         observers.start()

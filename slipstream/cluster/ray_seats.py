@@ -1,9 +1,9 @@
-"""Ray seats: roles on machines that Ray chooses, starts and watches. The one door to Ray.
+"""Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Ray places and carries nothing: messages, trajectories, weights and settings travel as they do without it. Each
-generator is a placement group of its own, so that Ray's autoscaler sees every one that is missing, and one that is lost
-or let go takes no other with it; the machines of the learner are one group, had as a whole or not at all. On each sits
-an actor with a role's keeper, whose pipe it holds: whatever ends the actor, ends the role.
+Ray only places roles; messages, trajectories, weights, and settings travel as without Ray. Each generator has its own
+placement group, so that Ray's autoscaler sees every missing one and losing one does not affect others. The learner's
+machines form one group, reserved as a whole. On each machine an actor holds the pipe of the role's keeper, so that the
+role ends when the actor does.
 """
 
 import logging
@@ -32,10 +32,10 @@ from slipstream.configs.cluster import ClusterConfig, SeatConfig
 
 _POLL_EVERY_S = 0.1
 _OLDEST = (2, 52)
-"""First version of Ray with tokens."""
+"""First version of Ray with token authentication."""
 _MAX_LOOK_BYTES = 2**20
 _MAX_LOG_BYTES = 8 * 2**20
-"""Size at which a seat's own copy of a log, all of it handed on, begins anew."""
+"""Size at which a seat's local log, once fully read, is truncated."""
 _MAX_ERROR_LENGTH = 400
 _MACHINES_SHOWN = 8
 _NODE_LABEL = "ray.io/node-id"
@@ -45,24 +45,24 @@ import sys
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 """
-"""Program that succeeds where Ray's head answers whoever asks."""
+"""Program that succeeds if Ray's head answers without a token."""
 
 
 # --- on the machine of a role ----------------------------------------------------------------------------------------
 class Host:
-    """Actor on the machine of a seat: holds the keeper of its role and hands the role's log on.
+    """Actor on a seat's machine: holds the keeper of the role and forwards the role's log.
 
-    It ends, and with it the role, when Ray's process on its machine does, and when its launcher is silent for too long.
+    It ends, together with the role, when Ray's local process ends or the launcher is silent for too long.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory` is the launcher's working directory, that of the role too where it exists here."""
+        """`directory`: the launcher's working directory, also used by the role if it exists here."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # Ray's own variables hold its token, which is none of the role's business, nor of what it starts.
+        # Ray's variables contain its token, which the role and its children must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -70,7 +70,7 @@ class Host:
         threading.Thread(target=self._watch, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray has given to this actor."""
+        """Return the GPUs assigned to this actor."""
         return [str(each) for each in ray.get_gpu_ids()]
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
@@ -78,19 +78,19 @@ class Host:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus())}
         root = str(Path(slipstream.__file__).parents[1])
         if Path(root).name != "site-packages":
-            # A checkout, which this process has found by the launcher's search path.
+            # Running from a checkout: pass on its import path.
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._seat.start(arguments, variables={**variables, **own})
         assert self._seat.pid is not None
         return self._seat.pid, ray.util.get_node_ip_address()
 
     def look(self, since: int) -> tuple[int | None, bytes]:
-        """Return the role's exit code, once all of its log is returned, and a part of the log from byte `since` on."""
+        """Return (exit code or None, next part of the log from byte `since`); the code comes after the last part."""
         self._looked_at = time.monotonic()
         code = self._seat.poll()
         size = self._log.stat().st_size
         if since - self._num_dropped == size > _MAX_LOG_BYTES:
-            # The role goes on writing to the same file, wherever its end is.
+            # The role appends to the same file, so truncation is safe.
             os.truncate(self._log, 0)
             self._num_dropped += size
         with self._log.open("rb") as log:
@@ -102,7 +102,7 @@ class Host:
         self._seat.terminate()
 
     def kill(self) -> None:
-        """Kill the role and all that it started."""
+        """Kill the role and all of its descendants."""
         self._seat.stop(ends_at=0.0)
 
     def close(self) -> bool:
@@ -112,16 +112,16 @@ class Host:
     def _watch(self, raylet: int) -> None:
         while os.getppid() == raylet and time.monotonic() - self._looked_at < UNWATCHED_S:
             time.sleep(1.0)
-        # The keeper reads the end of its pipe, asks the role to end, and kills what is left of it.
+        # The keeper sees EOF on its pipe, asks the role to end, and kills the rest.
         os._exit(1)
 
 
 # --- on the machine of the launcher ----------------------------------------------------------------------------------
 class RayCluster:
-    """The cluster to which this process is connected. Fulfils Cluster."""
+    """The connected Ray cluster. Implements Cluster."""
 
     _bundle = 0
-    """Bundle of a group in which hosts are started."""
+    """Index of the group's bundle that hosts run in."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -139,7 +139,7 @@ class RayCluster:
         return bool(ray.wait([group[1]], timeout=0)[0])
 
     def release(self, group: Any) -> None:
-        # Without a head nobody keeps a group.
+        # If the head is gone, so is the group.
         with suppress(RayError, ConnectionError):
             remove_placement_group(group[0])
 
@@ -172,7 +172,7 @@ class RayCluster:
 
 
 class RayBundle(RayCluster):
-    """One bundle of a group that the run keeps to its end. Fulfils Cluster."""
+    """One bundle of a group that the run keeps until its end. Implements Cluster."""
 
     def __init__(self, run: str, group: Any, bundle: int) -> None:
         super().__init__(run)
@@ -180,11 +180,11 @@ class RayBundle(RayCluster):
         self._bundle = bundle
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
-        # Ray itself places a bundle again whose machine is lost, and the group is ready once it has.
+        # Ray replaces a bundle whose machine is lost, and the group then becomes ready again.
         return self._group, self._group.ready()
 
     def release(self, group: Any) -> None:
-        """Do nothing: the run keeps the group."""
+        """No-op: the run keeps the group."""
 
 
 def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
@@ -197,17 +197,17 @@ def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
 
 
 class RayPlaces:
-    """Places of a run in a Ray cluster: the core's, the first of them here, and those of generators. Fulfils Places."""
+    """Places of a run in a Ray cluster: the core, starting with this machine, and generators. Implements Places."""
 
     def __init__(self, config: ClusterConfig, *, run: str) -> None:
-        """Blocks until Ray has reserved the core. Raises ConfigError when it does not within `place_timeout_s`."""
+        """Block until Ray has reserved the core. Raises ConfigError after `place_timeout_s`."""
         self._config = config
         self._run = run
         self._cluster = RayCluster(run)
         core = config.core
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
-        # Kept for as long as the run: Ray gives the same to nobody else.
+        # Kept for the whole run, so that Ray does not assign it elsewhere.
         others = core.machines - 1
         self._group = self._cluster.request("core", [bundle] * core.machines, labels=[here, *[{}] * others])
         ends_at = time.monotonic() + config.place_timeout_s
@@ -227,7 +227,7 @@ class RayPlaces:
         return self._gpus
 
     def _ask_gpus(self) -> list[str]:
-        # The group's, and known in it alone.
+        # Ray reveals GPU ids only to an actor in the group.
         host = self._cluster.host("core", self._group, gpus=self._config.core.gpus)
         gpus: list[str] = ray.get(host.gpus.remote(), timeout=UNWATCHED_S)
         self._cluster.end(host)
@@ -239,7 +239,7 @@ class RayPlaces:
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
         config, core = self._config, self._config.core
-        # One log: a part tells its reason where the launcher looks for the role's.
+        # All parts share one log, where the launcher looks for the role's error.
         others = [
             RemoteSeat(
                 f"learner on machine {number}",
@@ -263,7 +263,7 @@ def join_cluster(config: ClusterConfig, *, run: str) -> Iterator[RayPlaces]:
         ray.init(address=config.address, namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"cluster.address must be that of a Ray cluster to which this machine belongs, got {config.address}: "
+            f"cluster.address must be a Ray cluster that includes this machine, got {config.address}: "
             f"{' '.join(str(error).split())[:_MAX_ERROR_LENGTH]}: start one with `ray start`, or join it."
         ) from error
     try:
@@ -281,19 +281,19 @@ def _check_version(version: str) -> None:
 
 
 def _check_access(address: str) -> None:
-    """Refuse a cluster that takes orders from whoever reaches it: they would run as the user of this run."""
-    # Anywhere else, another loopback address included, Ray listens at all interfaces.
+    """Reject a cluster without authentication: anyone who reaches it could run code as this user."""
+    # With any other address, even another loopback one, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or _answers_strangers(address):
         raise ConfigError(
-            f"Ray's head at {address} must ask for a token, and answers whoever reaches it: start every machine of the "
+            f"Ray's head at {address} must require a token, but answers without one: start every machine of the "
             "cluster, and this run, with RAY_AUTH_MODE=token."
         )
 
 
 def _answers_strangers(address: str) -> bool:
-    """Return whether Ray's head answers a process that has no token."""
+    """Whether Ray's head answers a process without a token."""
     command = [sys.executable, "-c", _PROBE, address]
     stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     stranger["RAY_AUTH_MODE"] = "disabled"

@@ -1,4 +1,4 @@
-"""Recipe: what any manifest of a run is made from: its settings, and what its roles are told."""
+"""Recipe: the settings of a run and the overrides of its roles, from which launch manifests are built."""
 
 from math import ceil
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from slipstream.configs.run import RunConfig
 
 
 class Recipe(NamedTuple):
-    """A run to be started by somebody else.
+    """A run to be started by Slurm or Kubernetes.
 
     Example: Recipe(load([...]), ["experiment=gsm8k_8gpu", "name=mine", "resume=auto"], ["experiment=gsm8k_8gpu",
         "name=mine"])
@@ -17,25 +17,25 @@ class Recipe(NamedTuple):
 
     run: RunConfig
     settings: list[str]
-    """Overrides of broker and learner, with its name, and such that it goes on where it was."""
+    """Overrides of broker and learner, including name and resume."""
     own: list[str]
-    """Overrides of generators; the address of the broker is missing."""
+    """Overrides of generators, without the broker's address."""
 
     @property
     def core_cpus(self) -> int:
-        """Whole cores of each machine of the learner."""
+        """Whole cores per learner machine."""
         return ceil(self.run.cluster.core.cpus)
 
     @property
     def generator_cpus(self) -> int:
-        """Whole cores of a generator."""
+        """Whole cores per generator."""
         return ceil(self.run.cluster.generator.cpus)
 
 
 def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Recipe:
-    """Resolve the settings of a run whose roles are placed by Ray (`kind=ray`), or told where they are (`local`).
+    """Resolve the settings of a run. `kind`: roles are placed by Ray (`ray`) or by the manifest (`local`).
 
-    `interface` is that of a run that names none. Raises ConfigError.
+    `interface`: default of cluster.interface. Raises ConfigError.
     """
     settings = [text for text in overrides if _key(text) != "cluster.kind"]
     run = load(settings)
@@ -46,7 +46,7 @@ def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Reci
     settings = [text for text in settings if _key(text) != "name"] + [f"name={run.name}"]
     if not any(_key(text) == "resume" for text in settings):
         settings.append("resume=auto")
-    # Whoever starts the roles reserves what Ray would.
+    # Load with kind=ray, because the manifest reserves the same resources as Ray.
     run = load([*settings, "cluster.kind=ray"])
     own = [*own_settings(settings), f"name={run.name}"]
     return Recipe(run, [*settings, "cluster.kind=ray"] if kind == "ray" else settings, own)

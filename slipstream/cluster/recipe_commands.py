@@ -18,7 +18,7 @@ from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides
 _SUBMIT_TIMEOUT_S = 120.0
 
 app = make_app("Start a run by Slurm or on Kubernetes; docs/cluster.md describes both.")
-Print = Annotated[bool, typer.Option("--print", help="Print what would be submitted, and submit nothing.")]
+Print = Annotated[bool, typer.Option("--print", help="Print the job instead of submitting it.")]
 
 
 @app.command(**WITH_OVERRIDES)
@@ -36,7 +36,7 @@ def slurm(
     slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch=--partition=gpu --sbatch=--time=24:00:00
     slipstream launch slurm cluster.interface=10.0.0.0/8 generators.count=8 cluster.generator.gpus=1 --print
 
-    Exit codes: 0, 1 when sbatch refuses the job, 2 for settings that are not valid, or without sbatch.
+    Exit codes: 0, 1 if sbatch rejects the job, 2 for invalid settings or without sbatch.
     """
     script = sbatch_script(read_recipe(overrides or [], kind="local"), python=python, options=option or ())
     if print_only:
@@ -61,7 +61,7 @@ def kubernetes(
     slipstream launch kubernetes --image registry/slipstream:gpu --claim shared experiment=gsm8k_8gpu name=mine
     slipstream launch kubernetes --image registry/slipstream:gpu --kind jobset --print name=mine
 
-    Exit codes: 0, 1 when kubectl refuses the manifest, 2 for settings that are not valid, or without kubectl.
+    Exit codes: 0, 1 if kubectl rejects the manifest, 2 for invalid settings or without kubectl.
     """
     recipe = read_recipe(overrides or [], kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
     if claim is None and recipe.run.storage_uri is None:
@@ -89,24 +89,26 @@ def _ray_version() -> str:
         return metadata.version("ray")
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            "launch kubernetes --kind rayjob needs Ray, whose version must be that of the image, and finds none: "
+            "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
             "`pip install 'slipstream[ray]'`, or choose --kind jobset."
         ) from None
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Run a program with a document on its input, so that none of it is in its command line; return what it prints.
+    """Run a program with a document on stdin, which keeps it out of the command line; return stdout.
 
     Raises ConfigError without the program; exits with 1 if it fails.
     """
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} must be there to start the run, and is not: run this {where}, or add --print.")
+        raise ConfigError(
+            f"{command[0]} must be installed to start the run, but is not: run this {where}, or add --print."
+        )
     try:
         done = subprocess.run(
             command, input=document, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        exit_with_error(f"{command[0]} must answer within {_SUBMIT_TIMEOUT_S:g} s, and did not.", code=NO_ANSWER)
+        exit_with_error(f"{command[0]} must answer within {_SUBMIT_TIMEOUT_S:g} s, but did not.", code=NO_ANSWER)
     if done.returncode:
         exit_with_error(f"{' '.join(command[:2])} must succeed, got: {done.stderr.strip()}", code=NO_ANSWER)
     if is_shown:

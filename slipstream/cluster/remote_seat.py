@@ -1,4 +1,4 @@
-"""RemoteSeat: a seat on a machine that a cluster chooses, without the cluster's own calls."""
+"""RemoteSeat: a seat on a machine chosen by a cluster, independent of the cluster's API."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence of a launcher after which a seat ends its role, and of a seat after which the launcher gives it up: longer
-than a cut that the role itself outlives."""
+"""Silence after which a seat ends its role (silent launcher) or the launcher gives up a seat (silent seat). Longer than
+a network outage that the role survives."""
 _EXPLAIN_AFTER_S = 20.0
-"""Wait for a place after which it is described with what the machines offer."""
+"""Wait for a place after which the message also lists free resources."""
 _KILL_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_EVERY_S = 0.1
@@ -22,52 +22,52 @@ _LOST = -9
 
 
 class SeatLostError(Exception):
-    """The host of a seat or its machine has ended; the message is the cluster's."""
+    """The host of a seat or its machine is gone; carries the cluster's message."""
 
 
 class SeatAwayError(Exception):
-    """The machine of a seat cannot be reached now."""
+    """The machine of a seat is temporarily unreachable."""
 
 
 class Cluster(Protocol):
-    """The calls that seats need, none of which waits; groups, hosts and calls are handles of the cluster's own."""
+    """Nonblocking calls that seats need; groups, hosts, and calls are opaque cluster handles."""
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
-        """Ask for a group of bundles, each on a machine of its own with its labels."""
+        """Request a group of bundles, each on a separate machine with matching labels."""
         ...
 
     def is_placed(self, group: Any) -> bool: ...
 
     def release(self, group: Any) -> None:
-        """Give a group back, or take its request back."""
+        """Release a group or cancel its request."""
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group, or in the one that this object stands for."""
+        """Start a host in the first bundle of a group, or in the bundle of a `RayBundle`."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """Call a method of a host; return the handle of its answer."""
+        """Call a method of a host; return a handle to its answer."""
         ...
 
     def answer(self, call: Any) -> Any:
-        """Return the answer to a call; None before it is there. Raises SeatLostError, SeatAwayError."""
+        """Return the answer to a call, or None if pending. Raises SeatLostError, SeatAwayError."""
         ...
 
     def end(self, host: Any) -> None:
-        """Kill a host, whose keeper then ends the role."""
+        """Kill a host; its keeper then ends the role."""
         ...
 
     def offers(self) -> str:
-        """Describe what each machine has, and has free."""
+        """Describe the total and free resources of each machine."""
         ...
 
 
 class RemoteSeat:
-    """A seat on a machine that a cluster chooses: a group of one bundle, in it a host, in its keep the role.
+    """A seat on a machine chosen by a cluster: a group with one bundle, which runs a host, which keeps the role.
 
-    Life: (start: wait for a place -> wait for the start -> run -> end | loss)* -> stop. A place is kept until `stop`,
-    or until it is lost: a role that is started again has its model on the machine.
+    Life: (start: wait for a place -> wait for the start -> run -> end | loss)* -> stop. The place is kept until `stop`
+    or a loss, because a restarted role finds its model on the machine.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RemoteSeat:
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds the wait for a place; `remedy` says what to do when there is none."""
+        """`timeout_s` bounds the wait for a place; `remedy`: advice for the error after it."""
         self._name = name
         self._log = log
         self._cluster = cluster
@@ -123,7 +123,7 @@ class RemoteSeat:
             try:
                 self._advance()
             except SeatAwayError as away:
-                # A cut that the role outlives is no loss; the cluster tells when it gives a machine up.
+                # The role may survive an outage; the cluster raises SeatLostError once it gives up on the machine.
                 if self._pid is not None:
                     self._ask("look", self._num_bytes)
                 else:
@@ -155,7 +155,7 @@ class RemoteSeat:
         return {resource: amount for resource, amount in wanted.items() if amount}
 
     def _advance(self) -> None:
-        """Take one step from the request of a place to the end of the role, if its time has come."""
+        """Advance one state, from the place request to the end of the role, if possible."""
         assert self._order is not None
         if self._host is None:
             self._await_place()
@@ -195,7 +195,7 @@ class RemoteSeat:
         self._pending = self._cluster.call(self._host, method, *arguments)
 
     def _write(self, part: bytes) -> None:
-        # A full disk costs these lines, not the run.
+        # A full disk loses these lines, not the run.
         with suppress(OSError), self._log.open("ab") as log:
             log.write(part)
 
@@ -221,6 +221,6 @@ class RemoteSeat:
 
 
 def describe(bundle: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Return what a machine must have, in words."""
+    """Describe required resources and labels."""
     resources = ", ".join(f"{amount:g} {resource}" for resource, amount in sorted(bundle.items()))
     return resources + "".join(f", label {key}={value}" for key, value in labels.items())

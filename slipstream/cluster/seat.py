@@ -1,4 +1,4 @@
-"""Seat: the place where a role runs; LocalSeat: one on this machine."""
+"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: one role over several machines."""
 
 import os
 import select
@@ -17,29 +17,29 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 GRACE_S = 6.0
-"""Time for a role to end once its starter is gone, before it is killed."""
+"""Time for a role to end after its starter is gone, before it is killed."""
 _START_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 6.0
-"""Longer than a keeper tries to kill what hangs in the kernel."""
+"""Longer than the keeper's own wait for processes that hang in the kernel."""
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_EVERY_S = 0.1
 _REPORT_BYTES = 4096
 
 
 class Seat(Protocol):
-    """Place where a role runs, one process at a time.
+    """Place where a role runs, one process at a time. The process's output is appended to the role's log.
 
-    Life: (start -> (poll | terminate)* -> stop)*; what the process prints is appended to the role's log.
+    Life: (start -> (poll | terminate)* -> stop)*.
     """
 
     @property
     def pid(self) -> int | None:
-        """Process id of the role on its machine; None before its start."""
+        """Process id on the role's machine; None before the start."""
         ...
 
     @property
     def place(self) -> str:
-        """Process and machine of the role, or that it waits for a place, in words."""
+        """Description of the role's process and machine, or of the place that it waits for."""
         ...
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
@@ -47,45 +47,45 @@ class Seat(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return None before the end, then the exit code, or minus the signal that ended the role.
+        """Return None while the role runs, then its exit code, or minus its signal.
 
-        By then nothing that the role started is left.
+        By then, all of its descendants have ended.
         """
         ...
 
     def terminate(self) -> None:
-        """Send the role SIGTERM; no effect after its end."""
+        """Send the role SIGTERM; no-op after its end."""
         ...
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait for the end until `ends_at` (monotonic), then kill the role and all that it started."""
+        """Wait until `ends_at` (monotonic), then kill the role and all of its descendants."""
         ...
 
 
 class Places(Protocol):
-    """Machines of a run beside that of its launcher."""
+    """Machines of a run besides the launcher's."""
 
     @property
     def gpus(self) -> list[str]:
-        """GPUs of this machine that are the learner's, by number or UUID."""
+        """The learner's GPUs on this machine, by number or UUID."""
         ...
 
     def seat(self, name: str, log: Path) -> Seat:
-        """Return a seat for the generator `name`, on a machine that is chosen when it starts."""
+        """Return a seat for the generator `name`; its machine is chosen at the start."""
         ...
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        """Return the seat of the learner, whose ranks on several machines meet where `meet` says."""
+        """Return the learner's seat; `meet` returns the rendezvous variables of ranks on several machines."""
         ...
 
 
 class LocalSeat:
-    """A seat on this machine: the role is a child of a keeper, which ends it when this process ends, however."""
+    """A seat on this machine. The role is a child of a keeper, which ends it whenever this process ends."""
 
     def __init__(
         self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Without `log` the role prints where this process does; a detached keeper is no child of this process."""
+        """Without `log` the role shares this process's output; a detached keeper is not a child of this process."""
         self._log = log
         self._environment = environment
         self._attachment = "detached" if is_detached else "attached"
@@ -110,7 +110,7 @@ class LocalSeat:
         self._read(timeout_s=_START_TIMEOUT_S)
         if self._pid is None:
             self._close()
-            raise OSError(f"the keeper of a role must start within {_START_TIMEOUT_S:g} s, and did not")
+            raise OSError(f"the keeper of a role must start within {_START_TIMEOUT_S:g} s, but did not")
 
     def poll(self) -> int | None:
         if self._keeper is not None and self._code is None:
@@ -129,7 +129,7 @@ class LocalSeat:
             self._request(b"k")
             if self._kill_at is not None:
                 self._kill_at = 0.0
-            # A process that hangs in the kernel (a device, a lost file system) cannot be waited for.
+            # Bounded, because a process may hang in the kernel (a device, a lost file system).
             self._await_end(ends_at=time.monotonic() + _KILL_TIMEOUT_S)
         self._close()
 
@@ -158,12 +158,12 @@ class LocalSeat:
     def _request(self, request: bytes) -> None:
         if self._keeper is not None and self._code is None:
             assert self._keeper.stdin is not None
-            # The keeper may have ended since the last look.
+            # The keeper may have ended since the last poll.
             with suppress(BrokenPipeError):
                 os.write(self._keeper.stdin.fileno(), request)
 
     def _read(self, *, timeout_s: float) -> None:
-        """Take in what the keeper has reported, or reports within `timeout_s`."""
+        """Handle reports of the keeper, waiting up to `timeout_s`."""
         if not select.select([self._status], [], [], timeout_s)[0]:
             return
         reports = os.read(self._status, _REPORT_BYTES)
@@ -178,7 +178,7 @@ class LocalSeat:
                 self._close()
 
     def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role whose keeper was killed: the kernel has sent it SIGTERM, and its group is what is known of it."""
+        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM; only its process group is known."""
         assert self._pid is not None
         is_due = time.monotonic() >= kill_at
         try:
@@ -201,9 +201,9 @@ class LocalSeat:
 
 
 def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
-    """Run `python -m ARGUMENTS` until it ends, and no longer than this process lives; it prints where this one does.
+    """Run `python -m ARGUMENTS` until it or this process ends; it shares this process's output.
 
-    Returns its exit code, or minus the signal that ended it; None when `timeout_s` was too short. Raises OSError.
+    Return its exit code, or minus its signal; None after `timeout_s`. Raises OSError.
     """
     seat, ends_at = LocalSeat(None), time.monotonic() + timeout_s
     seat.start(arguments, variables={})
@@ -217,13 +217,13 @@ def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
 
 
 MACHINE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of each machine of a role: its number from 0 on, and where the parts meet, on number 0."""
+"""Variables of each machine of a role: its number, starting at 0, and the rendezvous address and port on machine 0."""
 _SETTLE_S = 20.0
-"""Time for the other parts to end by themselves once one has: each tells its own reason."""
+"""Time for the other parts to end and report their errors after one part has ended."""
 
 
 class SpreadSeat:
-    """A seat of seats, the first of which is on this machine. Fulfils Seat.
+    """One role over several seats, the first on this machine. Implements Seat.
 
     Invariant: when `poll` has returned a code, no part is left.
     """
@@ -231,7 +231,7 @@ class SpreadSeat:
     def __init__(
         self, parts: Sequence[Seat], *, meet: Callable[[], Mapping[str, str]], clock: Clock = time.monotonic
     ) -> None:
-        """`meet` returns the last two MACHINE_VARIABLES; it is asked at each start."""
+        """`meet` returns the last two MACHINE_VARIABLES; called at each start."""
         self._parts = list(parts)
         self._meet = meet
         self._clock = clock
@@ -262,7 +262,7 @@ class SpreadSeat:
         if len(ended) == len(codes) or (self._settled_at is not None and self._clock() >= self._settled_at):
             self.stop(ends_at=self._clock())
             failed = [code for code in ended if code]
-            # A verdict of one part outweighs that the others have lost it.
+            # A permanent error of one part outweighs the follow-up errors of the others.
             self._code = BAD_INPUT if BAD_INPUT in failed else failed[0] if failed else 0
         return self._code
 

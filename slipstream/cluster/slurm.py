@@ -1,7 +1,7 @@
-"""Batch script of Slurm: broker, store and rank 0 on its first node, further ranks and generators as tasks.
+"""Slurm batch script: broker, store, and rank 0 on the first node, further ranks and generators as tasks.
 
-The roles are those that a user starts by hand. A heterogeneous job asks for the nodes of the learner and for the tasks
-of generators, each with what it needs.
+It starts the same role commands as a user would by hand. A heterogeneous job requests the learner's nodes and the
+generators' tasks, each with its own resources.
 """
 
 import shlex
@@ -11,7 +11,7 @@ from slipstream.cluster.recipe import Recipe
 from slipstream.runtime.run_folder import RunFolder
 
 _STOP_BEFORE_S = 180
-"""Time before the limit of a job at which its roles are asked to end, and it is queued again."""
+"""Time before the job's limit at which its roles are asked to end and the job is requeued."""
 
 _BODY = r"""
 set -um
@@ -20,7 +20,7 @@ stopping= requeue=
 trap 'stopping=1 requeue=1' USR1
 trap 'stopping=1' TERM
 
-# Runs a role, and again after a death that a restart may cure: NAME COMMAND...
+# Runs a role, and restarts it after errors that a restart may fix: NAME COMMAND...
 restarted() {
     local name=$1 code delay stopped=
     shift
@@ -28,9 +28,9 @@ restarted() {
     for delay in 1 2 4 8 16 0; do
         "$@"
         code=$?
-        # 2 is the role's own verdict, which would repeat.
+        # 2 is a permanent error.
         [[ -n $stopped || $code == 0 || $code == 2 || $delay == 0 ]] && break
-        echo "$name ended with $code, and is started again in $delay s" >&2
+        echo "$name ended with $code; restarting in $delay s" >&2
         sleep "$delay"
     done
     return "$code"
@@ -38,14 +38,14 @@ restarted() {
 
 "$python" -m slipstream prepare "${settings[@]}" || exit
 
-# A broker of this job writes it anew, maybe on another node.
+# Delete the old address: this job's broker may run on another node.
 rm -f "$folder/address"
 restarted broker "$python" -m slipstream.broker "${settings[@]}" &
 broker=$!
 deadline=$((SECONDS + 600))
 until [[ -s $folder/address ]]; do
     if ! kill -0 "$broker" 2>/dev/null || ((SECONDS > deadline)) || [[ -n $stopping ]]; then
-        echo "error: the broker must write $folder/address within 600 s, and did not" >&2
+        echo "error: the broker must write $folder/address within 600 s, but did not" >&2
         kill -TERM -- "-$broker" 2>/dev/null
         wait "$broker"
         exit 1
@@ -55,7 +55,7 @@ done
 address=$(<"$folder/address")
 meeting=${address#tcp://}
 export MASTER_ADDR=${meeting%:*} MASTER_PORT=$((meet_from + SLURM_JOB_ID % meet_ports))
-# In the environment: every user of a node can read command lines.
+# In the environment, because every user of a node can read command lines.
 export SLIPSTREAM_TOKEN=${SLIPSTREAM_TOKEN:-$(<"$folder/token")}
 
 restarted learner srun "${core[@]}" --label --kill-on-bad-exit=1 \
@@ -72,7 +72,7 @@ while [[ -z $stopping ]] && kill -0 "$broker" 2>/dev/null && kill -0 "$learner" 
     sleep 0.5
 done
 trap '' USR1 TERM
-# The broker ends last: the others take leave of it.
+# The broker ends last, because the other roles say goodbye to it.
 kill -TERM -- "-$others" "-$learner" 2>/dev/null
 wait "$learner"
 code=$?
@@ -88,17 +88,17 @@ exit "$code"
 
 
 def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -> str:
-    """Return the script, whose roles run with the interpreter `python`; `options` of sbatch are added to both parts."""
+    """Return the script. `python`: interpreter of the roles; `options`: sbatch options added to both job parts."""
     run = recipe.run
     core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
-    # Roles take the first ports of the range; jobs that share a node meet at different ones.
+    # Roles use the first ports of the range. Rendezvous ports vary by job, because jobs may share a node.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
     nodes += [f"--cpus-per-task={recipe.core_cpus}", *([f"--gpus-per-node={core.gpus}"] if core.gpus else [])]
     tasks = [f"--ntasks={count}", f"--cpus-per-task={recipe.generator_cpus}"]
     tasks += [f"--gpus-per-task={generator.gpus}"] if generator.gpus else []
-    # Nodes are told apart by features in Slurm, not by labels with values.
+    # Slurm selects nodes by features, which have no values.
     tasks += [f"--constraint={'&'.join(generator.labels.values())}"] if generator.labels else []
     job = [f"--job-name={run.name}", f"--output={run.name}-%j.log", "--open-mode=append", "--requeue"]
     job += [f"--signal=B:USR1@{_STOP_BEFORE_S}"]

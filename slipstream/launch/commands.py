@@ -1,4 +1,4 @@
-"""Commands on a run in progress: status, scale, drain, pause and profile, all of them through its store."""
+"""Commands that control a live run through its store: scale, drain, pause, and profile."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ _SETTING = f"{GENERATORS}="
 
 # --- scale -----------------------------------------------------------------------------------------------------------
 def scale(words: Sequence[str]) -> None:
-    """Have the launcher of a run keep another number of generators: generators=N, and the words of the run."""
+    """Ask the launcher of a run to keep N generators. `words`: generators=N, then the run as for `find_run`."""
     settings = [word for word in words if word.startswith(_SETTING)]
     number = settings[0].removeprefix(_SETTING) if len(settings) == 1 else ""
     if not number.isdecimal():
@@ -33,9 +33,9 @@ def scale(words: Sequence[str]) -> None:
 
 # --- drain -----------------------------------------------------------------------------------------------------------
 def drain(generator_id: str, words: Sequence[str]) -> None:
-    """Have a generator leave, and wait until it has.
+    """Ask a generator to leave, and wait until it has left.
 
-    The store passes the request to the broker and the broker to the generator, on whatever machine it runs.
+    The request goes through the store and the broker, so the generator can run on any machine.
     """
     with _opened(words, command="drain") as (folder, store):
         request_drain(store, generator_id, run=folder.name)
@@ -46,20 +46,22 @@ def drain(generator_id: str, words: Sequence[str]) -> None:
 
 # --- pause -----------------------------------------------------------------------------------------------------------
 def pause(words: Sequence[str], *, is_off: bool) -> None:
-    """Pause the learner of a run before its next step, or let it go on."""
+    """Pause the learner of a run before its next step, or resume it."""
     with _opened(words, command="pause") as (folder, store):
         request_pause(store, is_off=is_off, run=folder.name)
-    then = "goes on" if is_off else f"pauses before its next step; `slipstream pause --off {folder.name}` lets it go on"
+    then = (
+        "resumes" if is_off else f"pauses before its next step; resume it with `slipstream pause --off {folder.name}`"
+    )
     print(f"{folder.name} {then}")
 
 
 # --- profile ---------------------------------------------------------------------------------------------------------
 def profile(words: Sequence[str], *, num_steps: int) -> None:
-    """Ask the learner of a run to record its next steps. Raises ConfigError if it makes no such steps."""
+    """Ask the learner of a run to record its next steps. Raises ConfigError if it cannot."""
     run = read_config(find_run(words, command="profile"))
     if run.mode != "async":
         raise ConfigError(
-            f"profile needs a run in processes of its own, got mode={run.mode}: begin one with profile.steps=[1, 3]."
+            f"profile needs a run with mode=async, got mode={run.mode}: start a run with profile.steps=[1, 3] instead."
         )
     with _opened(words, command="profile") as (folder, store):
         state, learner = store.run_state(), store.roles().get("learner", {})
@@ -68,16 +70,16 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
             raise NoAnswerError(f"run {folder.name!r} must have a live learner, got none")
         if recorded := learner.get(PROFILE_REQUEST):
-            raise ConfigError(f"run {folder.name!r} must record no other steps, it does record {recorded}.")
-        # The step that is being made ends before the request is read.
+            raise ConfigError(f"run {folder.name!r} must not be recording already, got steps {recorded}.")
+        # The learner reads the request after the current step.
         first = state.step + 2 + run.profile_lead_steps
         last, most = first + num_steps - 1, run.learner.max_steps
         if last > most:
             raise ConfigError(
-                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can begin with step "
-                f"{first}, whose trajectories are not leased yet, and the run ends with step {most}."
+                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can start at step "
+                f"{first}, the first without leased trajectories, and the run ends with step {most}."
             )
         store.request("learner", PROFILE_REQUEST, f"{first} {last}")
     trace = folder / "profile" / "trace.json.gz"
     steps = f"steps {first} to {last} are" if num_steps > 1 else f"step {first} is"
-    print(f"{folder.name}: {steps} recorded, then {trace} is written: open it at ui.perfetto.dev")
+    print(f"{folder.name}: {steps} recorded, then written to {trace}: open it at ui.perfetto.dev")

@@ -1,6 +1,6 @@
-"""Conversion of checkpoints of this and other trainers into folders in transformers format, as on the hub.
+"""Convert checkpoints of this and other trainers to folders in transformers format.
 
-Nothing of a checkpoint is executed: torch reads files with tensors and the few plain classes that are named here.
+No code from a checkpoint is executed: torch loads tensors and the few plain classes listed here.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor  # also has torch.load accept its class
+from torch.distributed.tensor import DTensor  # importing it also makes torch.load accept the class
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -38,9 +38,9 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None, max_shard_size: str) -> str:
-    """Write the model in `source` to the new folder `target`; returns a line about it. Raises ConfigError.
+    """Write the model in `source` to the new folder `target`; return a one-line summary. Raises ConfigError.
 
-    `base`: model of an adapter, or config and tokenizer of shards. `dtype`: None = that of most of the weights.
+    `base`: base model of an adapter, or config and tokenizer for shards. `dtype`: None = the dtype of most weights.
     """
     require(not target.exists(), "TARGET", "be a folder to be made", got=str(target), why="nothing is overwritten")
     must = f"be one of {', '.join(COMPUTE_DTYPES)}"
@@ -56,7 +56,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
         draft.mkdir(parents=True)
         tensors = dict(CheckpointNames(module).convert(module.state_dict().items()))
         for name, tensor in tensors.items():
-            # Files hold whole tensors: a part of a larger one is copied.
+            # safetensors writes whole storages, so copy views of larger tensors.
             if tensor.nbytes != tensor.untyped_storage().nbytes():
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
         save_torch_state_dict(tensors, draft, max_shard_size=max_shard_size)
@@ -80,7 +80,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
-    """Return (kind of checkpoint, its weights, the folder of its config and tokenizer, dtype of most weights)."""
+    """Return (kind of checkpoint, weights, folder with config and tokenizer, dtype of most weights)."""
     if folder := _with_file(source, "adapter_config.json", ""):
         root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
@@ -104,7 +104,7 @@ def _with_file(source: Path, pattern: str, *parts: str) -> Path | None:
 
 
 def _base(base: Path | None, *others: Path) -> Path:
-    """The folder of --base, or else the first other that has a config."""
+    """Return the folder of --base, else the first of `others` with a config."""
     candidates = [base] if base else others
     if found := next((folder for folder in candidates if (folder / "config.json").is_file()), None):
         return found
@@ -114,13 +114,13 @@ def _base(base: Path | None, *others: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn errors of libraries into one sentence, and what they print into messages on stderr."""
+    """Turn library errors into one sentence, and send library output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
             yield
     except ConfigError:
         raise
-    # For a damaged file or one that does not fit, five libraries raise whatever they stumble over.
+    # Five libraries raise arbitrary errors for a damaged or mismatched file.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{what}, got {type(error).__name__}: {first}") from error
@@ -136,7 +136,7 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _merged(folder: Path, base: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The base's weights with the adapter added to them, in float32."""
+    """Return the base weights with the adapter merged, in float32."""
     import peft
 
     module = _build(base, weights, dtype=torch.float32, source=base)
@@ -152,7 +152,7 @@ def _merged(folder: Path, base: Path, weights: dict[str, Tensor]) -> dict[str, T
 
 
 def _gather_fsdp(folder: Path) -> dict[str, Tensor]:
-    """Join the shards of every rank, as verl's FSDP workers save them: DTensors over a mesh (fsdp) or (ddp, fsdp)."""
+    """Join the shards of all ranks as saved by verl's FSDP workers: DTensors over a (fsdp) or (ddp, fsdp) mesh."""
     sizes = [int(found[1]) for file in folder.iterdir() if (found := _VERL.fullmatch(file.name))]
     must, why = "hold the shards of one world size, from rank 0 on", "a model is joined from those of all ranks"
     require(len(sizes) == 1, str(folder), must, got=sorted(sizes), why=why)
@@ -186,9 +186,9 @@ def _latest(source: Path) -> str:
 
 
 def _gather_zero(folder: Path) -> dict[str, Tensor]:
-    """Float32 masters of a checkpoint of ZeRO 1 to 3, gathered by DeepSpeed, but read without unpickling objects."""
+    """Gather the float32 master weights of a ZeRO 1-3 checkpoint with DeepSpeed, without unpickling objects."""
     before = os.environ.get(_FORCE)
-    # DeepSpeed has torch.load unpickle anything; torch refuses that, whatever it is asked for, where this is set.
+    # DeepSpeed calls torch.load with weights_only=False. This variable makes torch override that.
     os.environ[_FORCE] = "1"
     try:
         with _reading(f"{folder} must hold a whole checkpoint of ZeRO 1, 2 or 3"):
@@ -213,7 +213,7 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
-    """The transformers model of the config in `folder`, which must have exactly these weights."""
+    """Build the transformers model of the config in `folder`; it must have exactly these weights."""
     logging.disable_progress_bar()
     with _reading(f"{folder} must hold the config of a model that transformers knows"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -239,7 +239,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Names without those of modules around the model, such as `module.`, which may have a weight of it once more."""
+    """Strip the prefix of wrapper modules, such as `module.`; a wrapper may list a weight of the model twice."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

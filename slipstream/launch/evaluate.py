@@ -1,4 +1,4 @@
-"""Evaluation of model folders on held-out sets: scores with intervals, by set and data source, beside each other."""
+"""Evaluate model folders on held-out sets and compare their scores, with intervals, by set and data source."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path
 
 Answers = dict[str, list[EvaluationAnswer]]
-"""Answers of a model by set."""
+"""Held-out set -> answers of one model."""
 
 
 class Evaluation(Record):
@@ -40,15 +40,11 @@ class Evaluation(Record):
     by_source: dict[str, Score] = {}
     """Scores of each data source; empty unless there are several."""
     difference: dict[str, Estimate] = {}
-    """Excess over the first model on the same prompts, with the interval of the paired difference; empty for the
-    first."""
+    """Paired difference to the first model on the same prompts, with its interval; empty for the first model."""
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate the models that the words of a command line name, with their settings, and print the scores.
-
-    Raises as `evaluate`.
-    """
+    """Evaluate the models and settings given on the command line and print the scores. Raises as `evaluate`."""
     models, settings = load_with_models(list(words))
     found = evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
@@ -62,10 +58,10 @@ def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, i
 def evaluate(
     run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
 ) -> list[Evaluation]:
-    """Answer the held-out prompts that a run reports its final accuracy on, or all of them, with each model in turn.
+    """Answer the held-out prompts of a run's final evaluation, or all held-out prompts, with each model in turn.
 
-    `out` keeps every answer, in a folder per model if there are several. Blocks until all are answered. Raises
-    ConfigError, GeneratorError, RunConflictError, ArchiveError.
+    `out` keeps every answer, in one folder per model if there are several models. Blocks until all prompts are
+    answered. Raises ConfigError, GeneratorError, RunConflictError, ArchiveError.
     """
     found: list[Evaluation] = []
     base: Answers = {}
@@ -118,7 +114,7 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
 
 
 def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """Answers of a set, each a group of its own, as a run leases them."""
+    """Return the jobs of a set, one group per answer, as a run leases them."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     leases = [
         make_lease(
@@ -136,7 +132,7 @@ def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConf
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """Return a table for each set, with a column for each model and each difference to the first."""
+    """Return one table per set, with a column per model and per difference to the first model."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)

@@ -1,4 +1,4 @@
-"""Answers of a model folder to prompts, with the engine, agent and reward of a run but no run, kept as an archive."""
+"""Answer prompts with a model folder, using the engine, agent, and reward of a run, and store an archive."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ from slipstream.runtime.model_files import check_model_path
 _SETTINGS = "settings.json"
 _SHARD_ANSWERS = 4096
 _FLUSH_S = 10.0
-"""Age of the oldest answer of a group that is complete and not written yet: what a kill loses at most."""
+"""Longest time between writes of complete groups, and so the most work that a kill loses."""
 
 
 class Job(NamedTuple):
@@ -46,20 +46,21 @@ class Job(NamedTuple):
 
     prompt: Prompt
     member: int
-    """Its index in the prompt's group."""
+    """Index in the prompt's group."""
     num_members: int
-    """Answers of that group."""
+    """Size of the group."""
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
 class AnswerFolder:
-    """An archive of answers, written while they come; opened again, it goes on with those that it lacks.
+    """Archive of answers, written as they arrive. Reopening it resumes with the missing answers.
 
-    Life: (lacks | add)* -> close. Invariant: an answer is stored once, with all of its group.
+    Life: (lacks | add)* -> close. Invariant: an answer is stored once, together with its whole group.
     """
 
     def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
-        """`settings`: those beside the run's. Raises RunConflictError if they changed, ConfigError, ArchiveError."""
+        """`settings`: further settings, besides the run's. Raises RunConflictError if any setting changed, ConfigError,
+        ArchiveError."""
         self._folder = folder
         self._outcome: Outcome = outcome
         self._members: dict[str, dict[int, bytes]] = {}
@@ -70,12 +71,12 @@ class AnswerFolder:
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
         self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
-        """Answers that an earlier call has made."""
-        # A call that failed before its first answer, say for a wrong setting, binds nobody.
+        """Answers stored by earlier calls."""
+        # Settings may still change if the earlier call stored no answer, for example because a setting was wrong.
         if self.stored:
             check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
         folder.mkdir(parents=True, exist_ok=True)
-        # First: commands that show the answers find the model's tokenizer by it.
+        # Written first: commands that show the answers read the model's tokenizer path from it.
         write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
         write_durably(path, opened.encode())
         self._writer = ShardWriter(folder)
@@ -85,7 +86,7 @@ class AnswerFolder:
         return job.prompt.lease.group_id not in self._group_ids
 
     def add(self, job: Job, trajectory: Trajectory) -> None:
-        """Keep an answer; it is written soon after the last of its group."""
+        """Keep an answer; it is written soon after its group is complete."""
         write_images(self._folder, {image_id(data): data for data in job.prompt.images})
         members = self._members.setdefault(trajectory.group_id, {})
         members[job.member] = encode(trajectory)
@@ -97,7 +98,7 @@ class AnswerFolder:
             self._flush()
 
     def close(self) -> None:
-        """Write the groups that are complete."""
+        """Write the complete groups; drop the others."""
         self._flush()
         self._writer.close()
 
@@ -110,7 +111,7 @@ class AnswerFolder:
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 class Unscored:
-    """Scorer of answers that nobody asked a reward for: they count as failed, so that none is trained on as a zero."""
+    """Scorer for unscored answers. They count as failed, so that training never treats them as a reward of 0."""
 
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
@@ -130,7 +131,7 @@ def answer(
     title: str = "",
     is_scored: bool = True,
 ) -> None:
-    """Make all answers, in the order in which they end. Blocks; shows its progress on a terminal.
+    """Make all answers and pass each to `on_answer` as it finishes. Blocks; shows progress on a terminal.
 
     Raises ConfigError, GeneratorError.
     """
@@ -164,7 +165,7 @@ async def _answer(
     async def work() -> None:
         for job in waiting:
             trajectory = await agent.answer(job.prompt, job.member)
-            # An engine that was sent no weights counts them as version -1; these are a model's own, version 0.
+            # An engine reports version -1 until it receives weights. Here it runs the model's own, version 0.
             spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
             on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
 
@@ -191,16 +192,17 @@ async def _answer(
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:
-    """Answer the prompts to train on, each once, `samples` times; returns (answers there were before, answers made).
+    """Answer each training prompt `samples` times; return (answers stored before, number of new answers).
 
-    `num_prompts`: the first so many; None = all. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
+    `num_prompts`: answer only the first N; None = all. Raises ConfigError, RunConflictError, ArchiveError,
+    GeneratorError.
     """
     check_model_path(run.model.path)
     train, _ = open_datasets(run)
     rows = range(len(train))[:num_prompts]
     jobs = []
     for row in rows:
-        # Not `train`: the group size of training would make the last member a greedy baseline.
+        # With purpose `train`, the last member of a group could become a greedy baseline.
         lease = Lease(make_lease_id(str(row), 0), str(row), "generate", row, row, 0, list(range(samples)))
         prompt = make_prompt(lease, train.row(row))
         jobs += [Job(prompt, index, samples) for index in lease.indices]

@@ -1,4 +1,4 @@
-"""GeneratorPool: the generator processes of a launcher, and the GPUs that each role gets."""
+"""GeneratorPool: the generator processes of a launcher; placement: the GPUs of each role."""
 
 import os
 import subprocess
@@ -15,17 +15,17 @@ from slipstream.configs.run import RunConfig
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
-"""Generators per core; guards against typing errors and is no recommendation."""
+"""Generators per core. Guards against typos; not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""Time for a generator to return its leases and leave, before it is killed."""
+"""Time for a generator to return its leases and leave before it is killed."""
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
     """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
-    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs of this machine, none without a driver. A CPU build of torch, the
-    installed one by default, uses none.
+    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs that the driver lists. Empty for a CPU build of torch;
+    `torch_version` defaults to the installed one.
     """
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
@@ -42,13 +42,13 @@ def gpu_gib(name: str) -> float:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
         raise ConfigError(
-            f"nvidia-smi must tell the memory of GPU {name}, which all roles of the run share, and does not: set "
+            f"nvidia-smi must report the memory of GPU {name}, which all roles share, but does not: set "
             "generators.engine.kv_cache_gib."
         ) from error
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Return a field, or several between commas, of each GPU from NVIDIA's driver; empty without one."""
+    """Query nvidia-smi for a field, or a comma-separated list; return one line per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -58,10 +58,10 @@ def ask_gpus(field: str, *options: str) -> list[str]:
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Assign GPUs to roles by name: first the learner's ranks, then each generator; a role with none must see none.
+    """Assign GPUs to roles by name: first the learner's ranks, then each generator. An empty list means no GPU.
 
-    A single GPU is shared by all roles that use one; without GPUs the result is empty. With learner.device=cpu only
-    vLLM gets GPUs. Raises ConfigError where they are too few.
+    All roles share a single GPU. Without GPUs the result is empty. With learner.device=cpu only vLLM gets GPUs. Raises
+    ConfigError if there are too few.
     """
     if not gpus:
         return {}
@@ -77,8 +77,8 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
     }.items():
         if count > len(gpus):
             raise ConfigError(
-                f"{setting} must be <= the GPUs here ({len(gpus)}), got {count}: each of these processes needs a GPU "
-                "that none of the others uses."
+                f"{setting} must be <= the GPUs here ({len(gpus)}), got {count}: each of these processes needs its "
+                "own GPU."
             )
     names = [f"generator-{number}" for number in range(run.generators.count)]
     num_gpus = {"learner": num_ranks} | dict.fromkeys(names, per_engine)
@@ -87,14 +87,14 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
     if sum(num_gpus.values()) > len(gpus):
         raise ConfigError(
             f"learner.num_ranks + generators.count x workers of an engine must be <= the GPUs here ({len(gpus)}), got "
-            f"{sum(num_gpus.values())}: ask for less, or start generators on other machines by hand."
+            f"{sum(num_gpus.values())}: reduce them, or start generators on other machines by hand."
         )
     free = iter(gpus)
     return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
 
 
 def check_placement(run: RunConfig) -> None:
-    """Check that this machine has the GPUs that the roles ask for. Raises ConfigError."""
+    """Check that this machine has the GPUs that the roles need. Raises ConfigError."""
     gpus = visible_gpus()
     if run.learner.device == "cuda" and not gpus:
         raise ConfigError(
@@ -110,13 +110,13 @@ def check_placement(run: RunConfig) -> None:
 
 
 def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
-    """Refuse more generators than settings or cores make plausible, as a typing error. Raises ConfigError."""
+    """Reject an implausible number of generators as a typo. Raises ConfigError."""
     scale = run.generators.autoscale
     limit = max(run.generators.count, scale.max if scale else 0, _MAX_PER_CORE * num_cores)
     if target > limit:
         raise ConfigError(
-            f"generators must be <= {limit} on this machine of {num_cores} cores, got {target}: ask for less, start "
-            "some on other machines by hand, or begin the run with that generators.count."
+            f"generators must be <= {limit} on this machine of {num_cores} cores, got {target}: lower it, start "
+            "some on other machines by hand, or start the run with that generators.count."
         )
 
 
@@ -129,14 +129,14 @@ class Event(NamedTuple):
 
 
 class GeneratorPool:
-    """Runs `target` generators: restarts those that die, drains those that are too many.
+    """Keeps `target` generators running: restarts dead ones and drains surplus ones.
 
     Life: set_target -> (poll | set_target)* -> the launcher stops `roles`.
     """
 
     def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
-        """`make` builds the process of a name, not started; `has_others` returns whether the run has generators that do
-        not belong to this pool."""
+        """`make(name)` builds a process without starting it. `has_others` returns whether the run has generators
+        outside this pool."""
         self._make = make
         self._has_others = has_others
         self._active: dict[str, RoleProcess] = {}
@@ -146,21 +146,20 @@ class GeneratorPool:
 
     @property
     def active_names(self) -> set[str]:
-        """Names of the generators that are not leaving."""
+        """Generators that are not leaving."""
         return set(self._active)
 
     @property
     def names(self) -> set[str]:
-        """Names of all processes that may be running."""
+        """All processes that may be running, leaving ones included."""
         return {*self._active, *self._leaving}
 
     @property
     def roles(self) -> list[RoleProcess]:
-        """All processes that may be running."""
         return [*self._active.values(), *(role for role, _ in self._leaving.values())]
 
     def set_target(self, target: int) -> list[Event]:
-        """Change the number of generators; surplus ones, highest numbers first, are asked to leave."""
+        """Change the number of generators. Surplus ones are asked to leave, highest numbers first."""
         self.target = target
         surplus = sorted(self._active, key=lambda name: int(name.rpartition("-")[2]))[target:]
         for name in surplus:
@@ -171,7 +170,7 @@ class GeneratorPool:
         return leaving + self._start_missing()
 
     def poll(self) -> list[Event]:
-        """Restart, reap and start processes as needed. Raises RoleDiedError when the last generator cannot run."""
+        """Restart, reap, and start processes as needed. Raises RoleDiedError when the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
         events += [event for name in list(self._leaving) for event in self._reap(name)]
         return events + self._start_missing()
@@ -179,7 +178,7 @@ class GeneratorPool:
     def _poll_active(self, name: str) -> list[Event]:
         role = self._active[name]
         if role.has_finished:
-            # Drained by a command or a signal, which is a decision of the user: not replaced.
+            # The user drained it by a command or a signal, so it is not replaced.
             self._remove(name)
             return [Event(name, f"{name} left; the target is {self.target} now")]
         try:
@@ -192,7 +191,6 @@ class GeneratorPool:
             return [Event(name, f"{name} is abandoned, the target is {self.target} now: {reason}")]
 
     def _remove(self, name: str) -> None:
-        # Its place is free for others.
         self._active.pop(name).stop(ends_at=0.0)
         self.target -= 1
 
@@ -206,7 +204,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # The name of a leaving generator is not free yet: its process still holds the GPUs placed under that name.
+        # A leaving generator keeps its name, because its process still holds the GPUs placed under that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

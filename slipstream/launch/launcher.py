@@ -1,4 +1,4 @@
-"""Launcher: starts, watches, restarts, scales and stops the roles of a run."""
+"""Launcher: starts, watches, restarts, scales, and stops the roles of a run."""
 
 import json
 import os
@@ -49,17 +49,18 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""Longest wait for one answer of the store: no role is polled meanwhile."""
+"""Longest wait for one answer of the store. The launcher polls no role during that wait."""
 _REMIND_EVERY_S = 20.0
-"""Time between two lines on a broker that has not opened the run: it may read large files, or wait for a full disk."""
+"""Interval of reminders while the broker has not opened the run: it may be reading large files or waiting for disk
+space."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 
 
 class Launcher:
-    """Runs the roles as processes of this machine; with `places`, generators and learner ranks on others.
+    """Runs the roles as processes on this machine; with `places`, generators and learner ranks run on other machines.
 
-    Invariant: when `launch` returns or raises, none of the processes it started is left.
+    Invariant: when `launch` returns or raises, every process it started has ended.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
-        # Read once: GPUs of generators that start later must come from the same list.
+        # Read once, so that later generators draw GPUs from the same list.
         self._places = places
         self._visible_gpus = [] if places else visible_gpus()
         self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
@@ -97,13 +98,14 @@ class Launcher:
             for name, shard in zip(names, shards, strict=True)
         ]
         seat = partial(self._places.learner_seat, meet=self._meet_ranks) if self._places else LocalSeat
-        # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
+        # A restart resumes from the newest checkpoint. Exit code 2 would repeat, so it ends the run.
         self._learner = self._role(
             "learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"], seat=seat
         )
 
     def _meet_ranks(self) -> dict[str, str]:
-        """Variables that tell the learner's ranks on all machines where they meet on this one. Raises ConfigError."""
+        """Return the rendezvous variables of the learner's ranks: an address and a port on this machine. Raises
+        ConfigError."""
         address, port = find_last_port(self._run.cluster)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
@@ -113,13 +115,13 @@ class Launcher:
         return max(self._run.generators.count, scale.max if scale else 0)
 
     def _share_gpu(self) -> None:
-        """Deal out a GPU that learner and engines share: vLLM, which starts beside the learner, cannot measure what is
-        left. Raises ConfigError if they have no room on it."""
+        """Set the KV cache size if learner and engines share one GPU: vLLM starts together with the learner and cannot
+        measure the free memory. Raises ConfigError if they do not fit."""
         engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
         if not is_shared or not isinstance(engine, VllmEngineConfig) or engine.kv_cache_gib is not None:
             return
-        # Imported here, because it imports torch, which the launcher otherwise does without.
+        # Imported here because it loads torch, which the launcher otherwise does not need.
         from slipstream.launch.plan import shared_cache_gib
 
         generators = msgspec.structs.replace(self._run.generators, count=self._most_generators)
@@ -131,14 +133,14 @@ class Launcher:
     def _generator(self, name: str) -> RoleProcess:
         if self._places:
             return self._generator_elsewhere(name, self._places)
-        # In the run folder it finds address, secret and code; the broker sends the other settings.
+        # It reads the address and token from the run folder; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
-        # The broker listens once the run's inputs are there.
+        # The broker starts to listen once the inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
     def _generator_elsewhere(self, name: str, places: Places) -> RoleProcess:
-        """Return the process of a generator whose machine has no run folder: it is given address, token and code."""
+        """Return the process of a generator on a machine without the run folder: it gets address and token directly."""
         own = [
             *own_settings(self._overrides),
             f"name={self._run.name}",
@@ -153,16 +155,16 @@ class Launcher:
         )
 
     def _check_room(self, count: int) -> None:
-        """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
+        """Assign GPUs to `count` generators. Raises ConfigError if they do not fit on this machine."""
         if self._places:
             return
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
         if len(self._visible_gpus) == 1 and count > self._most_generators:
             raise ConfigError(
                 f"generators must be <= {self._most_generators} on the one GPU of this machine, got {count}: its "
-                "memory is dealt out at the start; begin the run with that generators.count."
+                "memory is divided at the start; start the run with that generators.count."
             )
-        # Never fewer than at the start, so that generators that run keep their GPUs.
+        # Never fewer than at the start, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -187,17 +189,16 @@ class Launcher:
         )
 
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
-        """Start everything, watch until the learner has finished, stop everything.
+        """Start all roles, watch them until the learner finishes, and stop them.
 
-        `prepare` makes the inputs that are missing; only generators run beside it, and load their libraries.
+        `prepare` makes missing inputs. Only generators run at the same time, to load their libraries.
         """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # In this order, so that the store outlives the roles and the view shows their end.
-            # The observers end after the roles, with their last rows.
+            # This order lets the store outlive the roles, observers get the last rows, and the view show the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -208,7 +209,7 @@ class Launcher:
                 self._watch_and_report(store)
         finally:
             if self._brokers[0].pid is None:
-                # Its inputs could not be made, and the name is free again.
+                # Preparation failed: free the name again.
                 self._folder.discard()
 
     @contextmanager
@@ -229,7 +230,7 @@ class Launcher:
 
     @contextmanager
     def _opened(self, url: str) -> Iterator[RedisStore]:
-        # Without retries: the roles must be polled while the store is away.
+        # No retries: the roles must be polled while the store is unavailable.
         store = open_run_store(
             url,
             self._run.name,
@@ -245,12 +246,12 @@ class Launcher:
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # Generators first: their libraries take the longest to load. Others than ours need the broker's address.
+            # Generators first: their libraries load slowest. On other machines they need the broker's address.
             if not self._places:
                 self._start_pool()
             if prepare:
                 prepare()
-            # Needs the model, and the generators wait for the broker, which tells them.
+            # Needs the prepared model. The broker, which starts below, sends the result to the generators.
             self._share_gpu()
             for role in (*self._brokers, self._learner):
                 role.start()
@@ -259,13 +260,13 @@ class Launcher:
             try:
                 self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
             except KeyboardInterrupt:
-                # A user who insists: the roles of the next run in this folder must meet none of these.
+                # Second Ctrl-C: kill everything, so that no role survives into the next run in this folder.
                 for role in self._roles:
                     role.stop(ends_at=0.0)
                 raise
 
     def _end_roles(self, *, ends_at: float) -> None:
-        # The brokers end last: the others take leave of them.
+        # Brokers end last, because the other roles say goodbye to them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         for role in reversed(self._roles):
@@ -300,7 +301,7 @@ class Launcher:
         self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
-            # After the store, so that a role that dies with it is reported after the outage.
+            # After the store, so that an outage is reported before the role deaths that it causes.
             self._publish(self._poll_roles(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
@@ -320,24 +321,24 @@ class Launcher:
         return {role.name: role.num_restarts for role in self._roles}
 
     def _record_work(self, snapshot: RunSnapshot) -> None:
-        # After a rollback the step is lower: only one that rises was made by the learner that runs.
+        # A rollback lowers the step. Only a rising step shows that the current learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step
-        # The broker reports once it serves, a generator is ready once its weights are verified.
+        # A broker reports once it serves; a generator is ready once its weights are verified.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
         for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
                 role.record_work()
         reports = [(role, snapshot.roles.get(role.name, {})) for role in self._brokers]
-        # Once it reports itself: the store may hold the report of a broker on the machine where the run was before.
+        # Only from the current process: the store may hold the report of a broker on an earlier machine.
         addresses = [str(report.get("address", "")) for role, report in reports if role.pid == report.get("pid")]
         if addresses and self._address not in addresses:
             self._address = addresses[0]
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
-        """Show and report the run, and scale it. Raises StoreUnavailableError once the store is away for too long."""
+        """Show, report, and scale the run. Raises StoreUnavailableError once the outage exceeds its limit."""
         try:
             snapshot = monitor.poll()
             self._living_generators = snapshot.living_generators
@@ -350,12 +351,12 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # A store that only refuses writes waits for somebody to make room, and the roles wait with it.
+            # A store that only refuses writes is waiting for disk space, and the roles wait with it.
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except RunConflictError:
-            # Until the broker has opened the run, the store does not know it; afterwards it was emptied.
+            # Before the first step, the broker has not opened the run yet. Later, the store was emptied.
             if self._step is not None:
                 raise
             if time.monotonic() > self._remind_at:

@@ -1,7 +1,7 @@
-"""Plan: memory of every process of a run by cause, from its settings and the model's config.json alone.
+"""Plan: estimate the memory of every process of a run by cause, from its settings and the model's config.json.
 
-No weights are read. What a step of the learner computes is traced on tensors without memory; sizes of states follow
-from the ZeRO stage. Estimates leave out fragmentation, and what the processes of tools and rewards take.
+Reads no weights. Activations of a learner step are traced on meta tensors; state sizes follow from the ZeRO stage.
+Estimates exclude fragmentation and the processes of tools and rewards.
 """
 
 from collections import Counter
@@ -35,25 +35,25 @@ from slipstream.runtime.process import group_limits
 GIB = 2**30
 HOST = "host"
 TOO_LARGE = 1
-"""Exit code of a run that cannot fit."""
+"""Exit code of a run that does not fit."""
 _FLOAT = 4
 _MAX_LIVE_ELEMENTS = 10**9
-"""Parameters that ZeRO-3 leaves gathered, DeepSpeed's default."""
+"""Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
-"""Resident memory of a process after its imports, on the host."""
+"""Host memory of a process after its imports."""
 _CONTEXT_GIB = 0.8
-"""CUDA's context with the libraries' kernels and NCCL's buffers, on a GPU."""
+"""CUDA context, library kernels, and NCCL buffers, per GPU."""
 _GRAPHS_GIB = 1.0
 """CUDA graphs of an engine."""
 _BATCHED_TOKENS = 2048
-"""Tokens of a step of vLLM's, where the settings leave them to it."""
+"""Tokens per vLLM step if max_num_batched_tokens is not set."""
 _SHARED_FRACTION = 0.92
-"""Share of a GPU that its roles get to share: fragments of their allocators are not planned."""
+"""Fraction of a shared GPU that the plan assigns; the rest covers allocator fragmentation."""
 _SPARE_CACHE_GIB = 0.25
-"""KV cache beyond what all sequences fill, for blocks that are partly used."""
+"""KV cache beyond the size of all sequences, for partly used blocks."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
-"""Bytes of a weight; 1 for every other kind of quantisation."""
+"""Bytes per weight; 1 for every other quantization."""
 
 _ADVICE = {
     "activations": "lower learner.tokens_per_microbatch, raise learner.sequence_parallel, or set "
@@ -71,21 +71,21 @@ _ADVICE = {
     "published": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
-"""First word of a cause -> settings that make it smaller."""
+"""First word of a cause -> settings that reduce it."""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Memory that one process takes for one cause. Example: Need("learner rank 0", "gpu 0", "gradients", 14.2)"""
+    """Memory of one process for one cause. Example: Need("learner rank 0", "gpu 0", "gradients", 14.2)"""
 
     process: str
     place: str
-    """`host`, or `gpu` and its number on the machine."""
+    """`host`, or `gpu N`."""
     cause: str
     gib: float
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Memory that there is. Example: Machine(host_gib=64.0, gpus=8, gpu_gib=80.0)"""
+    """Available memory. Example: Machine(host_gib=64.0, gpus=8, gpu_gib=80.0)"""
 
     host_gib: float
     gpus: int = 0
@@ -93,13 +93,13 @@ class Machine(msgspec.Struct, frozen=True):
 
     @staticmethod
     def here(*, host_gib: float | None, gpus: int | None, gpu_gib: float | None) -> "Machine":
-        """This machine, but for what is given. Raises ConfigError."""
+        """Describe this machine, with overrides. Raises ConfigError."""
         found = torch.cuda.device_count()
         count = found if gpus is None else gpus
         size = gpu_gib
         if count and size is None:
             if not found:
-                raise ConfigError(f"plan --gpus {count} must come with --gpu-gib: there is no GPU here to ask.")
+                raise ConfigError(f"plan --gpus {count} needs --gpu-gib, because this machine has no GPU.")
             size = min(torch.cuda.get_device_properties(i).total_memory for i in range(found)) / GIB
         total = min([psutil.virtual_memory().total, *(each.limit for each in group_limits("memory"))])
         return Machine(host_gib or total / GIB, count, size or 0.0)
@@ -110,20 +110,20 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Needs of a run, and what cannot fit."""
+    """Memory needs of a run and the places where they do not fit."""
 
     machine: Machine
     needs: list[Need]
     problems: list[str]
-    """A sentence for each place that is too small, and for an engine that cannot hold one sequence."""
+    """One sentence per place that is too small, and for an engine that cannot hold one sequence."""
 
     def total(self, place: str) -> float:
-        """GiB of all processes there."""
+        """Memory of all processes there, GiB."""
         return sum(need.gib for need in self.needs if need.place == place)
 
 
 def make_plan(run: RunConfig, machine: Machine) -> Plan:
-    """Estimate. Raises ConfigError for a model whose config cannot be read, or more GPUs than there are."""
+    """Estimate the needs of a run. Raises ConfigError for an unreadable model config or too few GPUs."""
     placed = place(run, gpus=[str(number) for number in range(machine.gpus)])
     policy = _meta(run.model, setting="model.path")
     needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
@@ -174,7 +174,7 @@ def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
 def show_plan(
     overrides: list[str], *, gpus: int | None, gpu_gib: float | None, host_gib: float | None, is_json: bool
 ) -> None:
-    """Print needs and sizes; exits with 1 and a sentence for each place that is too small. Raises ConfigError."""
+    """Print needs and sizes; exit with 1 and one sentence per place that is too small. Raises ConfigError."""
     run = load(overrides)
     check_model_path(run.model.path)
     plan = make_plan(run, Machine.here(host_gib=host_gib, gpus=gpus, gpu_gib=gpu_gib))
@@ -191,7 +191,7 @@ def show_plan(
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Needs of each process by cause, alike ones together, and the sum of each place."""
+    """Return a table of needs by process and cause, with equal processes merged, and a table of sums by place."""
     by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
     alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
     for name in dict.fromkeys(need.process for need in plan.needs):
@@ -215,7 +215,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
         on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
-    # Linear layers, nearly all of it, are gathered in the data type of their products.
+    # Linear layers, nearly all parameters, are gathered in the compute dtype.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
     algorithm = run.algorithm
@@ -243,19 +243,19 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
         yield Need(name, device, "activations of the largest microbatch", activations - on_host)
         if on_host:
             yield Need(name, HOST, "inputs of layers", on_host)
-        # Copied between two steps, written while the next ones go on.
+        # Copied between two steps and written during the following ones.
         copied = 2 * sum(moved for _, moved in models.values()) / size
         copied += sum(elements for elements, moved in models.values() if moved) if rank == 0 else 0
         yield Need(name, HOST, "checkpoint being written", copied * _FLOAT / GIB)
         if rank == 0 and run.mode != "sft":
-            # One version is being sent while the next one waits.
+            # One version is being sent while the next one is queued.
             yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
 
 
 def _states(
     model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
 ) -> Iterator[tuple[str, bool, float]]:
-    """(cause, whether it is in host memory, float32 numbers) of one model on one rank of `size`."""
+    """Yield (cause, is in host memory, number of float32 elements) of one model on one of `size` ranks."""
     stage, offloads, keeps_parameters_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
         stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
@@ -276,7 +276,7 @@ def _states(
 
 # --- generators ------------------------------------------------------------------------------------------------------
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
-    """Memory of one generator, without its engine's KV cache."""
+    """Return the needs of one generator, without the KV cache of its engine."""
     engine, text = run.generators.engine, model.config.get_text_config()
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
     if isinstance(engine, ScriptedEngineConfig):
@@ -302,14 +302,13 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
 
 
 def _places(engine: VllmEngineConfig, gpus: Sequence[str]) -> list[str]:
-    """Place of each worker of an engine."""
     return [f"gpu {gpu}" for gpu in gpus] or [HOST] * engine.num_workers
 
 
 def _cache_gib(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, num_engines: int
 ) -> float:
-    """KV cache of each device of an engine, given what else is needed."""
+    """Return the KV cache per device of an engine, given all other needs."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     if where == HOST:
@@ -320,7 +319,7 @@ def _cache_gib(
         taken = sum(need.gib for need in needs if need.place == where)
         return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
     left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
-    # More than all sequences can fill would only be taken from the learner.
+    # Cap it at the size of all sequences: more would only take memory from the learner.
     most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
     return max(0.0, min(left / num_engines, most))
 
@@ -328,7 +327,7 @@ def _cache_gib(
 def _cache_problems(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, cache: float
 ) -> list[str]:
-    """A sentence if an engine cannot hold one sequence."""
+    """Return one sentence if an engine cannot hold one sequence."""
     if cache >= (longest := _sequence_gib(run, model)):
         return []
     problem = (
@@ -339,7 +338,7 @@ def _cache_problems(
     if _is_shared(needs, where):
         others = sorted((need for need in needs if need.place == where), key=lambda need: -need.gib)
         named = ", ".join(f"{need.process.split()[0]}: {need.cause} {need.gib:.1f}" for need in others)
-        problem += f" beside what else shares {where} of {machine.gpu_gib:.1f} GiB ({named})"
+        problem += f": other needs share {where} of {machine.gpu_gib:.1f} GiB ({named})"
         remedy = f"the number of GPUs, or {_advice(others[0].cause)}"
     return [f"{problem}: lower model.max_length, or raise {remedy}."]
 
@@ -350,7 +349,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """KV cache of the longest sequence on each device of an engine."""
+    """Return the KV cache of the longest sequence, per device of an engine, GiB."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
@@ -358,7 +357,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """KV cache of each engine where all roles share one GPU, GiB. Raises ConfigError if that cannot hold them."""
+    """Return the KV cache per engine if all roles share one GPU, GiB. Raises ConfigError if they do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -366,7 +365,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Bytes of the KV cache for each token, over all layers; linear attention keeps none by the token."""
+    """Return KV cache bytes per token over all layers. Linear attention layers store nothing per token."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)
@@ -382,7 +381,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """A version as it travels: the adapter alone, where one is trained."""
+    """Return the size of a published version: only the adapter, if one is trained."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

@@ -1,4 +1,4 @@
-"""Preflight: makes what a run needs and lacks, and checks its surroundings before its folder and roles exist."""
+"""Preflight: prepare missing inputs and check the environment of a run before its folder and roles exist."""
 
 import runpy
 import sys
@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import check_model_path, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
-"""Longest run of one preparation step: long enough for a slow download."""
+"""Limit of one preparation step; allows a slow download."""
 _STORE_TIMEOUT_S = 10.0
 
 
@@ -39,10 +39,10 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Checks of what a run finds when it starts: name -> function, which raises an error with what must hold.
+    """Return the environment checks of a run: name -> function that raises an error stating the requirement.
 
-    Loggers, the exporter's port, reward functions and the object store; with role processes also the places of the
-    roles, the token, the broker's address and the store. Each takes a moment, or ten seconds when nobody answers.
+    Covers loggers, the exporter port, reward functions, and the object store; with mode=async also placement, token,
+    broker address, and store. Each check is fast, or takes ten seconds if a server does not answer.
     """
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
@@ -60,7 +60,7 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
-    # Imported here once, because an error inside a generator's worker process would come a minute later.
+    # Import them here first: an error in a generator's worker process would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
 
@@ -70,15 +70,15 @@ def _check_local(run: RunConfig) -> None:
         return
     if (machines := run.cluster.core.machines) > 1:
         raise ConfigError(
-            f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher starts "
-            "processes of its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
+            f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher only starts "
+            "processes on its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
         )
     check_placement(run)
 
 
 def _check_address(run: RunConfig) -> None:
-    # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
-    # taken by whoever holds the run's lock.
+    # If another run's broker already used the address, our generators would connect to that broker. The run's unix
+    # socket needs no check: the run lock protects it.
     if run.cluster.network:
         find_interface(run.cluster)
     for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
@@ -92,7 +92,7 @@ def _check_store(run: RunConfig) -> None:
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run the missing preparation steps, then check data and model; a replay reads its whole archive.
+    """Run the missing preparation steps, then check data and model. A replay reads its whole archive.
 
     Raises ConfigError.
     """
@@ -109,7 +109,7 @@ def make_inputs(run: RunConfig) -> None:
 
 
 def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the prompts, of any length, and check that the reward functions take them. Raises ConfigError."""
+    """Open the prompts, of any length, and check that the reward functions accept them. Raises ConfigError."""
     train, heldout = read_train(run), read_heldout(run)
     if any(one.data_sources for one in run.generators.reward.functions):
         for rows in dict.fromkeys([train, *heldout.values()]):
@@ -119,30 +119,30 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return the preparation steps whose product does not exist."""
+    """Return the preparation steps that have not created their file yet."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
 def preparation_limit_s(run: RunConfig) -> float:
-    """Return the longest time that the missing steps may take together, seconds."""
+    """Return the total time limit of the missing steps, seconds."""
     return _STEP_TIMEOUT_S * len(missing_steps(run))
 
 
 def prepare(run: RunConfig) -> int:
-    """Run the missing preparation steps in order and return their number; their output goes where ours goes.
+    """Run the missing preparation steps in order and return their number. They share this process's output.
 
-    Raises ConfigError with the step that failed.
+    Raises ConfigError, naming the failed step.
     """
     if not (steps := missing_steps(run)):
         return 0
-    # One process for all steps: they share the import of torch, which the launcher does without.
+    # One process runs all steps, so that they import torch once and the launcher never does.
     limit_s = preparation_limit_s(run)
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:
         outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
         outcome += f" within {limit_s:.0f} s" if code is None else ""
-        # The process ends at the first step that fails, which may have made a part of its product.
+        # The process ends at the first failed step, which may have created part of its output.
         failed = [*missing, steps[-1]][0]
         shown = f"python -m {failed.module} {' '.join(failed.args)}"
         raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
@@ -150,7 +150,7 @@ def prepare(run: RunConfig) -> int:
 
 
 def _run_steps(steps: list[PrepareStep]) -> None:
-    """Run each as `python -m MODULE ARGS` in this process, up to the first that fails or does not make its product."""
+    """Run each step like `python -m MODULE ARGS` in this process; stop at the first that does not create its file."""
     for step in steps:
         print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
         sys.argv = [step.module, *step.args]

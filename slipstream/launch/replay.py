@@ -1,13 +1,13 @@
-"""The replay: training on the trajectories of a stored run, in the batches in which that run trained on them.
+"""Replay: train on the trajectories of a stored run, in the same batches as that run.
 
     slipstream run experiment=digits_replay replay.path=runs/mine/archive
     slipstream run experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
     slipstream run experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
 
-Consists of the serial run over a store that is filled from an archive, on one rank or several. No training prompt is
-leased; the in-process generator answers held-out prompts only, so that a replay has accuracies. With the settings, the
-seed and the initial weights of the stored run its batches repeat bit for bit, and so do the losses of a serial run;
-another algorithm shows its effect on the same data.
+A replay is a serial run over a store filled from an archive, on one or more ranks. It leases no training prompts; the
+in-process generator only answers held-out prompts, to measure accuracy. With the settings, seed, and initial weights
+of the stored run, batches repeat bit for bit, and so do the losses of a serial run. With another algorithm, it shows
+the effect of that algorithm on the same data.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 
 def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    """Train from beginning to end, in this process or, with several ranks, in processes of their own.
+    """Train to the end, in this process or, with several ranks, in one process per rank.
 
     Raises ConfigError, ArchiveError, LearnerError.
     """
@@ -69,7 +69,7 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
 
 @fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
 def main(overrides: list[str]) -> None:
-    """Run as one rank; without the environment of one, start all ranks."""
+    """Run as one rank; outside a rank environment, start all ranks."""
     run = load(overrides)
     if "RANK" not in os.environ:
         on_cpu = choose_device(run.learner.device).type == "cpu"
@@ -80,7 +80,9 @@ def main(overrides: list[str]) -> None:
     if rank == 0:
         _run_rank_0(run, RunFolder(run))
     else:
-        _run_other_rank(run, rank=rank)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank).worker_loop()
     exit_rank()
 
 
@@ -99,14 +101,8 @@ def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
     run_serial(run, folder, prepare_store=fill, device=_device(run))
 
 
-def _run_other_rank(run: RunConfig, *, rank: int) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank).worker_loop()
-
-
 def _device(run: RunConfig) -> torch.device:
-    """Choose the device of this rank, and tell DeepSpeed through the environment."""
+    """Choose the device of this rank and set DeepSpeed's environment for it."""
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     os.environ.update(deepspeed_environment(device))
     return device
@@ -114,17 +110,17 @@ def _device(run: RunConfig) -> torch.device:
 
 # --- rescoring -------------------------------------------------------------------------------------------------------
 _MAX_DECODED = 1024
-"""Trajectories whose texts are in memory at the same time."""
+"""Most trajectories decoded to text at the same time."""
 
 
 def rescore(
     groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    """Score the trajectories of `groups` again, as if by `reward` when they were made.
+    """Score the trajectories of `groups` again with `reward`.
 
-    A trajectory on which the function fails gets a reward with that status and is masked in training. Blocks at most
-    `reward.timeout_s` for each call. Raises ConfigError for a function that cannot be imported, and for a trajectory
-    whose prompt is not among `prompts`.
+    If the function fails on a trajectory, the reward records that status and training masks the trajectory. Blocks at
+    most `reward.timeout_s` per call. Raises ConfigError if the function cannot be imported or `prompts` lacks the
+    prompt of a trajectory.
     """
     rows = {row.uid: row for row in prompts}
     return asyncio.run(_rescore(groups, reward, rows, prompting))
@@ -137,7 +133,7 @@ async def _rescore(
     statuses: Counter[str] = Counter()
     rescored = []
     try:
-        # In chunks, because decoded texts are several times the size of their tokens.
+        # In chunks, because decoded text takes several times the memory of token ids.
         for chunk in _chunks(groups):
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]
@@ -169,8 +165,8 @@ def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: Pr
     row = rows.get(trajectory.prompt_uid)
     if row is None:
         raise ConfigError(
-            f"replay.rescore needs the row of every prompt in data.train, got {trajectory.prompt_uid!r} of "
-            f"{trajectory.id}, which it does not hold: name the data that the stored run was trained on."
+            f"replay.rescore needs the row of every prompt in data.train, but {trajectory.prompt_uid!r} of "
+            f"{trajectory.id} is missing: name the data that the stored run was trained on."
         )
     response = trajectory.token_ids[trajectory.model_mask].tolist()
     return RewardInput(

@@ -1,4 +1,4 @@
-"""A run from its overrides to its report: name, preparation, preflight, the runtime of its mode, the result."""
+"""One run from overrides to report: name, preparation, preflight, training in its mode, result."""
 
 import itertools
 import json
@@ -29,8 +29,7 @@ console = make_console()
 def run_experiment(overrides: list[str], *, program: str) -> None:
     """Train with these overrides and report the result. Blocks until the run has ended.
 
-    `program` is how the user calls this program, for the commands that the report suggests.
-    Raises ConfigError, and the errors of every role.
+    `program`: the name in the suggested commands. Raises ConfigError and the errors of every role.
     """
     run = load(overrides)
     if run.mode == "sft":
@@ -39,8 +38,8 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     folder = RunFolder(run)
     folder.check_name()
     check_surroundings(run)
-    # A preparation takes seconds to minutes, in which generators can load their libraries. Everything else is checked
-    # first, so that a refused run starts no process and leaves no folder.
+    # Generators load their libraries during preparation, which takes seconds to minutes. Everything else is checked
+    # before, so that a rejected run starts no process and leaves no folder.
     is_to_prepare = run.mode == "async" and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
@@ -60,7 +59,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    # The launcher works without torch, which takes seconds to import.
+    # Imported here because both load torch, which takes seconds and which mode=async does not need.
     if run.mode == "serial":
         from slipstream.launch.serial import run_serial
 
@@ -73,11 +72,11 @@ def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> Non
 
 @contextmanager
 def _open_places(run: RunConfig) -> Iterator[Places | None]:
-    """Connect to the cluster that the run names, and reserve what it needs on this machine. Raises ConfigError."""
+    """Connect to the run's cluster, if any, and reserve the core on this machine. Raises ConfigError."""
     if run.cluster.kind == "local":
         yield None
         return
-    # Imported here: it takes a second, and is not installed everywhere.
+    # Imported here because it takes a second and Ray is optional.
     try:
         from slipstream.cluster.ray_seats import join_cluster
     except ImportError as error:
@@ -87,7 +86,7 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
 
 
 def start_sft(overrides: list[str]) -> None:
-    """Replace this process by a learner that trains on demonstrations: mode=sft has no other role.
+    """Replace this process with a learner that trains on demonstrations: mode=sft has no other role.
 
     Raises ConfigError.
     """
@@ -96,13 +95,13 @@ def start_sft(overrides: list[str]) -> None:
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
     _, overrides = with_free_name(run, overrides)
     prepare(run)
-    # Replaced rather than called, because torch must be loaded under the learner's own environment.
+    # exec, because torch must load under the learner's environment variables.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 
 
 def with_sft_preset(overrides: list[str]) -> list[str]:
-    """Add the experiment where none is chosen: `sft` for a training file of the user's own, else the default task's."""
+    """Add a default experiment: `sft` if the user gives a training file, else `digits_sft`."""
     keys = {override.partition("=")[0] for override in overrides}
     if "experiment" in keys:
         return overrides
@@ -110,7 +109,7 @@ def with_sft_preset(overrides: list[str]) -> list[str]:
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """Number a default name that is in use, so that the same command can be repeated."""
+    """Append a number to a default name that is in use, so that the same command can be repeated."""
     is_chosen = any(override.startswith("name=") for override in overrides)
     if is_chosen or run.resume:
         return run, overrides
@@ -138,15 +137,15 @@ REPORTED = {
 
 
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
-    """Print the result of a run that has ended, from its summary, and draw its curve."""
-    # Matplotlib takes a second to import, which the start does without.
+    """Print the results of a finished run and draw its curve."""
+    # Imported here because matplotlib takes a second to load.
     from slipstream.observe.plot import plot_run
 
     summary = json.loads(folder.summary.read_text())
     try:
         curve: object = plot_run(folder.path) if summary["steps"] else "-"
     except OSError as error:
-        # The run has ended well all the same.
+        # The run itself succeeded.
         curve = f"not drawn: {error}"
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", soft_wrap=True)
     table = Table(show_header=False, box=None)
@@ -176,7 +175,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 
 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
-    """Commands to try next, with the settings of this run -> what each shows."""
+    """Return commands to try next, with the settings of this run -> what each shows."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
     again = shlex.join([*program.split(), "run", *own])
     others = {
@@ -191,7 +190,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
 
 
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
-    """Return whether the run reached its goal, with its final accuracies; a run without a goal is `done`."""
+    """Describe whether the run reached its goals (`done` without goals), with its final accuracies."""
     goals = run.evaluation.goals
     reached = all(goal.holds(summary["evaluation"]) for goal in goals)
     word = "done" if not goals else "learned" if reached else "NOT learned"

@@ -1,4 +1,4 @@
-"""Scaling: changes the number of generators of a running launcher, on request or by the waits of both sides."""
+"""Scaling: changes the number of generators of a live run, on request or from measured waits."""
 
 import os
 import socket
@@ -35,16 +35,16 @@ class Change(Record):
     """
 
     target: int
-    """Number of generators from now on."""
+    """New number of generators."""
     reason: str
-    """Measurements that led to it."""
+    """Measurements behind the decision."""
 
 
 class Autoscaler:
-    """Measures for a window of `settle_s`, or longer when steps are slow, decides, and starts the next window.
+    """Decides once per window of `settle_s`, which is longer if steps are slow.
 
-    Scaling up has priority: while the learner waits, idle generators have another reason to be idle (a small
-    `max_lag`, a short queue), and fewer of them would not help it. Belongs to one thread.
+    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere (a small `max_lag`, a
+    short queue), and fewer generators would not help. Used by one thread.
     """
 
     def __init__(self, config: AutoscaleConfig, *, clock: Clock = time.monotonic) -> None:
@@ -61,10 +61,10 @@ class Autoscaler:
     def observe(
         self, rows: Sequence[dict[str, Any]], *, busy: float | None, is_starving: bool, num_ready: int, target: int
     ) -> Change | None:
-        """Add one observation; return a change when the window is over and calls for one.
+        """Add one observation; at the end of a window, return a change or None.
 
-        `rows`: metrics rows since the last observation; `busy`: share of their capacity that the `num_ready` generators
-        with weights use now; `is_starving`: the learner waits for groups now; `target`: number of generators so far.
+        `rows`: metrics rows since the last observation; `busy`: fraction of capacity that the `num_ready` generators
+        with weights use now; `is_starving`: the learner waits for groups now; `target`: current number of generators.
         """
         self._rows += rows
         self._busy += [] if busy is None else [busy]
@@ -72,20 +72,16 @@ class Autoscaler:
         seconds = self._clock() - self._started_at
         if seconds < self._config.settle_s:
             return None
-        change = (
-            self._return_to_min(target)
-            or self._scale_up(seconds, target=target)
-            or self._scale_down(seconds, num_ready=num_ready, target=target)
-        )
-        # A window with too few steps is extended rather than thrown away, or slow steps would never be measured.
+        if target < (least := self._config.min):
+            # Generators were drained or abandoned.
+            change: Change | None = Change(least, f"generators.autoscale.min is {least}")
+        else:
+            change = self._scale_up(seconds, target=target)
+            change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
+        # Extend a window with too few steps: if it were discarded, slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
-
-    def _return_to_min(self, target: int) -> Change | None:
-        """Replace generators that were drained or abandoned below the minimum."""
-        least = self._config.min
-        return Change(least, f"generators.autoscale.min is {least}") if target < least else None
 
     def _scale_up(self, seconds: float, *, target: int) -> Change | None:
         waited, config = self._learner_wait_fraction(), self._config
@@ -100,7 +96,7 @@ class Autoscaler:
         waited, config = self._learner_wait_fraction(), self._config
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
-        # Never while the learner waits: at `max` a generator would leave and return in turn.
+        # Never while the learner waits: at `max` a generator would leave and rejoin repeatedly.
         if waited is None or waited > config.more_above:
             return None
         busy = sum(self._busy) / len(self._busy)
@@ -114,9 +110,9 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """Share of its time that the learner waited for groups; None while there are too few steps.
+        """Return the fraction of time that the learner waited for groups; None if the window has too few steps.
 
-        Before the first step ends, the share of observations in which it waited stands in.
+        Before the first step ends, return the fraction of observations in which it waited.
         """
         if not self._rows:
             return sum(self._starving) / len(self._starving)
@@ -133,7 +129,7 @@ class AbsenceTracker:
         self._abandoned: set[str] = set()
 
     def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
-        """Record who works; return the generators that are no longer waited for, each once per absence."""
+        """Record the working generators; return newly abandoned ones, each once per absence."""
         now = self._clock()
         self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
         abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}
@@ -142,12 +138,12 @@ class AbsenceTracker:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every generator that is waited for works."""
+        """Whether every generator works, except abandoned ones."""
         return self._away_since.keys() == self._abandoned
 
 
 class LauncherReport:
-    """Reports the launcher, its restarts and its events to the store, and queues events while the store is away.
+    """Reports the launcher, its restarts, and its events to the store; queues events during a store outage.
 
     Life: (record -> send)* -> end.
     """
@@ -158,23 +154,23 @@ class LauncherReport:
         self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
 
     def record(self, event: Event) -> None:
-        """Queue an event for the next `send`; the role that begins its message is cut off."""
+        """Queue an event for the next `send`, without the role name at the start of its message."""
         self._unsent.append(Event(event.role, event.message.removeprefix(f"{event.role} ")))
 
     def answer(self, request_id: str, refusal: str) -> None:
-        """Answer a scaling request with the next `send`; an empty refusal means that it was carried out."""
+        """Answer a scaling request with the next `send`; an empty refusal means success."""
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
         """Send the queued events and the launcher's state. Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
-            # Dropped only once the store has it: a lost answer repeats an event, a lost call loses none.
+            # Dequeue only after the call: a lost answer repeats an event, and no event is lost.
             self._store.record_event(*self._unsent[0])
             self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
     def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Report that the launcher ends, unless the store does not answer."""
+        """Report the end of the launcher, if the store answers."""
         with suppress(ReplayBufferError):
             self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
@@ -196,7 +192,7 @@ class Scaling:
         check_room: Callable[[int], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`check_room(count)` raises ConfigError when this machine has no room for that many generators."""
+        """`check_room(count)` raises ConfigError if that many generators do not fit on this machine."""
         self._pool = pool
         self._report = report
         self._run = run
@@ -209,10 +205,10 @@ class Scaling:
         self._is_first_poll = True
 
     def poll(self, store: Store, snapshot: RunSnapshot) -> list[Event]:
-        """Carry out a request of the user, then a decision of the autoscaler. Raises StoreUnavailableError."""
+        """Apply a user request, then an autoscaler decision. Raises StoreUnavailableError."""
         requests = store.take_requests("launcher")
         if self._is_first_poll:
-            # Requests from before this launcher started were addressed to its predecessor.
+            # Older requests were addressed to the previous launcher.
             self._is_first_poll, requests = False, {}
         events = self._handle_request(requests[GENERATORS]) if GENERATORS in requests else []
         return events + self._autoscale(store, snapshot)
@@ -233,7 +229,7 @@ class Scaling:
         if scale and not scale.min <= target <= scale.max:
             raise ConfigError(
                 f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
-                f"{target}: the autoscaler decides in between; begin the run with other bounds."
+                f"{target}: the autoscaler decides within them; start the run with other bounds."
             )
 
     def _autoscale(self, store: Store, snapshot: RunSnapshot) -> list[Event]:
@@ -247,7 +243,7 @@ class Scaling:
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._absences.is_complete):
-            # While a role starts, the waits of the others do not show how many generators are needed.
+            # While a role starts, waits do not show how many generators are needed.
             self._autoscaler.start_window()
             return events
         change = self._autoscaler.observe(
@@ -275,7 +271,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Reported once: repeated at every decision it would push everything else out of the store's events.
+            # Reported once: repeats would push other events out of the store.
             if previous == self._refused:
                 return []
             return [

@@ -1,9 +1,9 @@
-"""The serial run: all roles in one process, one call after the other, deterministic.
+"""Serial run: all roles in one process, stepped in a fixed order, deterministic.
 
-Store, router, generator, publisher and learner are those of an asynchronous run, over the in-memory twins of channel
-and weight transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the
-generator's client, then the generator's asyncio tasks, always in this order. Time, wherever a decision depends on it,
-is a count of turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+It uses the store, router, generator, publisher, and learner of an asynchronous run, with in-memory channels and weight
+transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the generator's
+client, then the generator's asyncio tasks. Decisions that depend on time use a count of turns. One seed therefore
+gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Enough rounds of the loop for a woken task to pass its result on within the same turn."""
+"""Event loop rounds per turn: enough for a woken task to pass on its result within the turn."""
 
 
 class TurnClock:
-    """Logical clock: time passes only when the pump takes a turn."""
+    """Logical clock that advances only when the pump takes a turn."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -53,7 +53,7 @@ class TurnClock:
 
 
 class SerialPeer:
-    """The broker client of a role, stepped by the pump instead of a thread, with its received messages."""
+    """Broker client of a role with its received messages, stepped by the pump instead of a thread."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
         # A run has one learner, and the broker knows it by that name.
@@ -85,13 +85,13 @@ class Pump:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, generator: Generator) -> None:
-        """Run this generator in every turn from now on."""
+        """Run this generator in every turn."""
         self._generator = generator
         self._peer.board.set_source(generator.status)
         self._running = self._loop.create_task(generator.run())
 
     def turn(self) -> None:
-        """Step every role once. Raises what the generator raised."""
+        """Step every role once. Raises the generator's error, if it failed."""
         # The order is part of the result: changing it changes every serial run.
         self._clock.advance(_SECONDS_PER_TURN)
         self._learner.client.step(timeout_s=0)
@@ -100,11 +100,11 @@ class Pump:
         self._loop.run_until_complete(self._run_tasks())
         self._report()
         if self._running and self._running.done():
-            # Raises in the learner's thread of control what ended the generator; it must not train on alone.
+            # Raises the generator's error here, so that the learner does not continue alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Return the learner's next message, after one turn when there is none and `timeout_s` > 0."""
+        """Return the learner's next message; if none is queued and `timeout_s` > 0, take one turn first."""
         if not self._learner.received and timeout_s > 0:
             self.turn()
         return self._learner.received.popleft() if self._learner.received else None
@@ -118,14 +118,14 @@ class Pump:
         self._loop.close()
 
     def close(self) -> None:
-        """Cancel the generator; does nothing after `stop`."""
+        """Cancel the generator. No-op after `stop`."""
         if self._running and not self._loop.is_closed():
             self._running.cancel()
             self._loop.run_until_complete(asyncio.wait([self._running]))
             self._loop.close()
 
     def _report(self) -> None:
-        """Store the generator's gauges: pings, which carry them otherwise, are seconds apart by a clock that moves by
+        """Store the generator's gauges. Pings normally carry them, but are seconds apart, and this clock advances by
         milliseconds."""
         status = self._peer.board()
         gauges = {"role": "generator", "state": status.state, "version": status.version}
@@ -147,13 +147,13 @@ def run_serial(
     prepare_store: Callable[[RedisStore], None] = lambda _store: None,
     device: torch.device = _CPU,
 ) -> None:
-    """Train from beginning to end in this process.
+    """Train to the end in this process.
 
-    `prepare_store` may fill the store before a role uses it. `device`: of the learner's rank 0, which this process is.
+    `prepare_store` may fill the store before a role uses it. `device`: device of rank 0 of the learner.
     """
-    # The store's server is a process of its own, and ends with this one.
+    # The store server is a child process and must end with this one.
     raise_on_stop_signal()
-    # With several threads, sums depend on how they share the work.
+    # With several threads, sums depend on the work split.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
@@ -193,18 +193,14 @@ def run_serial(
         learner.run()
         rank_group.shutdown()
         pump.stop()
-        _archive(run, folder, store, fence=router.chief.fence)
+        if run.buffer.archive.enabled:
+            with closing(Archiver(store, folder.archive, run.buffer.archive, fence=router.chief.fence)) as archiver:
+                archiver.flush()
 
 
 def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisStore:
     config = run.buffer.store
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
     limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
-    # Keeps nothing on disk, because a run in one process is not resumed.
+    # Nothing is persisted, because a serial run cannot be resumed.
     return open_own_store(folder.store, run.name, **limits, clock=clock)
-
-
-def _archive(run: RunConfig, folder: RunFolder, store: RedisStore, *, fence: int) -> None:
-    if run.buffer.archive.enabled:
-        with closing(Archiver(store, folder.archive, run.buffer.archive, fence=fence)) as archiver:
-            archiver.flush()

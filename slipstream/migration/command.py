@@ -17,12 +17,12 @@ from slipstream.migration.verl import import_verl
 
 _LARGEST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""Number without a point or a sign of its exponent: text to PyYAML, a number to Hydra and argparse."""
+"""Numbers such as 1e6, which PyYAML reads as text and Hydra and argparse read as numbers."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return dotted key -> value of all settings in a file; the last of a key counts. Raises ConfigError."""
+    """Return dotted key -> value of all settings in a file; the last value of a key wins. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
@@ -42,7 +42,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _from_document(path: Path, text: str) -> dict[str, Any]:
     document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if isinstance(document, list) and all(isinstance(line, str) for line in document):
-        # Hydra keeps the overrides of a run in such a list.
+        # A Hydra overrides.yaml is such a list.
         return _overrides(document)
     if not isinstance(document, dict):
         raise ValueError("it must be a record of settings, or a list of overrides.")
@@ -50,7 +50,7 @@ def _from_document(path: Path, text: str) -> dict[str, Any]:
 
 
 def _from_script(text: str) -> dict[str, Any]:
-    """Return the words `key=value` and `--key value` of all commands; `$NAME` is replaced where the script sets it."""
+    """Return `key=value` and `--key value` arguments of all commands; `$NAME` is expanded if the script sets it."""
     words = [word for line in text.replace("\\\n", " ").splitlines() for word in shlex.split(line, comments=True)]
     variables: dict[str, str] = {}
     for word in words:
@@ -62,14 +62,14 @@ def _from_script(text: str) -> dict[str, Any]:
         for word, following in zip(filled, [*filled[1:], ""], strict=True)
         if word.startswith("--") and "=" not in word and not following.startswith("-")
     }
-    # A key without a dot is a variable of the script.
+    # A key without a dot is a shell variable.
     return options | {
         key: value for key, value in _overrides([word.lstrip("-") for word in filled]).items() if "." in key
     }
 
 
 def _filled_in(text: str, variables: dict[str, str]) -> str:
-    """Replace variables of the script and the home folder; other variables of the environment may be secrets."""
+    """Expand the script's variables and $HOME; other environment variables may be secrets."""
     known = {"HOME": str(Path.home())} | variables
     return re.sub(r"\$\{?(\w+)(?::?-([^}]*))?\}?", lambda match: known.get(match[1], match[2] or match[0]), text)
 
@@ -102,9 +102,9 @@ _IMPORTERS = {"verl": import_verl, "trl": import_trl}
 
 
 def import_config(
-    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Whose settings they are.")],
+    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Trainer of the settings.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or the shell script of a run.")
+        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or a shell script.")
     ],
 ) -> None:
     """Translate the settings of another trainer.
@@ -113,36 +113,34 @@ def import_config(
     slipstream import-config verl run_qwen2-7b.sh
     slipstream import-config trl grpo.yaml
 
-    Prints the command that trains with them here, what means something else, and every setting without an equal;
-    docs/migration.md has the words of both sides.
+    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md
+    has a glossary.
     """
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))
-    for title, lines in (("Mind", imported.notes), ("No equal here", imported.without_equal)):
+    for title, lines in (("Notes", imported.notes), ("Without equivalent", imported.untranslated)):
         if lines:
             print(f"\n{title}:", *(f"  {line}" for line in lines), sep="\n")
 
 
 def import_settings(trainer: str, file: Path) -> Imported:
-    """Translate a file; settings that do not fit each other here are a note. Raises ConfigError."""
+    """Translate a file; invalid combinations of settings become a note. Raises ConfigError."""
     given = read_settings(file)
     try:
         imported = _IMPORTERS[trainer](given)
     except ConfigError:
         raise
-    # Text where they have a number: a variable of the environment, which may hold a secret, is not filled in.
+    # Text instead of a number: environment variables, which may hold secrets, are not expanded.
     except (TypeError, ValueError) as error:
         unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
         raise ConfigError(
-            f"FILE must hold the values of its settings, got {file} with {', '.join(unset) or error}: write numbers in "
-            "place of variables that it does not set."
+            f"FILE must contain plain values, got {file} with {', '.join(unset) or error}: replace variables that it "
+            "does not set by numbers."
         ) from None
     try:
         load(imported.overrides)
     except ConfigError as error:
         problems = " ".join(str(error).splitlines())
-        return Imported(
-            imported.overrides, [*imported.notes, f"to be settled first: {problems}"], imported.without_equal
-        )
+        return Imported(imported.overrides, [*imported.notes, f"to resolve first: {problems}"], imported.untranslated)
     return imported

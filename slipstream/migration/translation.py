@@ -1,4 +1,4 @@
-"""Translation: settings of another trainer, taken one by one, and what becomes of each here."""
+"""Translation: maps settings of another trainer to overrides, notes, and untranslated settings."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,23 +10,23 @@ from slipstream.configs.base import Record
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values by which a setting is not used: a whole configuration has hundreds of them."""
+"""Values that mean a setting is unused; a full configuration has hundreds of them."""
 _WORDS = ("null", "true", "false", "inf", "nan")
 
 
 class Imported(Record):
-    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], without_equal=["trainer.x = 3"])."""
+    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], untranslated=["trainer.x = 3"])."""
 
     overrides: list[str]
-    """Settings, as `slipstream run` takes them."""
+    """Overrides for `slipstream run`."""
     notes: list[str]
-    """One sentence on each setting that means something else here, or that somebody must decide."""
-    without_equal: list[str]
-    """Their settings that nothing here corresponds to, with their values."""
+    """One sentence per setting whose meaning differs here or that the user must decide."""
+    untranslated: list[str]
+    """Source settings without an equivalent, with their values."""
 
 
 class Translation:
-    """Their settings, over their defaults, and ours in the order in which they were set."""
+    """Source settings over the source's defaults, and the resulting Slipstream settings in order."""
 
     def __init__(self, given: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.given = given
@@ -36,23 +36,23 @@ class Translation:
         self.notes: list[str] = []
 
     def take(self, key: str) -> Any:
-        """Return a setting of theirs, given or default, which is then accounted for."""
+        """Return a source setting, given or default, and mark it as translated."""
         self._taken.add(key)
         value = self.given.get(key)
         return self._defaults.get(key) if value is None else value
 
     def put(self, key: str, value: Any) -> None:
-        """Set one of ours; None leaves it as it is."""
+        """Set a Slipstream setting; None leaves it unchanged."""
         if value is not None:
             self._ours[key] = format_value(value)
 
     def same(self, theirs: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set one of ours to one of theirs."""
+        """Copy a source setting to a Slipstream setting."""
         value = self.take(theirs)
         self.put(ours, None if value is None else convert(value))
 
     def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
-        """Remove what the default experiment sets for its own task, and make room for the longest trajectory."""
+        """Clear the default experiment's task settings, and fit microbatches to the longest trajectory."""
         self.put("prepare", [])
         self.put("evaluation.goals", [])
         self._ours["learner.stop"] = "null"
@@ -60,20 +60,20 @@ class Translation:
         self.put("learner.tokens_per_microbatch", max(max_length, tokens_per_microbatch))
 
     def note(self, key: str, sentence: str) -> None:
-        """Say what a setting of theirs means here, if it was given."""
+        """Explain a source setting in a note, if it was given."""
         if self.given.get(key) is not None:
             self._taken.add(key)
             self.notes.append(f"{key}={format_value(self.given[key])}: {sentence}")
 
     def result(self, *, decided_here: tuple[str, ...]) -> Imported:
-        """Build the result; keys that begin as one of `decided_here` need no equal."""
+        """Build the result. Keys with a prefix in `decided_here` need no equivalent."""
         left = {key: value for key, value in self.given.items() if key not in self._taken and value not in _OFF}
         unequal = [f"{key} = {format_value(value)}" for key, value in left.items() if not key.startswith(decided_here)]
         return Imported([f"{key}={value}" for key, value in self._ours.items()], self.notes, unequal)
 
 
 def format_value(value: Any) -> str:
-    """Write a value as the command line of Slipstream reads it."""
+    """Format a value for Slipstream's command line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -85,5 +85,5 @@ def format_value(value: Any) -> str:
 
 
 def each_file(value: Any) -> Iterator[str]:
-    """Yield the names of one file or of a list."""
+    """Yield the names of one file or a list of files."""
     yield from map(str, value if isinstance(value, list | tuple) else [value])

@@ -1,4 +1,4 @@
-"""Clocks, passed to role loops as arguments, and deadlines that name what is waited for."""
+"""Clocks for role loops, deadlines that name what they wait for, rates, and counter growth."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 class WaitTimeoutError(TimeoutError):
-    """A deadline passed; the message names what was waited for and what is missing."""
+    """A deadline passed. The message names the awaited condition and the missing part."""
 
 
 class Deadline:
@@ -63,7 +63,7 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """Mean over the window, or over the time since the start while that is shorter."""
+        """Mean over the window, or since the start if that is shorter."""
         with self._lock:
             now = self._clock()
             while self._events and self._events[0][0] < now - self._window_s:
@@ -79,10 +79,10 @@ class Growth:
     """
 
     def __init__(self, counters: Mapping[Any, float]) -> None:
-        """`counters`: their present values. A counter that appears later started at 0."""
+        """`counters`: current values. A counter that appears later started at 0."""
         self._last = dict(counters)
         self.each: dict[Any, float] = {}
-        """Growth of each so far, without that between the last update and the restart of a counter."""
+        """Growth per counter. Growth between the last update and a restart is lost."""
 
     @property
     def total(self) -> float:
@@ -92,6 +92,6 @@ class Growth:
         """Add the growth since the last update."""
         for name, count in counters.items():
             last = self._last.get(name, 0.0)
-            # A smaller value means a restart from 0, so that all of it is growth.
+            # A smaller value means a restart from 0, so the whole value is growth.
             self.each[name] = self.each.get(name, 0.0) + (count - last if count >= last else count)
         self._last |= counters

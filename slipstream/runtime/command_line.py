@@ -1,4 +1,4 @@
-"""Conventions of every command line: exit codes, errors as one sentence, `--help`."""
+"""Conventions shared by all command lines: exit codes, one-sentence errors, `--help`, tables."""
 
 import argparse
 import errno
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.clock import WaitTimeoutError
@@ -26,9 +27,9 @@ NO_ANSWER = 1
 BAD_INPUT = 2
 """Exit code of an error that the user can correct."""
 TRY_AGAIN = 75
-"""Exit code of an error that a restart may cure: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that a restart may cure, but none after it if the same error comes back."""
+"""Exit code of an error that one restart may fix, but further restarts will not if the same error recurs."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
@@ -52,18 +53,18 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""Options of every command that takes settings. What looks like an unknown option is passed on as an override, where
-`--learner.max_steps=5` gets advice that fits."""
+"""Options of every command that takes settings. Unknown options become overrides, so that `--learner.max_steps=5`
+gets a helpful error."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
-"""Libraries that come with the extra `cpu` or `gpu`."""
+"""Libraries that the extra `cpu` or `gpu` installs."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a path that this user may not use, or cannot."""
+"""Errors of a path that this user cannot use."""
 
-# Typer brings click along as a private package, and exports this subclass of click's UsageError alone.
+# Typer vendors click privately and exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
@@ -74,7 +75,7 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
 
 
 def exit_after_help(arguments: list[str], text: str | None) -> None:
-    """End the process with code 0 after printing the help of a role, when its command line asks for it."""
+    """If the arguments ask for help, print `text` and exit with 0."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print((text or "").strip())
         raise SystemExit(0)
@@ -86,15 +87,13 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
+    """Turn expected errors and Ctrl-C into a message and an exit code; any other exception is a bug and propagates.
 
-    So are a path that is refused, a full disk, too many open files and a library that is not installed. Any other
-    exception is a bug and passes.
+    Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
+    library. `restartable` errors exit with 75, which asks a launcher for a restart; `restartable_once` with 76, which
+    asks for a restart unless the same error ended the previous process.
 
-    `restartable` errors end with exit code 75, which asks a launcher for a restart; `restartable_once` with 76, which
-    asks for one unless the same error ended the process before.
-
-    Usable as a context and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
+    Works as a context manager and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
     """
     try:
         yield
@@ -108,17 +107,17 @@ def fail_cleanly(
         _exit_for_path(error)
         raise
     except ModuleNotFoundError as error:
-        # Also PackageNotFoundError, where a version is asked for.
+        # Also PackageNotFoundError from importlib.metadata.
         name = (error.name or "").partition(".")[0]
         if name not in _BUILDS or not str(error).startswith("No "):
             raise
         exit_with_error(
-            f"{name} must be installed, and is not: `pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine "
+            f"{name} must be installed, but is not: `pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine "
             "with an NVIDIA GPU.",
             code=BAD_INPUT,
         )
     except KeyboardInterrupt:
-        # The interpreter's teardown takes a while with torch: another signal would print a traceback into it.
+        # Interpreter teardown is slow with torch; another signal would print a traceback during it.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
@@ -126,7 +125,7 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
-    """End the process for a full disk, too many files, or a path that is refused; returns for all else."""
+    """Exit for a full disk, too many open files, or an inaccessible path; return otherwise."""
     if is_disk_full(error):
         what = error.filename or "a file"
         exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
@@ -138,14 +137,30 @@ def _exit_for_path(error: OSError) -> None:
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
-            # Of a role that a launcher restarts: a disk of the network may take it again.
+            # A launcher restarts the role once, because a network disk may come back.
             code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
         )
 
 
+class _PanelGroup(TyperGroup):
+    """Lists the commands of a program under the headings of their `rich_help_panel`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        width = max(map(len, commands))
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in commands.items():
+            row = (f"{name:<{width}}", command.get_short_help_str(formatter.width - width - 6))
+            panels.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append(row)
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
 def make_app(text: str) -> typer.Typer:
-    """Return a typer program without commands; `text` is its help."""
+    """Return a typer app without commands; `text` is its help."""
     return typer.Typer(
+        cls=_PanelGroup,
         help=text,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
         rich_markup_mode=None,
@@ -155,17 +170,17 @@ def make_app(text: str) -> typer.Typer:
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a program of a few options; `text` is its help, line by line."""
+    """Return the parser of a program with few options; `text` is its preformatted help."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
 
 def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
-    """Run a typer program as `program`; its usage errors become one sentence and exit code 2."""
+    """Run a typer app as `program`; usage errors become one sentence and exit code 2."""
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            # Newer typers print a type behind the name of an argument: `KEY=VALUE <list[str]>`.
+            # Newer typers print a type after the name of an argument: `KEY=VALUE <list[str]>`.
             if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
                 parameter.display_type_rich = partial(_choices, shown)
     try:
@@ -175,50 +190,50 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         path = error.ctx.command_path if error.ctx else program
         exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
     if code == INTERRUPTED:
-        # Typer's answer to Ctrl-C, which is to be handled like that of any other program.
+        # Typer swallowed Ctrl-C; `fail_cleanly` handles it.
         raise KeyboardInterrupt
     if code:
         raise SystemExit(code)
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Put `run` before arguments that begin with an override. Raises ConfigError for a command that `app` lacks."""
+    """Insert `run` before arguments that start with an override. Raises ConfigError for an unknown command."""
     first = arguments[0] if arguments else "--help"
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
-        # An override, deleted (~) or mistyped with dashes; `run` is what it must be meant for.
+        # An override, a deletion (~), or an override mistyped with dashes: all belong to `run`.
         return ["run", *arguments]
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
     from slipstream.configs.schema import nearest_key
 
-    # `max_steps 5`: the composition of the settings answers with the form to write.
+    # `max_steps 5`: loading the settings explains the correct form.
     if len(arguments) > 1 and nearest_key(first):
         return ["run", *arguments]
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 
 
 def _choices(shown: Callable[..., str | None], *, ctx: object) -> str | None:
-    """Return the type of an argument if it lists choices."""
+    """Return the displayed type of an argument, if it lists choices."""
     text = shown(ctx=ctx)
     return text if text and "|" in text else None
 
 
 _PIPED_WIDTH = 180
-"""Characters per line where there is no terminal to ask."""
+"""Characters per line without a terminal."""
 
 
 def make_console() -> Console:
-    """Return a console for standard output. Nothing is markup: brackets stand in settings, paths and errors."""
+    """Return a console for stdout without markup, because settings, paths, and errors contain brackets."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table without lines; the columns named in `numbers` are flush right."""
+    """Return a table without borders; columns named in `numbers` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -226,10 +241,10 @@ def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def add_row(table: Table, *cells: Any) -> None:
-    """Append a row of plain text: nothing in a cell is markup."""
+    """Append a row of plain text, without markup."""
     table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def printable(text: str) -> str:
-    """Escape everything but printable characters and line ends: models write terminal control sequences, too."""
+    """Escape nonprintable characters except line ends: model output may contain terminal control sequences."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -1,11 +1,11 @@
-"""Credentials: the run's token, and the CURVE key pairs that both ends of every socket derive from it.
+"""Credentials: the run's token, the CURVE key pairs that both ends of every socket derive from it, and masking.
 
-Whoever has the token can compute both pairs, and nobody else can: a socket hears no peer without it, and a peer that
-has it knows that it speaks to its own run. The token is made when a run starts and lies in the run folder, where roles
-of the same user find it; whoever comes from elsewhere is given it in the environment or in a file.
+Only a holder of the token can compute both pairs. A socket therefore ignores peers without the token, and a peer with
+the token knows that it talks to its own run. A run creates its token at the start and stores it in the run folder,
+where roles of the same user find it. Roles elsewhere get it in the environment or in a file.
 
-A guest has a token of its own, from which the run's cannot be computed. It tells the guest's name to the servers that
-let it in, and lets it connect to them, but not serve.
+A guest has a separate token, which does not reveal the run's token. It identifies the guest to the servers that admit
+it, and lets the guest connect, but not serve.
 """
 
 import base64
@@ -31,19 +31,19 @@ from slipstream.runtime.run_folder import RunFolder
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 """Environment variable that holds the run's token; the launcher's roles inherit it."""
 TOKEN_REMEDY = (
-    f"set {TOKEN_VARIABLE} to the run's token, name a file that holds it with broker.token_file=PATH, or start where "
-    "the run folder lies, with name=RUN."
+    f"set {TOKEN_VARIABLE} to the run's token, name a file that holds it with broker.token_file=PATH, or start on a "
+    "machine with the run folder, with name=RUN."
 )
-"""End of a sentence about a token that is missing or wrong."""
+"""End of error messages about a missing or wrong token."""
 _TOKEN_LENGTHS = range(16, 1025)
 _MIN_OPEN_LENGTH = 32
-"""Characters of a token where other machines reach the sockets: whoever can connect can try tokens."""
+"""Minimum token length if other machines can reach the sockets and try tokens."""
 _MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
-"""Makes each guess at a token that a person chose cost a tenth of a second and 32 MiB."""
+"""Each guess at a human-chosen token costs 0.1 s and 32 MiB."""
 _GUEST = "guest."
-"""Begin of a guest's token: `guest.NAME.KEYS`."""
+"""Prefix of a guest token: `guest.NAME.KEYS`."""
 _KEY_BYTES = 32
 
 
@@ -55,15 +55,15 @@ class Keys(Record):
     client_public: bytes
     client_secret: bytes
     guests: dict[bytes, str] = {}
-    """Public key -> name of the guests that a server lets in."""
+    """Public key -> name of each guest that a server admits."""
     guest: str = ""
-    """Name of the guest that these are of, who has no `server_secret`; empty: they are of the run."""
+    """Name of the guest that owns these keys and has no `server_secret`; empty for the run's keys."""
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
-# A secret: it appears in no command line, setting, log or answer, and is in no file but the one made for it.
+# The token is a secret: it appears in no command line, setting, log, or answer, and only in its own file.
 def find_token(run: RunConfig) -> str:
-    """Return the token of the environment, else of `broker.token_file`, else of the run folder; empty without any.
+    """Return the token from the environment, else `broker.token_file`, else the run folder; empty if none exists.
 
     Raises ConfigError.
     """
@@ -71,18 +71,18 @@ def find_token(run: RunConfig) -> str:
     if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
         raise ConfigError(
             f"the token must have >= {_MIN_OPEN_LENGTH} characters with cluster.interface, got {len(token)}: other "
-            f"machines can guess at it; {_MAKE_TOKEN}"
+            f"machines can try to guess it; {_MAKE_TOKEN}"
         )
     return token
 
 
 def make_token(run: RunConfig) -> str:
-    """Return the run's token, and make one in its folder if there is none. Raises ConfigError."""
+    """Return the run's token; create one in the run folder if none exists. Raises ConfigError."""
     if token := find_token(run):
         if token.startswith(_GUEST):
             raise ConfigError(
-                "the token must be the run's, got that of a guest, which starts generators alone: unset "
-                f"{TOKEN_VARIABLE}, or begin the run with a token of its own."
+                "the token must be the run's, got a guest's, which can only start generators: unset "
+                f"{TOKEN_VARIABLE}, or start the run with another token."
             )
         return token
     folder = RunFolder(run)
@@ -91,7 +91,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Linked rather than renamed: of two roles that start at once, both use the token of the first.
+        # link, not rename: if two roles start concurrently, both use the token of the first.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -101,7 +101,7 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Return the token of the environment, else of `broker.token_file`; empty without either. Raises ConfigError."""
+    """Return the token from the environment, else `broker.token_file`; empty if neither is set. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     if config.token_file is None:
@@ -120,7 +120,7 @@ def _read_private(path: Path) -> str:
         mode = path.stat().st_mode
         if mode & _ACCESS_BY_OTHERS:
             raise ConfigError(
-                "a token's file must be accessible to its owner alone, "
+                "a token file must be accessible only to its owner, "
                 f"got mode {stat.S_IMODE(mode):04o} of {path}: chmod 600 {path}"
             )
         return path.read_bytes().decode("ascii", errors="replace").strip()
@@ -131,7 +131,7 @@ def _read_private(path: Path) -> str:
 
 
 def _check_format(token: str, *, origin: str) -> str:
-    # The message reveals the token's length and nothing else of it.
+    # The message must reveal only the length of the token.
     if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
         raise ConfigError(
             f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
@@ -149,9 +149,9 @@ def _derive_keys(token: str) -> Keys:
 
 
 def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
-    """Derive the key pairs of both ends from the token; takes a fifth of a second. Raises ConfigError.
+    """Derive the key pairs of both ends from the token; takes 0.2 s. Raises ConfigError.
 
-    `guests`: names of those that a server with these keys lets in.
+    `guests`: names of the guests that a server with these keys admits.
     """
     keys = _derive_keys(token)
     if keys.guest:
@@ -160,13 +160,13 @@ def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
 
 
 def guest_token(keys: Keys, name: str) -> str:
-    """Return the token of a guest: its own key, and the run's public one."""
+    """Return the token of a guest: its secret key and the run's public key."""
     both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
     return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
 
 
 def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
-    """Write the token of each guest into the run folder, for its owner alone."""
+    """Write the token of each guest into the run folder, readable only by the owner."""
     folder.guests.mkdir(mode=0o700, exist_ok=True)
     for name in keys.guests.values():
         path = folder.guests / name
@@ -188,14 +188,14 @@ def _read_guest(token: str) -> Keys:
         both = b""
     if not name or len(both) != 2 * _KEY_BYTES:
         raise ConfigError(
-            f"a token that begins with {_GUEST} must be a guest's: the line in guests/NAME of the run folder."
+            f"a token that starts with {_GUEST} must be a guest token: copy it from guests/NAME in the run folder."
         )
     server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
     return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 
 
 def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:
-    """Derive (public, secret). Any 32 bytes are a secret key of Curve25519."""
+    """Derive (public, secret). Any 32 bytes are a valid Curve25519 secret key."""
     salt = f"slipstream/curve/1/{end}".encode()
     seed = hashlib.scrypt(token.encode(), salt=salt, n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=32)
     secret: bytes = z85.encode(seed)
@@ -210,7 +210,7 @@ _KEY = (
 _SECRET_KEY = re.compile(rf"(?:^|[-_.a-z]){_KEY}$|^(?:headers|cookie)$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"{_KEY}|_KEY$|COOKIE|^AWS_|HEADERS", re.IGNORECASE)
 _MIN_KNOWN = 6
-"""Characters of a value below which every text would hold it by accident."""
+"""Shorter values are not masked, because any text may contain them by accident."""
 _NO_VALUE = rf"(?!None|null|\(|{re.escape(LEFT_OUT)})"
 _ISSUED = (
     r"\b(?:sk|pk|rk)-[\w-]{16,}", r"\bhf_\w{16,}", r"\bgh[opsru]_\w{16,}", r"\bgithub_pat_\w{16,}",
@@ -218,9 +218,9 @@ _ISSUED = (
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}", r"\bxox[abprs]-[\w-]{8,}", r"\bAIza[\w-]{30,}",
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
-"""Forms that issuers give their keys."""
+"""Key formats of known issuers."""
 _PATTERNS = (
-    # User and password of an address, and options with such a name.
+    # User and password in a URL, and query parameters with a secret name.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
     (re.compile(rf"([?&;][\w.-]*{_KEY}=)[^&\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
     (re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
@@ -231,15 +231,15 @@ _PATTERNS = (
 
 
 def known_secrets(environment: Mapping[str, str] = os.environ, *others: str) -> set[str]:
-    """Return the values that must not appear anywhere: those of variables with such a name, and `others`."""
+    """Return values that must never appear in output: variables with secret names, and `others`."""
     found = {value for name, value in environment.items() if _SECRET_VARIABLE.search(name)}
-    # A header variable holds several, each behind its name.
+    # A header variable holds several NAME=VALUE pairs.
     parts = {part.partition("=")[2].strip() for value in found for part in value.split(",")}
     return {value for value in found | parts | set(others) if len(value) >= _MIN_KNOWN}
 
 
 def mask(text: str, *, known: Iterable[str] = ()) -> str:
-    """Return the text without what is known to be secret, or looks like it."""
+    """Mask known secrets, and text that looks like a secret."""
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, LEFT_OUT)
     for pattern, replacement in _PATTERNS:
@@ -248,7 +248,7 @@ def mask(text: str, *, known: Iterable[str] = ()) -> str:
 
 
 def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
-    """Return plain data with the values of keys such as `api_key`, and secrets within its texts, left out."""
+    """Mask values of keys such as `api_key`, and secrets within strings, in plain data."""
     if isinstance(data, dict):
         return {key: _value(str(key), value, known=known) for key, value in data.items()}
     if isinstance(data, list):
@@ -257,7 +257,7 @@ def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
 
 
 def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
-    # A number is a limit, such as max_tokens.
+    # A number is no secret: max_token=8 is a limit.
     if _SECRET_KEY.search(key) and value and not isinstance(value, int | float):
         return LEFT_OUT
     return without_secrets(value, known=known)

@@ -1,6 +1,6 @@
-"""Full disks: recognized in the errors of any library, described by name, and waited for.
+"""Full disks: detect them in library errors, describe them, and wait for free space.
 
-A wait for room has no deadline, because a person ends it; it is logged and reported until then.
+The wait has no deadline, because a person must free space. It is logged and reported throughout.
 """
 
 import errno
@@ -16,9 +16,9 @@ import structlog
 T = TypeVar("T")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No room | quota used up | `ulimit -f`, which is how tests fill a disk."""
+"""No space | quota exceeded | `ulimit -f`, which tests use to simulate a full disk."""
 _TEXTS = tuple(os.strerror(number) for number in _FULL)
-"""For libraries that keep the text only: safetensors, and Redis in its answers."""
+"""For libraries that only report the text: safetensors, and Redis in its answers."""
 _RETRY_EVERY_S = 1.0
 _MAX_DELAY_S = 60.0
 _MORE_ROOM_BYTES = 2**20
@@ -28,14 +28,14 @@ log = structlog.get_logger(__name__)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room."""
+    """Whether a write failed because the disk is full."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(text in str(error) for text in _TEXTS)
 
 
 def describe_disk(path: Path) -> str:
-    """Return the disk of an existing or future file, such as `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
+    """Describe the disk of a file, which may not exist: `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
     path = path.absolute()
     existing = nearest_folder(path)
     mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
@@ -44,7 +44,7 @@ def describe_disk(path: Path) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return a path if it exists, else its nearest parent that does."""
+    """Return the path, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
@@ -54,20 +54,20 @@ def _free_bytes(path: Path) -> int:
 
 
 class DiskWait:
-    """Repeats writes for which there is no room until there is. Used by one thread; `reason` may be read by any."""
+    """Retries writes that fail on a full disk. Used by one thread; any thread may read `reason`."""
 
     def __init__(
         self, *, while_waiting: Callable[[], object] = lambda: None, retry_every_s: float = _RETRY_EVERY_S
     ) -> None:
-        """`while_waiting` is called every few seconds of a wait."""
+        """`while_waiting` is called every few seconds during a wait."""
         self._while_waiting = while_waiting
         self._retry_every_s = retry_every_s
         self._log_at = 0.0
         self.reason = ""
-        """The wait under way, such as `waiting 12 s for room on the disk /data (...) for metrics`; else empty."""
+        """The current wait, such as `waiting 12 s for room on the disk /data (...) for metrics`; else empty."""
 
     def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
-        """Call `write`, which writes `what` to `path` whole or not at all, until there is room for it."""
+        """Retry `write`, which writes `what` to `path` atomically, until the disk has room."""
         began_at, delay_s = time.monotonic(), self._retry_every_s
         while True:
             try:
@@ -76,7 +76,7 @@ class DiskWait:
                 if not is_disk_full(error):
                     raise
                 self._await_room(what, path, error, began_at=began_at, at_most_s=delay_s)
-                # A checkpoint may take minutes to fail: without more room it is tried ever less often.
+                # A checkpoint may take minutes to fail, so back off while the disk stays full.
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 if self.reason:
@@ -85,7 +85,7 @@ class DiskWait:
                 return result
 
     def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
-        """Wait until the disk has more room than now, at most `at_most_s`: quotas do not show as room."""
+        """Wait until free space grows, or for `at_most_s`, because free space does not show quotas."""
         free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
         while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
             self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"

@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics: a value outside, its meaning for learning, and the remedy. Loads without torch."""
+"""Healthy ranges of metrics, with the meaning and remedy of a value outside, and alerts. Imports without torch."""
 
 import math
 import re
@@ -17,32 +17,32 @@ _FIGURE = re.compile(r" \([^()]*\{\w+\}[^()]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Healthy values of a metric, ends included. Example: Range(low=0.3, meaning="...", advice="lower max_lag")
+    """Healthy values of a metric, bounds included. Example: Range(low=0.3, meaning="...", advice="lower max_lag")
 
-    Texts may hold figures of the run in brackets, ` (now {max_lag})`, by the names of `figures_of`.
+    Texts may quote figures from `figures_of` in parentheses: ` (now {max_lag})`.
     """
 
     low: float | None = None
-    """Lower end; None = unbounded."""
+    """Lower bound; None = unbounded."""
     high: float | None = None
-    """Upper end; None = unbounded."""
+    """Upper bound; None = unbounded."""
     meaning: str = ""
-    """Consequence of a value outside for learning."""
+    """Effect of a value outside on learning."""
     advice: str = ""
     """Remedy."""
     patience: int = 1
-    """Consecutive steps outside after which an alert is raised."""
+    """Consecutive steps outside before an alert."""
     only_stale: bool = False
-    """Whether steps without a stale token are skipped."""
+    """Whether to skip steps without stale tokens."""
     of_median: bool = False
-    """Whether the ends are multiples of the metric's median over the steps before."""
+    """Whether the bounds are multiples of the metric's median over previous steps."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the range; NaN does not."""
+        """Whether the value is in the range; False for NaN."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
-        """Return meaning and remedy, with the figures of a run or without any."""
+        """Return meaning and remedy, with the figures of a run if given."""
         if figures is None:
             return ": ".join(filter(None, self.plain()))
         return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
@@ -59,7 +59,7 @@ class Range:
 
 
 def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
-    """Return the figures that explanations quote: settings of the run, and what the row measured."""
+    """Return the figures quoted in explanations: settings of the run and values of the row."""
     algorithm, staleness, reward = run.algorithm, run.buffer.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
@@ -171,17 +171,17 @@ RANGES = {
         patience=5,
     ),
 }  # fmt: skip
-"""Key -> healthy range, as in docs/metrics.md; `learner.metrics.alerts` reports a metric that leaves it."""
+"""Key -> healthy range, as in docs/metrics.md. `MetricAlerts` reports metrics that leave their range."""
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of a value outside of its range; NaN has those of all that is not finite."""
+    """Return meaning and remedy of a value outside its range; NaN uses the text for nonfinite values."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 
 STOP_LENGTH = "learner/by_source/SOURCE/stop_length"
 _NEVER = math.inf
-"""End of a range that a value is never beyond."""
+"""Bound that no value exceeds."""
 SIGNS = RANGES | {
     "lag/mean": Range(None, _NEVER, _OLD, _YOUNGER),
     "learner/weight_changed_fraction": Range(None, _NEVER, "the correction truncates or drops more tokens", _WIDER),
@@ -206,7 +206,7 @@ SIGNS = RANGES | {
         "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
     ),
 }  # fmt: skip
-"""RANGES, and metrics that no value makes unhealthy but whose change may go with a fall of the reward."""
+"""RANGES, plus metrics without unhealthy values whose changes may accompany a falling reward."""
 
 
 _STEPS_TO_RECOVER = 3
@@ -216,8 +216,11 @@ log = structlog.get_logger(__name__)
 
 
 class MetricAlerts:
-    """Life: check, once per step. The log has a line for each metric that leaves its range or returns; `on_alert` gets
-    one text for all metrics that leave their range in a step."""
+    """Checks the metrics of each step against their ranges.
+
+    Logs every metric that leaves or reenters its range. `on_alert` gets one text for all metrics that leave their range
+    in a step.
+    """
 
     def __init__(
         self,
@@ -226,13 +229,13 @@ class MetricAlerts:
         run: RunConfig | None = None,
         ranges: Mapping[str, Range] = RANGES,
     ) -> None:
-        """`run`: the one whose figures the texts quote."""
+        """`run`: texts quote its figures."""
         self._on_alert = on_alert
         self._run = run
         self._watched = {key: Watched(healthy) for key, healthy in ranges.items()}
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Take in the metrics of a step; a metric that the row lacks keeps its state."""
+        """Check the metrics of a step. A metric missing from the row keeps its state."""
         figures = figures_of(row, self._run) if self._run else None
         found: dict[str, list[str]] = {}
         for key, watched in changed(self._watched, row):
@@ -243,13 +246,13 @@ class MetricAlerts:
                 found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
             else:
                 log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-        # Metrics that mean the same are named together: an event has room for few sentences.
+        # Metrics with the same meaning share one sentence, because events are short.
         if found:
             self._on_alert("; ".join(f"{', '.join(values)}: {text}" for text, values in found.items()))
 
 
 class Watched:
-    """State of one metric: unhealthy or not, and for how many steps it has contradicted that."""
+    """State of one metric: healthy or not, and the number of consecutive steps that contradict it."""
 
     def __init__(self, healthy: Range) -> None:
         self.healthy = healthy
@@ -258,8 +261,8 @@ class Watched:
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
 
     def update(self, value: float) -> bool:
-        """Take in the value of a step; return whether the metric has left its range, or returned."""
-        # Hysteresis: a metric that wavers around a bound of its range must not produce a stream of events.
+        """Add the value of a step; return whether the metric left or reentered its range."""
+        # Hysteresis: a metric that oscillates around a bound must not produce a stream of events.
         contradicts = self._is_inside(value) == self.is_unhealthy
         self._streak = self._streak + 1 if contradicts else 0
         if self._streak < (_STEPS_TO_RECOVER if self.is_unhealthy else self.healthy.patience):
@@ -276,7 +279,7 @@ class Watched:
 
 
 def changed(watched: Mapping[str, Watched], row: Mapping[str, Any]) -> list[tuple[str, Watched]]:
-    """Take in the metrics of a step; return those that have left their range or returned."""
+    """Add the metrics of a step; return those that left or reentered their range."""
     is_stale = row.get("lag/max", 0) > 0
     found = {key: each for key, each in watched.items() if key in row and (is_stale or not each.healthy.only_stale)}
     return [(key, each) for key, each in found.items() if each.update(float(row[key]))]

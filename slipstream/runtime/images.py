@@ -1,7 +1,7 @@
-"""Images of prompts: the bytes that are let in, and what models of the Qwen-VL type make of them.
+"""Images in prompts: input checks, and tokens, positions, and patches for Qwen-VL models.
 
-One implementation serves broker, generators and learner, so that all count the same tokens and compute on the same
-numbers. Without torch, except for `VisionModel.patches`.
+Broker, generators, and learner share this code, so that all use the same token counts and pixel values. Needs torch
+only in `VisionModel.patches`.
 """
 
 import hashlib
@@ -20,40 +20,40 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.model_files import read_json
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Values of `model_type` in config.json of the models that are given images."""
+"""Supported values of `model_type` in config.json."""
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
-"""Text that stands for an image in these models' chat templates."""
+"""Text of an image in these models' chat templates."""
 MAX_BYTES = 32 * 2**20
-"""Limit of an image as it is stored."""
+"""Limit of an encoded image."""
 MAX_PIXELS = 64 * 2**20
-"""Limit of an image that is decoded: a few bytes can stand for gigabytes."""
+"""Limit of a decoded image: a few bytes can decode to gigabytes."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MAX_RATIO = 200
-"""Longer sides against shorter ones that these models refuse."""
+"""Largest aspect ratio that these models accept."""
 
 Grid = tuple[int, int, int]
-"""Patches of an image along time, height and width."""
+"""Number of patches along time, height, and width."""
 
 
 class PromptImage(NamedTuple):
-    """An image of a prompt, as engines take it."""
+    """An image of a prompt, as engines consume it."""
 
     id: str
     """`image_id` of its bytes."""
     grid: Grid
     data: bytes
     first_token: int
-    """First of its tokens, an index into the prompt's."""
+    """Index of its first token in the prompt."""
     num_tokens: int
 
 
 def image_id(data: bytes) -> str:
-    """SHA-256 of the bytes, hexadecimal: the name under which an image is stored and fetched once."""
+    """Return the SHA-256 of the bytes, hexadecimal: the key under which an image is stored once."""
     return hashlib.sha256(data).hexdigest()
 
 
 def load_image(source: Any, *, folder: Path) -> bytes:
-    """Bytes of an image as a row has it: bytes, a path within the file's folder, or a record of `bytes` or `path`.
+    """Return the bytes of an image in a row: bytes, a path below the file's folder, or a record with either.
 
     Raises ConfigError.
     """
@@ -61,7 +61,7 @@ def load_image(source: Any, *, folder: Path) -> bytes:
     if isinstance(value, str):
         path = (folder / value).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise ConfigError(f"an image must lie in the folder of the file of prompts, got {value!r}.")
+            raise ConfigError(f"an image must be below the folder of the prompt file, got {value!r}.")
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"an image must be a file of at most {MAX_BYTES} bytes, got {value!r}.")
         value = path.read_bytes()
@@ -72,12 +72,12 @@ def load_image(source: Any, *, folder: Path) -> bytes:
 
 
 def open_image(data: bytes) -> Pillow.Image:
-    """Read the header of an image, whose pixels are read later. Raises ConfigError."""
+    """Open an image and read its header; pixels load later. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
             image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
-    # A decoder may raise anything on damaged bytes, and PIL on sizes that it will not decode.
+    # Decoders raise arbitrary errors for damaged bytes, and PIL for sizes that it will not decode.
     except Exception as error:
         raise ConfigError(f"an image must be a readable {', '.join(_FORMATS)}, got {error}.") from None
     if image.width * image.height > MAX_PIXELS:
@@ -90,19 +90,19 @@ def open_image(data: bytes) -> Pillow.Image:
 
 
 def takes_images(path: str) -> bool:
-    """Whether the model in this folder, or of this name in the hub's cache, is of a family that is given images."""
+    """Whether the model in this folder, or under this name in the hub cache, supports images."""
     return read_json(path, "config.json").get("model_type") in FAMILIES
 
 
 class VisionModel:
-    """A checkpoint's view of images: tokens, positions, patches. Reads its small files when they are needed."""
+    """Image handling of a checkpoint: tokens, positions, patches. Reads its small files on demand."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     @cached_property
     def token_id(self) -> int:
-        """Token that stands for each part of an image. Raises ConfigError for a model that is given none, by name."""
+        """Placeholder token of image parts. Raises ConfigError, naming the model, if it does not support images."""
         settings = read_json(self._path, "config.json")
         if settings.get("model_type") not in FAMILIES:
             kind = settings.get("model_type", "unknown")
@@ -115,19 +115,19 @@ class VisionModel:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """Settings of the image processor, in older and newer checkpoints."""
+        """Image processor settings; newer checkpoints nest them in processor_config.json."""
         nested = read_json(self._path, "processor_config.json").get("image_processor")
         return read_json(self._path, "preprocessor_config.json") or nested or {}
 
     @property
     def merge_size(self) -> int:
-        """Patches along each side of the square that one token stands for."""
+        """Side length, in patches, of the square that one token covers."""
         return int(self._settings.get("merge_size", 2))
 
     def grid(self, data: bytes) -> Grid:
-        """Patches of an image once it is resized, from its header. Raises ConfigError.
+        """Return the patch grid of an image after resizing, from its header. Raises ConfigError.
 
-        Both sides become multiples of a token's, and the area comes within the limits of the checkpoint.
+        Resizing makes both sides multiples of a token's side, and the area fit the checkpoint's limits.
         """
         patch = int(self._settings.get("patch_size", 14))
         unit, size = patch * self.merge_size, self._settings.get("size") or {}
@@ -145,16 +145,16 @@ class VisionModel:
         return 1, found[0] // patch, found[1] // patch
 
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens of the prompt that stand for an image."""
+        """Return the number of prompt tokens of an image."""
         return math.prod(grid) // self.merge_size**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[PromptImage]]:
-        """Repeat the token of each image as often as the model reads it. Raises ConfigError unless there is one each.
+        """Repeat the placeholder of each image to its token count. Raises ConfigError if the counts differ.
 
         Example: expand([7, 9, 8], [data]) == ([7, 9, 9, 9, 9, 8], [PromptImage(..., first_token=1, num_tokens=4)])
         """
         if (count := list(token_ids).count(self.token_id)) != len(images):
-            raise ConfigError(f"there must be a place for each of {len(images)} images, got {count} places.")
+            raise ConfigError(f"the prompt must have one placeholder for each of {len(images)} images, got {count}.")
         expanded: list[int] = []
         placed: list[PromptImage] = []
         waiting = iter(images)
@@ -169,10 +169,10 @@ class VisionModel:
         return expanded, placed
 
     def positions(self, num_tokens: int, images: Sequence[tuple[int, Grid]]) -> np.ndarray:
-        """Positions along time, height and width, int64[3, T]; `images`: first token and grid of each, in order.
+        """Return positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
 
-        Text counts up in all three; an image counts its rows and columns, and the text behind it goes on from the
-        largest of them.
+        Text increments all three. An image counts its rows and columns, and the text after it continues from the
+        largest position.
 
         Source: M-RoPE, arXiv:2409.12191, section 2.1.
         """
@@ -189,14 +189,14 @@ class VisionModel:
         return positions
 
     def patches(self, data: bytes) -> np.ndarray:
-        """Pixels as the visual encoder takes them, float32[P, D]; not to be written to. Raises ConfigError for damaged
+        """Return the input of the visual encoder, float32[P, D]; cached, do not modify. Raises ConfigError for damaged
         bytes."""
         return _patches(self._path, data)
 
 
 @lru_cache(maxsize=16)
 def _patches(path: str, data: bytes) -> np.ndarray:
-    # Remembered for a moment, because all answers to a prompt read the same image.
+    # Cached, because all answers to a prompt use the same image.
     try:
         pixels = open_image(data).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
@@ -207,7 +207,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # PIL's, wherever it runs: torchvision rounds otherwise, and is not installed with vLLM's CPU build.
+    # Always the PIL version: torchvision rounds differently, and vLLM's CPU build does not include it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""Import of user functions that the config names as `module:function` or `file.py:function`."""
+"""Import user functions that settings name as `module:function` or `file.py:function`."""
 
 import difflib
 import importlib
@@ -16,7 +16,7 @@ from slipstream.configs.base import ConfigError
 def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
     """Import the function at `path`; it must take `num_values` positional arguments and `arguments` by keyword.
 
-    `setting`: key of the config that names it, for messages. Raises ConfigError.
+    `setting`: key of the setting, for messages. Raises ConfigError.
     """
     function = find_function(path, setting=setting)
     try:
@@ -27,7 +27,7 @@ def load_function(path: str, *, setting: str, num_values: int, arguments: dict[s
 
 
 def find_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Import the function or class at `path`, whatever it takes. Raises ConfigError."""
+    """Import the function or class at `path`, with any signature. Raises ConfigError."""
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
         raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
@@ -50,7 +50,7 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # By its whole path, so that two files of one name, or one named like an installed module, stay apart.
+    # Keyed by its full path, to separate files with the same name and files named like an installed module.
     name = f"slipstream_user.{file.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

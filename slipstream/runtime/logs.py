@@ -1,4 +1,4 @@
-"""Logs: one line per event, on stderr, which the launcher redirects into one file per role."""
+"""Logs: one line per event on stderr, which the launcher redirects to one file per role."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass
 class _Allowance:
-    """Token bucket of one kind of line: `_BURST` at once, then one every `_LINE_EVERY_S`."""
+    """Token bucket for one kind of line: a burst of `_BURST`, then one every `_LINE_EVERY_S`."""
 
     lines: float
     at: float
@@ -31,9 +31,9 @@ class _Allowance:
 
 
 class LogLimiter:
-    """Limits the lines of events that may happen a thousand times a second; each line counts those left out.
+    """Rate limit for events that may occur a thousand times per second; each line counts the suppressed ones.
 
-    Life: (log* -> flush)*. Kinds must not contain what a peer sent: one allowance is kept for each.
+    Life: (log* -> flush)*. Kinds must not contain peer input, because each kind keeps state.
     """
 
     def __init__(self, write: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class LogLimiter:
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
     def log(self, event: str, kind: str, **details: object) -> bool:
-        """Log one occurrence; returns whether a line was written for it."""
+        """Log one occurrence; return whether a line was written."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
         allowance.refill(now)
@@ -54,7 +54,7 @@ class LogLimiter:
         return True
 
     def flush(self) -> None:
-        """Write the counts of lines that were left out, as far as the limit allows."""
+        """Write the counts of suppressed lines, within the limit."""
         now = self._clock()
         for (event, kind), allowance in self._allowances.items():
             allowance.refill(now)
@@ -63,13 +63,13 @@ class LogLimiter:
 
     def _write_line(self, event: str, kind: str, allowance: _Allowance, details: dict[str, object]) -> None:
         more = {"more": allowance.left_out} if allowance.left_out else {}
-        # Reset before writing, so that an error of the writer cannot repeat the count.
+        # Reset first, so that a writer error cannot repeat the count.
         allowance.lines, allowance.left_out = allowance.lines - 1, 0
         self._write(event, kind=kind, **details, **more)
 
 
 class _LossyStream:
-    """A text stream that loses what it cannot write, rather than end its process."""
+    """Text stream that drops output it cannot write, instead of raising."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,7 +88,7 @@ class _LossyStream:
 
 
 def make_output_lossy() -> None:
-    """From now on, output that cannot be written is lost: the disk is full, or the terminal is closed."""
+    """Drop stdout and stderr output that cannot be written, for example to a full disk or closed terminal."""
     if not isinstance(sys.stdout, _LossyStream):
         sys.stdout = cast(TextIO, _LossyStream(sys.stdout))
     if not isinstance(sys.stderr, _LossyStream):
@@ -96,7 +96,7 @@ def make_output_lossy() -> None:
 
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Structlog processor: keep each event on one line and off the terminal's control, whatever a peer sent."""
+    """Structlog processor: keep each event on one line and escape terminal control sequences from peers."""
     return {key: _escape(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
@@ -105,7 +105,7 @@ def _escape(text: str) -> str:
 
 
 def configure_logs(role: str) -> None:
-    """Set up structlog and the standard library's logging for this process; call once, from a `__main__` file."""
+    """Configure structlog and stdlib logging for this process; call once, from a `__main__` module."""
     make_output_lossy()
     structlog.configure(
         processors=[

@@ -1,7 +1,7 @@
-"""LoRA: the adapter in a transformers model, its tensors by their names in peft's files, and its merge into the base.
+"""LoRA: attach an adapter to a transformers model, name its tensors as in peft files, and merge it into the base.
 
-Learner and engines put the same adapter into the model of `model.path`: the learner trains and publishes its tensors
-only, so their names, order and shapes are what an update must have.
+Learner and engines attach the same adapter to `model.path`. The learner trains and publishes only the adapter's
+tensors, so their names, order, and shapes define an update.
 """
 
 import json
@@ -21,18 +21,18 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
-"""Beside the merged weights. Not among them, where transformers would load it on top of what it is merged into."""
+"""Below the folder of merged weights. In that folder itself, transformers would apply the adapter a second time."""
 _PREFIX = "base_model.model."
 _HEAD = "score"
-"""New head of a sequence classifier, which is trained whole."""
+"""Head of a sequence classifier, which is trained in full."""
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Names of the modules that get an adapter. Raises ConfigError for a target without one, or that no engine serves.
+    """Return the names of modules that get an adapter. Raises ConfigError for a missing or unsupported target.
 
     `module` may be on the meta device.
     """
-    why = "vLLM serves no adapter beside images here yet: train all weights, or a text-only model"
+    why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
     parts = dict(module.named_modules())
@@ -49,19 +49,19 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
         matching = {name for name in parts if f".{name}".endswith(f".{target}")}
         known = f"this {type(module).__name__} has {', '.join(sorted({_last(name) for name in fit}))}"
         require(bool(matching), "model.lora.targets", "name layers of the model", got=target, why=known)
-        must = "name linear layers, and neither the head nor embeddings nor experts, for which vLLM serves no adapter"
+        must = "name linear layers other than the head, embeddings, and experts, where vLLM serves no adapters"
         require(matching <= set(fit), "model.lora.targets", must, got=target, why=known)
         found |= matching
     return [name for name in fit if name in found]
 
 
 def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> None:
-    """Put a new adapter, whose product is zero, into the model: it alone requires gradients. Raises ConfigError.
+    """Attach a new adapter with zero product to the model and freeze all else. Raises ConfigError.
 
-    `base`: path of the model, for peft's files.
+    `base`: path of the model, recorded in peft files.
     """
     try:
-        # Takes most of a second, which runs without an adapter do not wait for.
+        # Imported here because it takes most of a second, which only runs with an adapter need.
         import peft
     except ImportError as error:
         raise ConfigError(f"model.lora needs peft, got {error}: install the `cpu` or `gpu` extra.") from error
@@ -84,12 +84,12 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
-    """Last parts of the names of the layers with an adapter."""
+    """Return the last name parts of the layers with an adapter, such as `q_proj`."""
     return sorted({_last(name) for name in _adapter_layers(module)})
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapter's parameters, and the head that is trained with it, by their names in peft's files."""
+    """Yield the parameters of the adapter and of a trained head, by their names in peft files."""
     for name, parameter in module.named_parameters():
         if ".lora_" in name or name.startswith(f"{_HEAD}."):
             yield _PREFIX + name.replace(".default.", "."), parameter
@@ -97,7 +97,7 @@ def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
-    """The model without its adapter, which is its base."""
+    """Disable the adapter within the block."""
     layers = _adapter_layers(module).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -109,7 +109,7 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 
 
 def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the base with the adapter added, by the base's names; `weights` are all those of `module`.
+    """Return the merged weights by base name; `weights`: all weights of `module`.
 
     W + scaling * B A
     """
@@ -127,25 +127,25 @@ def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tensor]) -> None:
-    """Write the adapter in peft's format below a model's folder; `weights` are all those of `module`."""
+    """Write the adapter in peft format below a model folder; `weights`: all weights of `module`."""
     file = folder / ADAPTER_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tensors = {name: weights[names[id(parameter)]].contiguous() for name, parameter in adapter_parameters(module)}
     save_file(tensors, file, metadata={"format": "pt"})
     settings = module.peft_config["default"].to_dict() | {"inference_mode": True}
-    # peft keeps them as a set, in an order that changes from process to process.
+    # peft stores a set, and its order varies between processes.
     settings["target_modules"] = sorted(settings["target_modules"])
     (file.parent / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def language_model_class(path: str) -> Any:
-    """transformers' Auto class by which learner and engines load the model of this path."""
+    """Return the transformers Auto class with which learner and engines load this model."""
     return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
-    """The model of `model.path` without memory for its weights, with the adapter if there is one.
+    """Build the model of `model.path` on the meta device, with the adapter if configured.
 
     Raises ConfigError for the adapter, OSError or ValueError for the checkpoint.
     """

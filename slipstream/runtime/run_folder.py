@@ -1,18 +1,18 @@
 """RunFolder: the files of a run.
 
-runs/<name>/            for its owner alone
-    run.lock            held by the launcher, or by a broker that was started by hand
-    token               secret that keeps strangers off the run's sockets, unless the user gave one
+runs/<name>/            accessible only to its owner
+    run.lock            held by the launcher, or by a broker started by hand
+    token               secret that protects the run's sockets, unless the user provides one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             where generators on other machines reach the broker; address-broker-1, ... of further ones
-    doors/<generator>   address at which agents of the user's find a generator
-    sockets/            unix sockets of the broker and of the learner
+    address             broker address for other machines; address-broker-1, ... for further brokers
+    doors/<generator>   address of a generator for user agents
+    sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
-    origins.json        preset, command line or default: where each value comes from
-    versions.json       versions of Python and of the libraries that affect results
-    untrained           the run has not published weights yet: its name may be used again
+    origins.json        origin of each value: preset, command line, or default
+    versions.json       versions of Python and libraries that affect results
+    untrained           the run has not published weights yet, so its name may be reused
     logs/<role>.log     one per role
-    store/              the embedded Redis server's data and log
+    store/              data and log of the embedded Redis server
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
@@ -21,9 +21,9 @@ runs/<name>/            for its owner alone
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
-    token_stats/        numbers of the tokens of each step, in Parquet
+    token_stats/        per-token values of each step, in Parquet
     final_model/        transformers format
-    best_model/         likewise, of the best checkpoint, which best.json names
+    best_model/         the same for the best checkpoint, named in best.json
 """
 
 import fcntl
@@ -55,9 +55,9 @@ ORIGINS = "origins.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
-"""Length of the folder of unix sockets; the kernel takes 107 bytes, the name of the socket included."""
+"""Longest path of the socket folder: the kernel allows 107 bytes including the socket's name."""
 _SHORT_FOLDERS = Path("/tmp")
-"""Parent of `short_folder`. Not the temporary folder of the environment, which may be another one for each role."""
+"""Parent of `short_folder`. Not TMPDIR, which may differ between roles."""
 log = structlog.get_logger(__name__)
 
 
@@ -86,9 +86,9 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of the run's unix sockets; a short one in the temporary folder if its path is too long for the kernel.
+        """Folder of the run's unix sockets; a short one in /tmp if its path is too long for the kernel.
 
-        The same run always gives the same folder, so that every process of it finds the sockets.
+        Every process of the run computes the same folder.
         """
         path = self.path.resolve() / "sockets"
         if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
@@ -97,23 +97,23 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was begun here: a lock or a token alone is none."""
+        """Whether a run was started here; a lock or token alone does not count."""
         return (self.path / _CONFIG).is_file()
 
     @property
     def is_untrained(self) -> bool:
-        """Whether the run here has not published weights yet, so that nothing is lost if its name is used again."""
+        """Whether the run has not published weights yet, so that its name can be reused without loss."""
         made = (self.metrics, self.summary, *self.checkpoints.glob("*"), *self.archive.glob("shard-*"))
         return (self.path / _UNTRAINED).is_file() and not any(path.exists() for path in made)
 
     @property
     def broker_address(self) -> str:
-        """Endpoint of the first broker: `broker.address`, else a unix socket of the run's own."""
+        """Endpoint of the first broker: `broker.address`, else a unix socket of the run."""
         return self.broker_addresses[FIRST_BROKER]
 
     @property
     def broker_addresses(self) -> dict[str, str]:
-        """Endpoints of the brokers by name: with `broker.address` that one and the ports, or paths, after it."""
+        """Broker name -> endpoint. Further brokers use the ports or paths after `broker.address`."""
         config, first = self._run.broker, self._run.broker.address
         if first is None:
             return {name: f"ipc://{self.sockets}/{name}.sock" for name in config.names}
@@ -122,7 +122,7 @@ class RunFolder:
         return dict(zip(config.names, [first, *further], strict=True))
 
     def claim(self) -> None:
-        """Create the folder of a new run, or reuse that of a run to be resumed or that has not trained, and lock it.
+        """Create the folder of a new run, or reuse that of a resumed or untrained run, and lock it.
 
         Raises as `check_name`.
         """
@@ -132,31 +132,31 @@ class RunFolder:
         self.begin()
 
     def begin(self) -> None:
-        """Open the folder of a new run, or of one to be continued; a run that has not trained is begun again."""
+        """Open the folder of a new or resumed run; an untrained run starts over."""
         if self.is_untrained:
-            # The store may know the run by settings that were refused. Everything else is written again, or empty.
+            # The store may hold rejected settings of the run. Everything else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
-            print(f"{self.path} is used again: the run in it ended before it published weights", flush=True)
+            print(f"{self.path} is reused: its run ended before it published weights", flush=True)
         elif not self.has_run:
             self.make()
             (self.path / _UNTRAINED).touch()
         self.open()
 
     def record_training(self) -> None:
-        """Keep the folder for this run from now on. Raises OSError."""
+        """Mark the run as trained, so that its name is not reused. Raises OSError."""
         (self.path / _UNTRAINED).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the folder if `claim` has created it: for a run that ends before any of its roles had its inputs."""
+        """Remove the folder if `claim` created it, for a run that failed before its inputs were ready."""
         if self._is_new:
             for folder in (self.path, self.sockets):
                 shutil.rmtree(folder, ignore_errors=True)
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError when the run exists and is not to be resumed, is to be and does not, or runs already.
+        """Raise ConfigError if a new run exists already, a resumed run does not exist, or the run is in progress.
 
-        With `storage_uri`, a run to be resumed may be there alone.
+        With `storage_uri`, a resumed run may exist only in the object store.
         """
         if self.path.is_dir() and not self._lock:
             self.lock()
@@ -170,18 +170,18 @@ class RunFolder:
             others = describe_others(Path(self._run.runs_dir), self._run.name)
             raise ConfigError(
                 f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "
-                f"{others}; correct name=..., or begin the run with resume=auto, which continues it where there is one."
+                f"{others}; correct name=..., or use resume=auto, which resumes a run if it exists and else starts it."
             )
 
     def lock(self) -> None:
-        """Hold the run until this process ends: its store has one owner, who starts and stops it. Idempotent.
+        """Lock the run until this process ends: the owner starts and stops its store. Idempotent.
 
         Raises ConfigError if another process holds it.
         """
         if self._lock:
             return
         self.make()
-        # Appended to, so that a refused process does not erase who holds it.
+        # Append mode, so that a rejected process does not erase the holder's pid.
         lock = (self.path / _LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,13 +194,13 @@ class RunFolder:
                 "runs it: choose another name with name=..., or stop that process."
             ) from None
         self._lock = lock
-        # On a full disk the holder has no name, and the lock holds all the same.
+        # On a full disk the pid is missing, but the lock still holds.
         with suppress(OSError):
             lock.truncate(0)
             os.write(lock.fileno(), f"{os.getpid()}\n".encode())
 
     def unlock(self) -> None:
-        """Let another process hold the run. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock:
             if self.sockets.parent == _SHORT_FOLDERS:
                 with suppress(OSError):  # sockets in use are in it
@@ -209,7 +209,7 @@ class RunFolder:
             self._lock = None
 
     def make(self) -> None:
-        """Create the folder and that of its sockets, for their owner alone. Raises ConfigError if they are not ours."""
+        """Create the run and socket folders, accessible only to the owner. Raises ConfigError if they are not ours."""
         for folder in (self.path, self.sockets):
             make_private(folder)
 
@@ -224,16 +224,16 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A role that restarts on a full disk: the launcher has written these files when the run began.
+            # A role restarted on a full disk; the launcher wrote these files when the run started.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return where other machines reach the broker of that name that was started last; empty if they do not."""
+        """Return the latest address of a broker for other machines; empty if it has none."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 
     def write_address(self, address: str, *, broker: str = FIRST_BROKER) -> None:
-        """Record where a broker listens, if that is a port."""
+        """Record the address of a broker if it is a TCP address; remove the file otherwise."""
         file = self._address_file(broker)
         if address.startswith("tcp://"):
             _replace(file, f"{address}\n".encode())
@@ -244,16 +244,16 @@ class RunFolder:
         return self.path / ("address" if broker == FIRST_BROKER else f"address-{broker}")
 
     def write_origins(self, origins: dict[str, str]) -> None:
-        """Record where each value of the configuration comes from. Raises OSError."""
+        """Record the origin of each configuration value. Raises OSError."""
         _replace(self.path / ORIGINS, json.dumps(origins, indent=2).encode() + b"\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append a row, whole or not at all. Raises OSError, and can be called again then."""
+        """Append a row atomically. Raises OSError; safe to retry."""
         line = memoryview(json.dumps(row).encode() + b"\n")
         with self.metrics.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
-                # A disk that fills up takes a part of the line first.
+                # A disk that fills up may accept part of the line.
                 while line:
                     line = line[file.write(line) :]
             except OSError:
@@ -261,9 +261,9 @@ class RunFolder:
                 raise
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop the rows after `up_to_step`, which a resume rolls back, and what a crash left damaged; return the rest.
+        """Drop damaged rows and rows after `up_to_step`, which a resume rolls back; return the rest.
 
-        Raises OSError, and can be called again then.
+        Raises OSError; safe to retry.
         """
         if not self.metrics.exists():
             return []
@@ -278,15 +278,15 @@ class RunFolder:
         return kept
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write the results, whole or not at all. Raises OSError, and can be called again then."""
+        """Write the results atomically. Raises OSError; safe to retry."""
         _replace(self.summary, json.dumps(summary, indent=2).encode() + b"\n")
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file unless it has this content. Raises OSError; the file of before stays then."""
+    """Write a file unless it has this content already. On OSError the old file remains."""
     if path.is_file() and path.read_bytes() == content:
         return
-    # Renamed into place, so that neither a crash nor a full disk leaves half a file.
+    # Rename into place, so that neither a crash nor a full disk leaves a partial file.
     draft = path.with_name(f"{path.name}.new")
     try:
         draft.write_bytes(content)
@@ -298,22 +298,24 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run, in order, but for what a crash left damaged. Raises ConfigError when there is none."""
+    """Return the undamaged rows of a run in order. Raises ConfigError if there are none."""
     if not (rows := read_rows(path)):
-        raise ConfigError(f"{path} must hold a whole step, but holds none: name the folder of a run that has made one.")
+        raise ConfigError(
+            f"{path} must contain a complete step, but has none: name the folder of a run that finished a step."
+        )
     return rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows as `read_metrics` does; none without a file."""
+    """Return the rows as `read_metrics` does; empty without a file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     return [row for line in lines if (row := parse_row(line)) is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Decode a row of metrics; None if a crash, or a power failure (which leaves NULs), cut it short."""
+    """Decode a metrics row; None if a crash or a power failure (which leaves NULs) damaged it."""
     try:
-        # NaN and Infinity, as which a number that is not finite is written, are for the slower one.
+        # Only the slower decoder accepts NaN and Infinity.
         decode = json.loads if b"NaN" in line or b"Infinity" in line else msgspec.json.decode
         row = decode(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -322,15 +324,15 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def short_folder(path: Path) -> Path:
-    """Return the folder of unix sockets that stands for a path too long for the kernel, the same for every process."""
+    """Return the socket folder that replaces a path too long for the kernel, the same for every process."""
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that its owner alone may enter, or close an older one. Raises ConfigError if it is not ours."""
+    """Create a private folder, or restrict an existing one to its owner. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
-        # Anybody may write there.
+        # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
     folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)
     found = folder.stat()
@@ -341,7 +343,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_held(folder: Path, name: str = _LOCK) -> bool:
-    """Whether a process of this machine holds the lock in a folder: that of a run (`RunFolder.lock`), or another."""
+    """Whether a process on this machine holds a lock file in a folder, by default the run lock."""
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -353,9 +355,9 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:
-    """Return the folder of the run that the words of a command line name; without a name, of the newest run.
+    """Return the folder of the run named on the command line, by default the newest run.
 
-    Words: the run's name or folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
+    `words`: the run's name or folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
     """
     chosen = {"runs_dir": "runs", "name": ""}
     for word in words:
@@ -384,13 +386,13 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the folders of the runs in `runs_dir`, the newest first."""
+    """Return the run folders in `runs_dir`, newest first."""
     configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime, reverse=True)
     return [config.parent for config in configs]
 
 
 def describe_others(runs_dir: Path, name: str) -> str:
-    """Return which runs there are in `runs_dir`, for a sentence about `name`, which is none of them."""
+    """Describe the runs in `runs_dir`, for an error message about the unknown run `name`."""
     names = [folder.name for folder in list_runs(runs_dir)]
     if close := get_close_matches(name, names, n=1):
         return f"did you mean {close[0]!r}?"

@@ -1,7 +1,7 @@
-"""Trace: the events of a role while a run is being profiled; merge: one file of all roles, as Perfetto reads it.
+"""Trace: events of one role during profiling; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
-Each role writes its events into `profile/parts/` of the run folder, torch's and vLLM's profilers theirs beside them.
-Times are those of `time.time_ns`, so that roles on one machine share a time line.
+Each role, and the profilers of torch and vLLM, write events to `profile/parts/` in the run folder. Timestamps come from
+`time.time_ns`, so that roles on one machine share a timeline.
 """
 
 import gzip
@@ -23,14 +23,14 @@ import structlog
 from slipstream.runtime.clock import Clock
 
 MARKS = ("leased", "started", "generated", "scored", "stored", "claimed", "committed", "published")
-"""Moments in the life of a trajectory, in order."""
+"""Moments in a trajectory's life, in order."""
 SPANS = ("lease", "generate", "reward", "put", "buffered", "train", "publish")
-"""Spans between each two of them."""
+"""Spans between consecutive moments."""
 PUBLISH = "publish version"
 _MAX_EVENTS = 200_000
-"""Events that one role keeps, about 30 MB; those beyond are counted only."""
+"""Events kept per role, about 30 MB; further events are only counted."""
 _MAX_PROFILE_BYTES = 2**28
-"""Largest file of torch's profiler that is merged; a larger one is left beside the trace."""
+"""Largest torch profile to merge; larger ones stay separate files."""
 
 log = structlog.get_logger(__name__)
 
@@ -48,13 +48,13 @@ class TracePart(msgspec.Struct, frozen=True):
 
 
 class Trace:
-    """Events of one role, in memory until they are written. Any thread may add some.
+    """Events of one role, kept in memory until written. Thread-safe.
 
-    Life: (obey("events") -> (mark | span)* -> obey("end"))*. While it is off, a mark or span costs 0.1 microseconds.
+    Life: (obey("events") -> (mark | span)* -> obey("end"))*. While off, a mark or span costs 0.1 microseconds.
     """
 
     def __init__(self, role: str, folder: Path | None = None, *, limit: int = _MAX_EVENTS) -> None:
-        """`folder`: `profile` of the run folder, for the file; None where nothing is to be written."""
+        """`folder`: `profile` in the run folder; None writes nothing."""
         self._role = role
         self._folder = folder
         self._limit = limit
@@ -63,7 +63,7 @@ class Trace:
         self.is_on = False
 
     def obey(self, stage: str) -> None:
-        """Carry out an order: `events` starts a recording unless one runs, `end` ends it and writes the file."""
+        """Obey a profiling stage: `events` starts recording if off, `end` stops and writes the file."""
         if stage == "events" and not self.is_on:
             self._events, self._dropped, self.is_on = TracePart(self._role, os.getpid(), [], []), 0, True
         elif stage == "end" and self.is_on:
@@ -71,7 +71,7 @@ class Trace:
             self._write()
 
     def mark(self, name: str, *ids: str, at_ns: int = 0, **arguments: Any) -> None:
-        """Record a moment of these trajectories: now, or then."""
+        """Record a moment of these trajectories, at `at_ns` or now."""
         if self.is_on:
             at_ns = at_ns or time.time_ns()
             for each in ids:
@@ -79,14 +79,14 @@ class Trace:
                     self._events.marks.append((name, each, at_ns, arguments))
 
     def span(self, name: str, *, seconds: float, lane: str = "", **arguments: Any) -> None:
-        """Record a span that ends now. Those of one lane must not overlap."""
+        """Record a span that ends now. Spans of one lane must not overlap."""
         if self.is_on and self._has_room():
             duration = int(1e9 * seconds)
             self._events.spans.append((lane, name, time.time_ns() - duration, duration, arguments))
 
     @contextmanager
     def timed(self, name: str, **arguments: Any) -> Iterator[None]:
-        """Record the block as a span in a lane of that name."""
+        """Record the block as a span, in a lane with the same name."""
         began_at = time.perf_counter()
         try:
             yield
@@ -94,7 +94,7 @@ class Trace:
             self.span(name, seconds=time.perf_counter() - began_at, lane=name, **arguments)
 
     def adopt(self, profiles: Sequence[Path]) -> None:
-        """Move files of torch's profiler to the events. Raises OSError."""
+        """Move files of torch's profiler into `profile/parts/`. Raises OSError."""
         for number, path in enumerate(profiles):
             shutil.move(path, self._part(f"-{number}.torch" if number else ".torch"))
 
@@ -109,7 +109,7 @@ class Trace:
         try:
             draft = self._part(".new")
             draft.write_bytes(msgspec.json.encode(part))
-            # Whole or not at all: somebody waits for the file.
+            # Atomic, because the merging role polls for the file.
             draft.replace(self._part(".json"))
         except OSError as error:
             log.warning("profile_not_written", role=self._role, reason=str(error))
@@ -121,7 +121,7 @@ class Trace:
 
 
 def parts_of(folder: Path) -> Path:
-    """Return the folder in which the roles of a run leave their events until they are merged."""
+    """Return the folder of unmerged events."""
     return folder / "parts"
 
 
@@ -143,7 +143,7 @@ def merge(folder: Path) -> None:
     began_at = min((event["ts"] for event in events if "ts" in event), default=0)
     for event in events:
         if "ts" in event:
-            # Microseconds; only now, as a float cannot hold those since 1970 with their fractions.
+            # Relative microseconds: a float cannot hold absolute ones with fractions.
             event["ts"] = (event["ts"] - began_at) / 1000
     facts = {
         "began_at_ns": began_at,
@@ -166,7 +166,7 @@ def _name(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
 
 
 def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str, Any]]:
-    """Spans of each trajectory, one behind the other: only between two moments that were both recorded."""
+    """Return the consecutive spans of each trajectory, where both moments were recorded."""
     moments: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
     for mark, each, at_ns, arguments in (mark for part in parts for mark in part.marks):
         moments.setdefault(each, {}).setdefault(mark, (at_ns, arguments))
@@ -175,14 +175,14 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
     events = [_name("process", pid, "trajectories")]
     for each, found in moments.items():
         if committed := found.get("committed"):
-            # A version that was replaced before it was sent arrives with the next one.
+            # A version that was superseded before sending counts as published with the next one.
             ended = next((end for version, end in published if version >= committed[1]["version"]), None)
             found |= {"published": (ended, {})} if ended else {}
         common = {"cat": "trajectory", "id": each, "pid": pid, "tid": 0}
         start = 0
         for name, (first, second) in zip(SPANS, pairwise(MARKS), strict=True):
             if first in found and second in found:
-                # Never backwards: a claim may be recorded before the broker has heard of the insert, and clocks differ.
+                # Monotonic: clocks differ, and a claim may be recorded before the broker learns of the insert.
                 start = max(start, found[first][0])
                 end, arguments = max(start, found[second][0]), found[second][1]
                 events.append({"ph": "b", "name": name, "ts": start, **common, "args": {"id": each, **arguments}})
@@ -204,7 +204,7 @@ def _role_events(part: TracePart, name: str, *, pid: int) -> list[dict[str, Any]
 
 
 def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) -> list[dict[str, Any]]:
-    """Events of torch's profiler, its processes under names of their own."""
+    """Return the events of a torch profile, with renumbered processes."""
     base, own, events = int(profile.get("baseTimeNanoseconds", 0)), dict[Any, int](), []
     for event in profile["traceEvents"]:
         if event.get("pid", "") == "" or event.get("name") in ("process_name", "process_labels", "process_sort_index"):
@@ -218,20 +218,20 @@ def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) ->
 
 
 _LIST_EVERY_S = 10.0
-"""Time between two looks for new child processes, which read the whole process table."""
+"""Interval between scans for child processes, which read the whole process table."""
 
 
 class TimeAccount:
-    """Seconds by phase. Exactly one phase runs at any time, so that all of them sum to the wall time.
+    """Seconds by phase. Exactly one phase is active at any time, so that phases sum to wall time.
 
-    One thread switches; `totals` may be read by any. A switch takes about a microsecond.
+    One thread switches phases; any thread may read `totals`. A switch takes about a microsecond.
 
     Example: account = TimeAccount("rest")
-        with account.phase("forward"): ...       # a phase within it interrupts it, and `rest` goes on afterwards
+        with account.phase("forward"): ...       # interrupts `rest`, which resumes afterwards
     """
 
     def __init__(self, phase: str, *, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
-        """In real time, also where a serial run counts turns. `trace` gets each phase as a span."""
+        """Uses real time even in a serial run. `trace` records each phase as a span."""
         self.trace = trace
         self._clock = clock
         self._lock = Lock()
@@ -240,7 +240,7 @@ class TimeAccount:
         self._since = clock()
 
     def switch(self, phase: str) -> str:
-        """End the current phase and begin another; return the one that ended."""
+        """Switch to another phase; return the previous one."""
         with self._lock:
             before = self._phase
             if phase != before:
@@ -253,7 +253,7 @@ class TimeAccount:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in that phase for the duration of the block."""
+        """Switch to a phase for the duration of the block."""
         before = self.switch(name)
         try:
             yield
@@ -265,18 +265,18 @@ class TimeAccount:
             self._totals, self._since = {}, self._clock()
 
     def totals(self) -> dict[str, float]:
-        """Return seconds by phase, those of the current one included."""
+        """Return seconds by phase, including the current phase."""
         with self._lock:
             running = self._totals.get(self._phase, 0.0) + self._clock() - self._since
             return self._totals | {self._phase: running}
 
     def gauges(self) -> dict[str, float]:
-        """Return the totals as gauges of a Pong, `time/PHASE`."""
+        """Return the totals as Pong gauges, `time/PHASE`."""
         return {f"time/{phase}": round(seconds, 3) for phase, seconds in self.totals().items()}
 
 
 class ProcessorTime:
-    """Processor seconds of this process and its descendants, such as vLLM's engine process; only ever grows.
+    """CPU seconds of this process and its descendants, such as vLLM's engine process; never decreases.
 
     Example: processor = ProcessorTime(); processor.seconds == 41.7
     """
@@ -294,14 +294,14 @@ class ProcessorTime:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         total = time.process_time() + ended.ru_utime + ended.ru_stime
         for child in self._children:
-            # A child that has ended is counted above once it was waited for.
+            # RUSAGE_CHILDREN counts ended children after they are reaped.
             with suppress(psutil.Error):
                 total += sum(child.cpu_times()[:4])
         self._most = max(self._most, total)
         return self._most
 
     def list_children(self) -> None:
-        """Look for children now; call it when one was started that is to be counted from the beginning."""
+        """Scan for child processes now; call it after starting one to count it from its beginning."""
         self._list_at = self._clock() + _LIST_EVERY_S
         with suppress(psutil.Error):
             self._children = psutil.Process().children(recursive=True)

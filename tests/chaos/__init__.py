@@ -1,1 +1,1 @@
-"""Chaos: the real roles as real processes, killed, stopped and continued at random, then audited."""
+"""Chaos: real roles as real processes, randomly killed, stopped, and continued, then audited."""

@@ -28,8 +28,8 @@ _COLUMNS = ("role", "SIGKILL", "SIGTERM", "SIGSTOP", "own exits", "recoveries", 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run from seed to verdict; returns the exit code: 0 when the outcome is that of an uninterrupted run."""
-    # The process that all roles are forked from inherits it: they share few cores.
+    """Run chaos for a seed; return exit code 0 if the outcome equals that of an uninterrupted run."""
+    # The process that forks all roles inherits it, because they share few cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = parse(arguments)
     if options.matrix:
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run(
     stage: Stage, harness: Harness, console: Console, options: argparse.Namespace
 ) -> tuple[Outcome | None, list[str]]:
-    """Returns the outcome, None when the store could not be read, and the problems."""
+    """Return (outcome, or None if the store could not be read; problems)."""
     problems = []
     stage.build()
     try:

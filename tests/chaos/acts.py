@@ -1,7 +1,7 @@
-"""Acts of a light run: strikes at points where something can be lost, amid random ones.
+"""Acts of a light run: targeted strikes at points where data can be lost, mixed with random strikes.
 
-A random strike seldom falls between two writes of a millisecond. An act has the role stop or kill itself there, or
-brings two failures together that matter only together. Every seed plays all acts, in its own order, at its own times.
+A random strike rarely falls between two writes that are a millisecond apart. An act makes the role stop or kill itself
+there, or combines two failures. Every seed plays all acts, with its own order and times.
 """
 
 import os
@@ -20,16 +20,16 @@ from tests.chaos.watched.journal import Journal, read_journals
 from tests.chaos.watched.points import ask
 
 _OBEY_TIMEOUT_S = 20.0
-"""Longest wait for a role to come to a point: it may have to start again first."""
+"""Longest wait for a role to reach a point, possibly after a restart."""
 _SUCCESSOR_TIMEOUT_S = 12.0
 _ZOMBIE_S = 1.5
-"""Time that a continued zombie has for its mischief."""
+"""Time for a continued zombie to act."""
 _FULL_S = 3.8
 """Longer than a lease and its reaping."""
 _NEWS_S = 0.5
-"""Age from which a report of leases is no news."""
+"""Age at which a report of leases is outdated."""
 _CALM_S = 1.0
-"""Time for prompts to be handed out again after a strike."""
+"""Time for prompts to be leased again after a strike."""
 _QUIET_S = 5.0
 _LATER_S = 3600.0
 
@@ -42,11 +42,11 @@ class Scene(Protocol):
     journal: Journal
 
     def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Watch all roles until the condition is met; returns whether it was in time."""
+        """Poll all roles until the condition is met; return whether it was met in time."""
         ...
 
     def check_archive(self) -> None:
-        """Record what is wrong with the archive now that its writer is dead."""
+        """Record archive defects after the death of its writer."""
         ...
 
 
@@ -65,12 +65,12 @@ class Acts:
         self._harness = harness
         self._random = random.Random(seed)
         self.missed: list[str] = []
-        """Points that no role came to in time."""
+        """Points that no role reached in time."""
 
     def schedule(self, kills: int) -> Iterator[Act]:
-        """Acts in the order of the seed, random strikes between them, a quiet end; about `kills` processes end in all.
+        """Yield the acts in the order of the seed, random strikes in between, and a quiet end; about `kills` in all.
 
-        Twenty kills are enough for every act; with fewer some are left out.
+        Twenty kills suffice for every act; with fewer, some acts are skipped.
         """
         acts = [
             Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
@@ -110,10 +110,10 @@ class Acts:
         self._kill(name, down_s=self._random.choice([0.0, 0.0, 0.8]))
 
     def _zombie(self, point: str, *, is_overtaken: bool = False) -> None:
-        """A learner stands still at a point, another takes over, the first goes on.
+        """Stop the learner at a point until another one takes over, then continue it.
 
-        `is_overtaken`: only once the other has committed the step at which it stands; before, the store need not look
-        at fences to see that a checkpoint of it is ahead.
+        `is_overtaken`: continue only after the other has committed the same step. Earlier, the store could reject the
+        zombie's checkpoint as ahead, without checking fences.
         """
         learner = self._harness.roles["learner"]
         if not self._stops_at(point):
@@ -134,7 +134,7 @@ class Acts:
         learner.strikes["kill"] += 1
 
     def _lapse(self, point: str) -> None:
-        """A learner stands still until its claim lapses, and goes on."""
+        """Stop the learner until its claim lapses, then continue it."""
         if self._stops_at(point):
             pid = self._harness.roles["learner"].process.pid
             self._harness.roles["learner"].strikes["stop"] += 1
@@ -144,9 +144,9 @@ class Acts:
             os.kill(pid, signal.SIGCONT)
 
     def die(self, role: str, point: str) -> None:
-        """Have a role kill itself at a point."""
+        """Make a role kill itself at a point."""
         path = ask(self._harness.stage.points, role, point, "kill")
-        # Whoever obeys takes the request away first, then dies.
+        # The role removes the request before it dies.
         if self._harness.poll_until(lambda: not path.exists(), timeout_s=_OBEY_TIMEOUT_S):
             self._harness.roles[role].expect_death(time.monotonic())
             self._harness.roles[role].process.wait(timeout_s=1.0)
@@ -170,7 +170,7 @@ class Acts:
         self._wait(2.0 + self._harness.stage.pace.lapse_after_s + 1.0)
 
     def _return_while_the_store_is_away(self) -> None:
-        """A generator is silent for too long while nobody can write that down, and is back before somebody can."""
+        """A generator times out during a store outage, which cannot be recorded, and returns before the store."""
         self._stop("generator-0", 2.2)
         self._wait(0.5)
         self._kill("store", down_s=2.6)
@@ -184,7 +184,7 @@ class Acts:
         self._wait(1.0)
 
     def _lose_generator(self) -> None:
-        """A generator dies with leases, and a broker that was there all the time welcomes its successor."""
+        """A generator dies with leases, and the same broker welcomes its successor."""
         self._wait(_CALM_S)
         self._await_work("generator-1")
         self._kill("generator-1")
@@ -196,7 +196,7 @@ class Acts:
         self._wait(0.5)
 
     def _set_clock_back(self) -> None:
-        """An older checkpoint seems to be the newest."""
+        """Make an older checkpoint look like the newest."""
         folders = sorted((self._harness.stage.run_folder / "checkpoints").glob("step-*"))
         if folders:
             later = time.time() + _LATER_S
@@ -207,7 +207,7 @@ class Acts:
         self._harness.poll_until(lambda: False, timeout_s=seconds)
 
     def _await_work(self, *generators: str) -> None:
-        """Wait until they hold prompts: one that is idle loses nothing."""
+        """Wait until they hold prompts, because an idle generator loses nothing."""
         are_busy = lambda: all(self._holds_leases(name) for name in generators)  # noqa: E731
         if not self._harness.poll_until(are_busy, timeout_s=_OBEY_TIMEOUT_S):
             self.missed.append("prompts")
@@ -231,7 +231,7 @@ class Acts:
         self._harness.roles[role].strike(strike, time.monotonic())
 
     def _stops_at(self, point: str) -> bool:
-        """Have the learner stop itself at a point; returns whether it stands there."""
+        """Make the learner stop itself at a point; return whether it did."""
         path = ask(self._harness.stage.points, "learner", point, "stop")
         stands = self._harness.poll_until(lambda: not path.exists() and self._is_stopped(), timeout_s=_OBEY_TIMEOUT_S)
         path.unlink(missing_ok=True)
@@ -239,7 +239,7 @@ class Acts:
         return stands
 
     def _is_stopped(self) -> bool:
-        # Asked anew each time: the process that is there now may not be the one that was there first.
+        # Read each time, because the process may have been replaced.
         pid = self._harness.roles["learner"].process.pid
         return psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
 

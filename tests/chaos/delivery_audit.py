@@ -1,8 +1,8 @@
-"""Audit of the delivery: what was acknowledged against what is accounted for, by the journals of all processes.
+"""Delivery audit: compare acknowledgements with accounted trajectories, using the journals of all processes.
 
-Each rule compares two sides that do not share the code under test: the list that a generator wrote when the
-acknowledgement arrived, and the archive; the content before the wire, and what the learner's step was given; who was
-told to hold a lease, and who let it go. A rule that depends on time leaves out what a strike explains.
+Each rule compares two records that do not share the code under test: the acknowledgements that a generator received,
+and the archive; the content before sending, and the input of the learner's step; leases granted, and leases released.
+Rules that depend on time exclude what a strike explains.
 """
 
 from collections import Counter, defaultdict
@@ -15,11 +15,11 @@ from tests.chaos.watched.journal import Entry, Life
 _MAX_NAMED = 5
 """Problems named per rule."""
 _SETTLED_S = 0.8
-"""Time after a return of the store in which the broker writes down what it could not; it reaps nothing for longer."""
+"""Time for the broker to write its backlog after the store returns. It reaps nothing for longer than that."""
 _END_S = 0.5
 """Last part of a run in which an answer may still be on its way."""
 _UNREAD_S = 0.25
-"""Longest time from the receipt of prompts to the loop that reads them; its end leaves them to the Bye."""
+"""Longest time between receiving prompts and reading them. If the loop ends in between, the Bye returns them."""
 
 
 def find_delivery_problems(evidence: Evidence) -> list[str]:
@@ -53,7 +53,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
 
 # --- trajectories ----------------------------------------------------------------------------------------------------
 def _sent(life: Life) -> dict[str, list[Entry]]:
-    """Everything that a process wrote down before it sent it, by id: its own and the copies it offered."""
+    """Return all trajectories that a process recorded before sending, by id, including offered copies."""
     sent: dict[str, list[Entry]] = defaultdict(list)
     for entry in life.of("put", "offered"):
         sent[entry["id"]].append(entry)
@@ -76,14 +76,14 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
                 if stored.content != puts[trajectory_id]["content"]:
                     yield f"{trajectory_id} was acknowledged to {life.role}, and stored with another content"
                 continue
-            # Superseded: the one in its place must have been there before. It was sent after that, and so is stored.
+            # Superseded: the replacement existed earlier. This one was sent later, so the replacement is stored.
             group, _, rest = trajectory_id.partition("-")
             other = evidence.stored_at.get((group, int(rest.partition("-")[2])))
             if other is None or first_sent.get((other.id, other.content), float("inf")) >= at:
                 there = f"in its place is {other.id}, sent later" if other else "nothing is in its place"
                 yield f"{trajectory_id} was acknowledged to {life.role} and is not stored: {there}"
         for entry in life.of("put"):
-            # An acknowledgement after an undamaged copy was offered may be that of the copy.
+            # An acknowledgement after offering an undamaged copy may belong to the copy.
             offers = (each["t"] for each in life.of("offered") if each["id"] == entry["id"])
             if entry["spoiled"] and acks.get(entry["id"], float("inf")) < min(offers, default=float("inf")):
                 yield f"{entry['id']} arrived damaged and was acknowledged to {life.role}"
@@ -139,14 +139,14 @@ def _offers_are_told_apart(evidence: Evidence) -> Iterator[str]:
             acked_at = next((e["t"] for e in life.of("acked") if name in e["ids"] and e["t"] > at), None)
             refused = next((e for e in life.of("nacked") if e["id"] == name and e["fatal"] and e["t"] > at), None)
             what = offer["what"]
-            # In that place may be the very one whose name was taken.
+            # The stored one may be the one whose name was taken.
             is_taken = what == "again" and refused is not None and refused["reason"].startswith("content_conflict")
             if what in ("same", "again") and refused and not is_taken:
                 yield f"{name}, offered to tell apart ({what}), must be acknowledged, got {refused['reason']}"
             if what == "unknown" and acked_at:
                 yield f"{name} of a group that does not exist was acknowledged"
-            # The store can compare until a step was committed or the group was rejected: then the record may be gone.
-            # It never could if the first content was superseded.
+            # The store can compare only until the step is committed or the group rejected; then the record may be gone.
+            # It cannot compare at all if the first content was superseded.
             stored = evidence.stored.get(name)
             is_kept = stored is not None and stored.outcome == "retired"
             is_known = is_kept and (acked_at or 0) < evidence.first_commit_at(offer["group"])
@@ -182,7 +182,7 @@ def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
         for entry in life.of("returned", "lied"):
             for lease in entry["leases"]:
-                # A lie counts as a return only by the liar's own hand.
+                # A false return counts only if the liar itself sent it.
                 owner = evidence.owner(life) if entry["k"] == "lied" else ""
                 release(f"{lease} {owner}".strip(), entry["t"])
     events = sorted((e for b in evidence.brokers for e in b.of("leased", "lapsed", "departed", "undeliverable")),
@@ -203,7 +203,7 @@ def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
                     group, _, attempt = lease.partition("-")
                     before = f"{group}-{int(attempt) - 1}"
                     holder = holders.get(before, "")
-                    # By anybody who may, or by a lie that was the truth about the liar's own lease.
+                    # Released by an authorized peer, or by a false report that concerned the liar's own lease.
                     is_released = any(released.get(by, float("inf")) <= at for by in (before, f"{before} {holder}"))
                     is_alive = holder in lives and evidence.successor_began_at(lives[holder]) > at
                     if int(attempt) and is_alive and not is_released and departed.get(holder, float("inf")) > at:
@@ -225,14 +225,14 @@ def _why_needless(evidence: Evidence, broker: Life, holder: Life, lease: str, *,
     if (gone_at := evidence.successor_began_at(holder)) > at:
         received = any(lease in dict(map(tuple, entry["leases"])) for entry in holder.of("prompts"))
         roles = (holder.role, "broker", "store")
-        # The others are behind a relay that loses what it cuts.
+        # Other generators use a relay that loses data when it cuts connections.
         is_direct = holder.role == "generator-0" and not holder.of("bye")
         is_quiet = evidence.is_quiet(roles, since=at - window, until=at)
         return "though its holder was there all the time" if received and is_direct and is_quiet else ""
     successor = next(life for life in evidence.generators if life.role == holder.role and life.began_at == gone_at)
     welcomed = [entry["t"] for entry in successor.of("welcome")]
     was_known = any(entry["owner"] == evidence.owner(holder) for entry in broker.of("leased"))
-    # The broker takes the leases of the process before back first, then it welcomes the next one.
+    # The broker takes back the leases of the previous process before it welcomes the next one.
     is_late = bool(welcomed) and welcomed[0] < at
     is_quiet = is_late and evidence.is_quiet(("store",), since=max(welcomed[0], at - _SETTLED_S) + SLACK_S, until=at)
     return "though its holder's successor had been welcomed by the same broker" if was_known and is_quiet else ""
@@ -248,7 +248,7 @@ def _returned_are_not_departed(evidence: Evidence) -> Iterator[str]:
             welcomes = [each["t"] for each in life.of("welcome") if each["t"] < entry["t"]]
             leaves = [each["t"] for each in life.of("unknown_here", "reconnected") if each["t"] < entry["t"]]
             was_back = welcomes and max(welcomes) > max(leaves, default=0.0)
-            # Nobody can be silent for so long since then.
+            # Too little time has passed for a timeout.
             if was_back and entry["t"] - max(welcomes) < evidence.times.peer_timeout_s and len(welcomes) > 1:
                 yield f"the leases of {entry['owner']} were taken back as those of a silent peer, after its return"
 
@@ -302,7 +302,7 @@ def _stale_generators_get_no_prompts(evidence: Evidence) -> Iterator[str]:
 def _sent_under_verified_weights(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
         for entry in life.of("put"):
-            # After a transfer that failed the engine still holds the weights before, which were verified.
+            # After a failed transfer the engine still has the previous, verified weights.
             allowed = ("ready", "draining", "unsynced") if entry.get("verified") else ("ready", "draining")
             if entry["state"] not in allowed:
                 yield f"{entry['id']} left {life.role} while it was {entry['state']}"
@@ -337,7 +337,7 @@ def _claim_lapsed_between(evidence: Evidence, step: int, since: float, until: fl
 
 
 def _claimed_by_another_between(evidence: Evidence, life: Life, step: int, since: float, until: float) -> bool:
-    """Whether another learner claimed it: one that was replaced may claim once more before it notices."""
+    """Whether another learner claimed it; a replaced learner may claim again before it notices."""
     claims = (each for other in evidence.learners if other is not life for each in other.of("claimed"))
     return any(each["step"] == step and since < each["t"] < until for each in claims)
 

@@ -1,4 +1,4 @@
-"""Evidence: all journals of a run under chaos, and what the run left."""
+"""Evidence: all journals of a run under chaos, and its final records."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from tests.chaos.outcome import Stored, Trained
 from tests.chaos.watched.journal import Entry, Life
 
 SLACK_S = 2.0
-"""Added to the time that a strike explains: processes start, and catch up, on a busy machine."""
+"""Added to the time that a strike explains, because processes start slowly on a busy machine."""
 
 
 class Times(NamedTuple):
@@ -19,7 +19,7 @@ class Times(NamedTuple):
 
 
 class Evidence:
-    """All journals of a run, and what the run left."""
+    """All journals of a run, and its final records."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Evidence:
         return sorted((entry for life in self.learners for entry in life.of(*kinds)), key=lambda entry: entry["t"])
 
     def first_commit_at(self, group: str) -> float:
-        """First attempt to commit a step on the group; until then the store has the group's record."""
+        """Time of the first attempt to commit a step with the group; until then the store has its record."""
         return self._commits.get(group, float("inf"))
 
     def owner(self, life: Life) -> str:
@@ -65,11 +65,11 @@ class Evidence:
         return min(later, default=float("inf"))
 
     def _served_at(self, up_at: float) -> float:
-        """Begin of the journal of the broker that was started at `up_at`: it serves nobody before."""
+        """Start of the journal of the broker started at `up_at`; it serves no peer earlier."""
         return min((life.began_at for life in self.brokers if life.began_at >= up_at), default=float("inf"))
 
     def is_quiet(self, roles: Iterable[str], *, since: float, until: float) -> bool:
-        """Whether none of the roles was struck, or was just recovering, in that time."""
+        """Whether no role was struck or recovering in that time."""
         away: dict[str, float | None] = {}
         for entry in self.harness.of("down", "up", "stop", "continue", "full", "room"):
             role = entry.get("role", "store")
@@ -87,7 +87,7 @@ class Evidence:
 
 
 def genuine(life: Life) -> dict[str, Entry]:
-    """Undamaged trajectories to train on that a process wrote down before it sent them, by id."""
+    """Return undamaged training trajectories that a process recorded before sending, by id."""
     return {each["id"]: each for each in life.of("put") if each["purpose"] == "train" and not each["spoiled"]}
 
 

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.guard FOLDER`: when standard input ends, kill every process that works in a folder.
+"""`python -m tests.chaos.guard FOLDER`: at the end of stdin, kill every process that works in a folder.
 
-The harness holds the other end of the pipe. However the harness ends, by SIGKILL included, its store ends with it.
+The harness holds the other end of the pipe, so its store ends with it, even after SIGKILL.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ def start_guard(folder: Path) -> "subprocess.Popen[bytes]":
         [sys.executable, "-m", "tests.chaos.guard", str(folder)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
-        # Not the harness's output: its reader waits until every process has closed it.
+        # Not the harness's output, because its reader waits until every process has closed it.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -1,4 +1,4 @@
-"""Harness: starts the roles, strikes and restarts them, and lets the run finish."""
+"""Harness: starts, strikes, and restarts the roles, and lets the run finish."""
 
 import shutil
 import subprocess
@@ -36,9 +36,9 @@ _MAX_NAMED = 5
 _AUDIT_EVERY_S = 0.5
 _LAST_S = 0.5
 _ANSWER_S = 20.0
-"""Longest wait for the last answers, after the run's end: a peer that was cut off joins anew after a silence."""
+"""Longest wait for the last answers after the run's end, because a disconnected peer rejoins after a timeout."""
 _MAX_EXITS = 5
-"""Exits without a strike after which a role will not start."""
+"""Exits without a strike before the harness gives up on a role."""
 
 
 class Harness:
@@ -52,12 +52,12 @@ class Harness:
         self.archive_problems: list[str] = []
         """Defects of the archive at the deaths of its writer."""
         self.state_problems: dict[str, None] = {}
-        """Contradictions within the store, as they were seen."""
+        """Contradictions found in the store."""
         self._next_audit_at = 0.0
         self.stored: list[Stored] = []
         """The archive at the end."""
         self.missed_acts: list[str] = []
-        """Points that no role came to in time."""
+        """Points that no role reached in time."""
         self._most_consumed = 0
         self._admitted: int | None = None
         self.roles = {role.name: role for role in self._make_roles(num_generators)}
@@ -81,7 +81,7 @@ class Harness:
 
     @property
     def store(self) -> RedisStore:
-        """The run's store, as any observer opens it."""
+        """The run's store, opened like an observer."""
         assert self._store is not None, "start() comes first"
         return self._store
 
@@ -91,7 +91,7 @@ class Harness:
         self.stage.hold_file.touch()
         for role in self.roles.values():
             if role.name.startswith("generator"):
-                # At another address than the broker's they find the token only in the run's folder.
+                # Behind a relay, they find the token only in the run folder.
                 self.poll_until(self._has_token, timeout_s=timeout_s, watches=False)
             role.start(time.monotonic())
         self._store = open_run_store(self.stage.store.url, NAME, timeout_s=_STORE_TIMEOUT_S)
@@ -100,7 +100,7 @@ class Harness:
             raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self.last_lines}")
 
     def strike(self, *, seed: int, kills: int, minutes: float) -> Iterator[Strike]:
-        """Deliver the strikes of a seed until `kills` processes have ended or the time is up; yields each one."""
+        """Deliver the strikes of a seed until `kills` processes have ended or time is up; yield each."""
         generators = [name for name in self.roles if name.startswith("generator")]
         pace = self.stage.pace
         ends_at = time.monotonic() + 60 * minutes
@@ -127,7 +127,7 @@ class Harness:
             yield act.name
 
     def check_archive(self) -> None:
-        """Record what is wrong with the archive now that its writer is dead."""
+        """Record archive defects after the death of its writer."""
         with suppress(ArchiveError):
             archive = Archive(self.stage.run_folder / "archive")
             self.archive_problems += [f"a dead broker left this: {problem}" for problem in archive.check().problems]
@@ -137,7 +137,7 @@ class Harness:
         self.stage.hold_file.unlink(missing_ok=True)
         learner = self.roles["learner"]
         is_over = lambda: learner.has_finished and self._is_archived()  # noqa: E731
-        # Whatever is lost stalls the run sooner or later, and stalls it for good.
+        # Any loss eventually stalls the run permanently.
         ends_at, step, stalls_at = time.monotonic() + timeout_s, -1, 0.0
         while not self.poll_until(is_over, timeout_s=_TICK_S):
             if self.newest_step != step:
@@ -155,7 +155,7 @@ class Harness:
         self.journal.write("end")
 
     def outcome(self) -> Outcome:
-        """Everything that the run has left. Raises ReplayBufferError when the store does not answer.
+        """Collect the final records of the run. Raises ReplayBufferError if the store does not answer.
 
         Raises FileNotFoundError when the checkpoint that the store points at is gone.
         """
@@ -178,7 +178,7 @@ class Harness:
         )
 
     def verdict(self, *, timeout_s: float) -> tuple[Outcome | None, list[str]]:
-        """Let the run finish; returns its outcome, None when the store could not be read, and the problems."""
+        """Let the run finish; return (outcome, or None if the store could not be read; problems)."""
         problems = []
         try:
             self.settle(timeout_s=timeout_s)
@@ -222,7 +222,7 @@ class Harness:
             shutil.rmtree(self.stage.folder)
 
     def _is_recovered(self) -> bool:
-        # While the learner holds the last step, no role has work left that would show its recovery.
+        # While the learner holds the last step, no role has work that would show its recovery.
         is_held = self.newest_step >= self.stage.steps - 1
         return is_held or not any(role.recovery.is_pending for role in self.roles.values())
 
@@ -262,7 +262,7 @@ class Harness:
     def _poll(self) -> None:
         for role in self.roles.values():
             role.poll(time.monotonic())
-        # A stopped store would block the harness, which has to continue it.
+        # A stopped store would block the harness, which must continue it.
         if time.monotonic() < self._next_read_at or self.roles["store"].is_stopped:
             return
         self._next_read_at = time.monotonic() + self.stage.pace.read_every_s
@@ -296,8 +296,8 @@ class Harness:
         return progress
 
     def _check_pacing(self, admitted: int) -> None:
-        """Record prompts admitted beyond the limit. What was admitted before a roll back may stand above it."""
-        # Read after `admitted`, and never lowered: what is consumed can only be more by now.
+        """Record prompts admitted beyond the limit, except those admitted before a rollback."""
+        # Read after `admitted` and never lowered, so that it can only overestimate.
         self._most_consumed = max(self._most_consumed, self.store.run_state().consumed)
         limit = self._most_consumed + self.stage.window
         if self._admitted is not None and admitted > max(limit, self._admitted):
@@ -319,12 +319,12 @@ class Harness:
             yield Role(f"generator-{number}", self._generator(number), initial=(0,), note=note)
 
     def _generator(self, number: int) -> Process:
-        """The first is honest and has no relay before it, the last one lies."""
+        """The first generator is honest and has no relay; the last one lies."""
         name, pace = f"generator-{number}", self.stage.pace
         address = self.stage.relayed_address if pace.is_light and number else self.stage.address
         arguments = ["--id", name, f"name={NAME}", address]
         if pace.has_cold_generators:
-            # vLLM reads its environment when it is imported, so nothing may be put in before.
+            # vLLM reads its environment at import, so nothing may be patched earlier.
             return self._process(name, "slipstream.generators.__main__", arguments, is_cold=True)
         flags = [*pace.flags, *(["--misbehaves"] if number else []), *(["--lies"] if number == _LIAR else [])]
         return self._process(name, "tests.chaos.watched.generator", [*flags, *arguments])
@@ -334,7 +334,7 @@ class Harness:
         self._next_audit_at = 0.0
 
     def _audit_state(self) -> None:
-        """Record what contradicts itself in the store: after each strike, and now and then."""
+        """Record contradictions in the store, after each strike and periodically."""
         self._next_audit_at = time.monotonic() + _AUDIT_EVERY_S
         state = self._read_state()
         self.state_problems |= dict.fromkeys([*find_state_problems(state), *find_progress_problems(state)])

@@ -2,7 +2,7 @@
 
 Most rows share one run under the real launcher: two brokers, two generators, a guest, the embedded store, and a real
 learner that trains a LoRA adapter of a tiny model. The rows of kill -9 share a light run of `acts`, whose learner is
-scripted and whose journals are audited. Every row reads the books of the store; the end of a run reads the archive too.
+scripted and whose journals are audited. Every row audits the store; the end of a run also audits the archive.
 """
 
 import os
@@ -56,9 +56,9 @@ class Row(NamedTuple):
     hold_s: float = 0.0
     """Time between cause and undoing, seconds."""
     ends: str = ""
-    """Part of the sentence with which the failure ends the run; empty where the run must continue."""
+    """Expected part of the error that ends the run; empty if the run must continue."""
     finds: str = ""
-    """Finding of a check that the failure makes itself, in words."""
+    """Finding that the failure itself must produce."""
     needs_mounts: bool = False
 
 
@@ -144,7 +144,7 @@ def _stopped(run: LaunchedRun, role: str) -> Iterator[None]:
 
 
 def _await_verdict(run: LaunchedRun) -> None:
-    """Wait until a launcher that has just been started ends, or the learner makes a step."""
+    """Wait until a new launcher ends or the learner makes a step."""
     step = run.step
     run.wait(lambda: not run.is_running or run.step > step, timeout_s=START_TIMEOUT_S)
 
@@ -217,7 +217,7 @@ def _interrupted(run: LaunchedRun) -> Iterator[None]:
             os.killpg(launcher.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(0.5)
-    # The guest, which is not of the launcher, ends with the run; the launcher's last line is still to be read.
+    # The guest, which the launcher does not own, ends with the run; the launcher's last line is still unread.
     run.stop()
     run.launcher = launcher
     yield
@@ -285,7 +285,7 @@ def play_matrix(*, only: str, write: bool) -> int:
 
 
 def _play_scene(make: Callable[[Path, int], Scene], rows: Sequence[Row], console: Console) -> list[Result]:
-    """Play rows on one run; after a row from which the run does not recover, the others on another one."""
+    """Play rows on one run; start another run after a row that the run does not recover from."""
     results: list[Result] = []
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     run = make(folder, len(rows))

@@ -31,7 +31,7 @@ from tests.runs import ROOT, SMALL, processes_of
 _NAME = "matrix"
 _SETTINGS = (
     *(word for word in SMALL if not word.startswith("generators")),
-    # Not the scripted engine: its answers are no samples of the policy, for which a guest is expelled.
+    # Not the scripted engine, because its answers are not samples of the policy, and a guest would be expelled.
     "generators/engine=hf",
     "model.path=models/tiny",
     "model.lora.rank=4",
@@ -44,7 +44,7 @@ _SETTINGS = (
 )
 _TINY = ("--layers=1", "--width=32", "--out=models/tiny")
 _DISKS = {"runs": "192m", "tmp": "4m"}
-"""Folders of a launched run that are disks of their own where this process may mount them, and their sizes."""
+"""Folder -> size of the separate disk that it gets, if this process may mount one."""
 _SITE = """
 import os, time
 def _shifted(read, scale):
@@ -56,17 +56,17 @@ def _shifted(read, scale):
     return shifted
 time.time, time.time_ns = _shifted(time.time, 1), _shifted(time.time_ns, 10**9)
 """
-"""A sitecustomize module: Python's wall clock is ahead by the seconds in a file. Redis keeps the machine's clock."""
+"""A sitecustomize module that sets Python's clock ahead by the seconds in a file. Redis keeps the machine's clock."""
 START_TIMEOUT_S = 150.0
 STEP_TIMEOUT_S = 120.0
-"""Longest wait for a step once a failure is over: longer than a claim's lease, which ends one that nobody renews."""
+"""Longest wait for a step after a failure: longer than the lease of an abandoned claim."""
 END_TIMEOUT_S = 30.0
 _LEFT_TIMEOUT_S = 8.0
 _TICK_S = 0.1
 _LAST_STEPS = 5
 _TAIL_BYTES = 1 << 18
 _DRAFTS = ("**/draft*", "**/*.new", "**/*.tmp", "sockets/*")
-"""Files that only a process at work needs, by pattern in the run folder."""
+"""Patterns of files that only a running process needs."""
 
 
 class Scene(Protocol):
@@ -82,11 +82,11 @@ class Scene(Protocol):
         ...
 
     def wait(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Watch the run until the condition holds; returns whether it did in time."""
+        """Watch the run until the condition holds; return whether it did in time."""
         ...
 
     def revive(self) -> str:
-        """Resume a run that has ended, as its user would; returns how it ended, or an empty string."""
+        """Resume an ended run as a user would; return how it ended, or an empty string."""
         ...
 
     def open_store(self) -> RedisStore:
@@ -99,11 +99,11 @@ class Scene(Protocol):
         ...
 
     def take_leftovers(self) -> list[str]:
-        """Return what ended runs have left behind since the last call."""
+        """Return what ended runs left behind since the last call."""
         ...
 
     def close(self) -> "Loss":
-        """End the run; returns what the final audit found."""
+        """End the run; return the final audit."""
         ...
 
 
@@ -111,7 +111,7 @@ class Loss(Record):
     """Damage found by an audit. Example: Loss(lost=0, duplicated=0, problems=[])."""
 
     lost: int = 0
-    """Trajectories and prompts that were accounted for once, and are in no place."""
+    """Trajectories and prompts that have disappeared."""
     duplicated: int = 0
     """Trajectories in two places, and groups trained on twice."""
     problems: list[str] = []
@@ -239,7 +239,7 @@ class LaunchedRun:
         return left
 
     def close(self) -> Loss:
-        """Resume the run, let it finish, and audit it whole. Files that its end has not removed are left behind."""
+        """Resume the run, let it finish, and audit it. Files that remain afterwards count as left behind."""
         self.stop()
         try:
             self.launcher = self.launch(f"learner.max_steps={self.step + _LAST_STEPS}")
@@ -323,8 +323,8 @@ def read_books(store: RedisStore) -> Loss:
 
 @cache
 def can_mount() -> bool:
-    """Whether this process may give a run disks of its own: root of a machine, or of a container with that right."""
-    # In a namespace of its own, which ends with the program.
+    """Whether this process may mount disks."""
+    # In a separate namespace, which ends with the program.
     attempt = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
     return subprocess.run(attempt, capture_output=True, check=False).returncode == 0
 

@@ -1,8 +1,8 @@
-"""Outcome of a run under chaos, compared with that of an uninterrupted run.
+"""Outcome of a run under chaos, compared with an uninterrupted run.
 
-The scripted learner keeps the lineage of its weights, the samples that they were trained on, in every checkpoint. The
-lineage follows the weights through crashes and resumes, so it shows, independently of the store's ledger, what the
-surviving weights have seen.
+The scripted learner stores the lineage of its weights, the samples they were trained on, in every checkpoint. The
+lineage follows the weights through crashes and resumes, so it shows the samples behind the final weights independently
+of the store's ledger.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ _MAX_SAMPLES_NAMED = 5
 """Samples named per kind of problem."""
 
 Sample = tuple[str, str, int]
-"""Group id, prompt uid, index in the group: equal whichever generator wrote the trajectory, at whichever attempt."""
+"""Group id, prompt uid, index in the group: independent of generator and attempt."""
 
 
 class Trained(Record):
@@ -59,13 +59,13 @@ class Outcome(Record):
     """Trajectories of the retired groups in the archive."""
     archive: ArchiveCheck
     rejected: list[Sample] = []
-    """Trajectories in the archive of groups that were not trained on, for a reason that the store counts."""
+    """Archived trajectories of groups that were not trained on, for a reason counted in the store."""
     consumed: int = 0
     """Groups that count as trained on."""
     skipped: list[int] = []
-    """Prompts of which the archive has no group: the curriculum must have skipped just so many."""
+    """Prompts without a group in the archive: must equal the number that the curriculum skipped."""
     allowed_refusals: list[str] = []
-    """Reasons for which what was offered on purpose had to be refused."""
+    """Reasons for which deliberately bad offers had to be refused."""
 
     @property
     def num_rejected(self) -> int:
@@ -74,7 +74,7 @@ class Outcome(Record):
 
 
 class Stored(NamedTuple):
-    """A trajectory in the archive, as the audit of the delivery compares it."""
+    """An archived trajectory, as compared by the delivery audit."""
 
     id: str
     sample: Sample
@@ -120,7 +120,7 @@ def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int)
 
 
 def read_archive(folder: Path) -> tuple[list[Stored], ArchiveCheck]:
-    """The trajectories of an archive but for answers to evaluations, and its own check. Raises ArchiveError."""
+    """Read the trajectories of an archive, except evaluation answers, and run its check. Raises ArchiveError."""
     archive = Archive(folder)
     kept = [each for each in archive.read() if each.state != "evaluated"]
     return [_stored(each.trajectory, each.state) for each in kept], archive.check()
@@ -133,7 +133,7 @@ def _stored(trajectory: Trajectory, outcome: str) -> Stored:
 
 
 def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) -> list[str]:
-    """One sentence per difference from an uninterrupted run of `steps` steps on the samples `expected`."""
+    """Return one sentence per difference to an uninterrupted run of `steps` steps on the samples `expected`."""
     return [
         *_audit_problems(outcome.audit),
         *_step_problems("the ledger", [entry.step for entry in outcome.ledger], steps=steps),
@@ -169,7 +169,7 @@ def _sample_problems(verb: str, found: Counter[Sample], expected: Counter[Sample
 
 
 def _order_problems(outcome: Outcome) -> list[str]:
-    # Equal totals are not enough: store and weights must agree on every single step.
+    # Equal totals are not enough: store and weights must agree on every step.
     groups = {trained.step: list(dict.fromkeys(sample[0] for sample in trained.samples)) for trained in outcome.lineage}
     return [
         f"step {entry.step} was committed with {entry.group_ids}, and trained with {groups.get(entry.step)}"

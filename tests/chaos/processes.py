@@ -66,7 +66,7 @@ class Process(Protocol):
 class WarmProcess:
     """A process forked from one that has imported torch and transformers, with the same `main` as `python -m module`.
 
-    It saves the seconds of importing, which decide how many kills fit into a minute. `module` is the one with `main`,
+    This saves seconds of imports, so that more kills fit into a minute. `module` is the one with `main`,
     such as `slipstream.generators.__main__`.
     """
 
@@ -120,7 +120,7 @@ def _run_module(module: str, arguments: list[str], cwd: Path, log: Path) -> None
 
 
 class ColdProcess:
-    """A process with a fresh interpreter, `python -m module arguments`, as a person starts it."""
+    """A process with a fresh interpreter, `python -m module arguments`, as a user starts it."""
 
     def __init__(self, module: str, arguments: list[str], *, cwd: Path, log: Path) -> None:
         self._command = [sys.executable, "-m", module.removesuffix(".__main__"), *arguments]
@@ -167,7 +167,7 @@ class ColdProcess:
             return None
 
     def _ended(self, code: int | None) -> int | None:
-        # The launcher ends the children of a role as well: a starting engine does not notice its parent's death.
+        # Kill the role's children, like the launcher: a starting engine does not notice its parent's death.
         if code is not None and not self._is_group_killed:
             self._is_group_killed = True
             with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """`python -m tests.chaos.relay LISTEN CONNECT SEED`: a relay between two unix sockets that cuts connections.
 
-It cuts after it has passed on a trajectory and before the acknowledgement gets back, or in place of passing on an
-answer. It sees the bytes that libzmq encrypted, so it goes by their number.
+It cuts after forwarding a trajectory and before the acknowledgement returns, or instead of forwarding an answer. It
+only sees encrypted bytes, so it decides by size.
 """
 
 import random
@@ -14,17 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 
 _LARGE = 500
-"""Bytes from which a chunk is taken for trajectories or prompts: heartbeats and acknowledgements are smaller."""
+"""Larger chunks count as trajectories or prompts; heartbeats and acknowledgements are smaller."""
 _CUT_SHARE = {"up": 0.03, "down": 0.02}
-"""Share of the large chunks that end their connection: trajectories on the way up, prompts on the way down."""
+"""Fraction of large chunks that cut their connection: trajectories going up, prompts going down."""
 _DEAF_S = 0.06
-"""Time between a trajectory that was passed on and the cut: the broker stores and acknowledges it."""
+"""Time between forwarding a trajectory and the cut, in which the broker stores and acknowledges it."""
 _CHUNK = 1 << 16
 _TICK_S = 0.02
 
 
 class _Pair:
-    """A peer's connection and the one to the broker."""
+    """A connection of a peer and the matching one to the broker."""
 
     def __init__(self, peer: socket.socket, broker: socket.socket) -> None:
         self.peer, self.broker = peer, broker
@@ -36,7 +36,7 @@ class _Pair:
 
 
 class Relay:
-    """Forwards between every connection to `listen` and one of its own to `connect`."""
+    """Forwards between every connection to `listen` and a new one to `connect`."""
 
     def __init__(self, listen: str, connect: str, *, seed: int) -> None:
         self._connect = connect
@@ -51,7 +51,7 @@ class Relay:
         self.num_cuts = 0
 
     def run(self) -> None:
-        """Forward for ever."""
+        """Forward forever."""
         while True:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
@@ -83,7 +83,7 @@ class Relay:
                 self._end(pair)
                 return
             if pair.ends_at is not None:
-                return  # what comes back within these milliseconds is lost
+                return  # answers within this time are lost
             is_cut = len(data) > _LARGE and self._random.random() < _CUT_SHARE["up" if is_up else "down"]
             if is_cut:
                 self.num_cuts += 1

@@ -1,4 +1,4 @@
-"""Strikes, drawn from one seed, and the roles that they hit."""
+"""Strikes drawn from one seed, and the roles that they hit."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from tests.chaos.processes import Process
 Action = Literal["kill", "terminate", "stop"]
 """SIGKILL | SIGTERM | SIGSTOP, with a SIGCONT later."""
 Progress = tuple[int, ...] | None
-"""Numbers that grow while a role works; None: not visible now."""
+"""Counters that grow while a role works; None = unknown."""
 
 _SIGNALS: dict[Action, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -26,7 +26,7 @@ _ACTION_WEIGHTS: dict[Action, int] = {"kill": 16, "terminate": 2, "stop": 3}
 _MAX_STOP_S = 5.0
 """Longer than `broker.peer_timeout_s`, so that some stopped roles continue after they were evicted."""
 _SHARE_AFTER_RECOVERY = 0.3
-"""Share of the strikes that wait until all roles work again; the others hit a run that is still recovering."""
+"""Fraction of strikes that wait until all roles work again; the others hit a recovering run."""
 _TERMINATE_TIMEOUT_S = 15.0
 """From SIGTERM to SIGKILL."""
 _RESTART_GAP_S = 0.25
@@ -34,7 +34,7 @@ _RESTART_GAP_S = 0.25
 _MAX_LINE_LENGTH = 200
 """Characters kept of a role's last line."""
 _UNCAUGHT_EXCEPTION = 1
-"""Exit code of an uncaught exception: no death of another role may cause it."""
+"""Exit code of an uncaught exception, which the death of another role must never cause."""
 
 
 class Strike(Record):
@@ -46,9 +46,9 @@ class Strike(Record):
     role: str
     action: Action
     is_after_recovery: bool
-    """Whether it waits until all roles work again after the strikes before it."""
+    """Whether it waits until all roles have recovered from earlier strikes."""
     gap_s: float
-    """Seconds since the recovery, or else since the strike before."""
+    """Seconds since the recovery, else since the previous strike."""
     stopped_s: float
     """Seconds from SIGSTOP to SIGCONT; 0 for the other actions."""
     down_s: float = 0.0
@@ -56,7 +56,7 @@ class Strike(Record):
 
 
 def draw_strikes(*, seed: int, kills: int, generators: list[str], max_gap_s: float) -> Iterator[Strike]:
-    """Strikes until `kills` of them have ended a process; those that only stop one come on top."""
+    """Draw strikes until `kills` of them have ended a process; strikes that only stop a process are extra."""
     chance = random.Random(seed)
     while kills > 0:
         (kind,) = chance.choices(list(_ROLE_WEIGHTS), list(_ROLE_WEIGHTS.values()))
@@ -81,7 +81,7 @@ class Recovery:
         self.seconds: list[float] = []
         """One entry per recovery that no further strike cut short."""
         self.num_cut_short = 0
-        """Strikes that were followed by another one before the recovery."""
+        """Strikes followed by another strike before the recovery."""
         self._struck_at: float | None = None
         self._before: Progress = None
 
@@ -136,9 +136,9 @@ class Role:
         may_finish: bool = False,
         note: Callable[[str, str], object] = lambda event, role: None,
     ) -> None:
-        """`initial` is the progress of a new process; None where it continues its predecessor's.
+        """`initial`: progress of a new process; None if it continues its predecessor's.
 
-        `may_finish`: exit code 0 is the end of the run. `note(event, role)` hears of down, up, stop and continue.
+        `may_finish`: exit code 0 ends the run. `note(event, role)` receives down, up, stop, and continue.
         """
         self._note = note
         self.name = name
@@ -150,7 +150,7 @@ class Role:
         self.unexpected_exits: Counter[str] = Counter()
         """Exits without a strike, by the last line of the log."""
         self.crashes: Counter[str] = Counter()
-        """Exits that only a bug can cause, after a SIGTERM too, and SIGTERMs without effect."""
+        """Exits that only a bug can cause, even after SIGTERM, and ignored SIGTERMs."""
         self._is_ending = False
         self._is_exit_recorded = False
         self._kill_at: float | None = None
@@ -164,7 +164,7 @@ class Role:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process is there to be struck."""
+        """Whether a process is running."""
         return self.process.exit_code is None
 
     @property
@@ -188,7 +188,7 @@ class Role:
         if strike.action == "stop":
             self.recovery.strike(now)
             self._continue_at = now + strike.stopped_s
-            # A stopped process cannot obey an earlier SIGTERM meanwhile.
+            # A stopped process cannot react to an earlier SIGTERM.
             self._kill_at = self._kill_at and self._kill_at + strike.stopped_s
             return
         self.recovery.strike(now, before=self._initial)
@@ -199,7 +199,7 @@ class Role:
             self._continue(now)
 
     def poll(self, now: float) -> None:
-        """Continue, kill or restart the process, whichever is due."""
+        """Continue, kill, or restart the process, if due."""
         if self._continue_at is not None and now >= self._continue_at:
             self._continue(now)
         if self.has_finished:
@@ -214,19 +214,19 @@ class Role:
             self.crashes[f"{self.name} must end within {_TERMINATE_TIMEOUT_S:g} s of a SIGTERM"] += 1
 
     def observe(self, progress: Progress, now: float) -> None:
-        """Record the progress that is visible from outside."""
+        """Record the visible progress."""
         if not self.is_stopped and not self._is_ending and self.is_alive:
             self.recovery.observe(progress, now)
 
     def expect_death(self, now: float) -> None:
-        """A signal that this role was asked to send itself counts as a strike."""
+        """Count a signal that this role was asked to send itself as a strike."""
         self.strikes["kill"] += 1
         self._note("down", self.name)
         self.recovery.strike(now, before=self._initial)
         self._is_ending = True
 
     def replace(self, now: float) -> Process:
-        """Start another process beside the one there, which is returned and no longer watched."""
+        """Start another process and return the old one, which is no longer watched."""
         former = copy.copy(self.process)
         self._note("down", self.name)
         self.start(now)

@@ -1,8 +1,8 @@
-"""`python -m tests.chaos.scripted_learner [--light] [overrides]`: the learner, real in everything but the step itself.
+"""`python -m tests.chaos.scripted_learner [--light] [overrides]`: the real learner with a scripted step.
 
-Learner, rank group, checkpoints, publishing and broadcast are those of `python -m learner`. The trainer sleeps instead
-of computing, records the lineage of its weights, and changes one weight, so that every version differs. With `--light`
-weights are announced and applied, but not sent.
+Learner, rank group, checkpoints, publishing, and broadcast are the real ones. The trainer sleeps instead of computing,
+records the lineage of its weights, and changes one weight, so that versions differ. With `--light`, weights are
+announced and applied, but not sent.
 """
 
 import random
@@ -54,9 +54,9 @@ _JOIN_TIMEOUT_S = 120.0
 _HOLD_TIMEOUT_S = 3600.0
 _TICK_S = 0.05
 _LAST_STEPS, _SLOW_STEP_S = 0.7, 1.0
-"""Share of the steps after which a run under strikes goes slowly, so that it does not end before them."""
+"""Fraction of steps after which a run slows down, so that it outlasts the strikes, and the step time then."""
 _AFTER_STOP_S = 0.5
-"""Time that a step still takes when its process was stopped within: enough for a renewal of the claim."""
+"""Remaining time of a step whose process was stopped and continued: enough to renew the claim."""
 
 
 class LineageEngine(TorchEngine):
@@ -91,10 +91,10 @@ class ScriptedTrainer(Trainer):
     def step(
         self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int, **_: object
     ) -> dict[str, Any]:
-        """Record the samples; returns the metrics that a run cannot do without."""
+        """Record the samples; return the metrics that a run needs."""
         if step == self._settings.learner.max_steps:
             self._await_end_of_strikes()
-        # Seeded, so that a step that is repeated after a crash takes as long as before.
+        # Seeded, so that a repeated step takes the same time.
         time.sleep(random.Random(f"{self._settings.seed}/{step}").uniform(0, 2 * MEAN_STEP_S))
         if step > _LAST_STEPS * self._settings.learner.max_steps and self._hold_file.exists():
             time.sleep(_SLOW_STEP_S)
@@ -109,7 +109,7 @@ class ScriptedTrainer(Trainer):
         return {"learner/tokens": tokens, "learner/reward_mean": 0.0}
 
     def _await_end_of_strikes(self) -> None:
-        # Without the last step the run cannot finish, and leave nothing to strike, before the strikes are over.
+        # Hold the last step, so that the run cannot finish before the strikes end.
         ends_at = time.monotonic() + _HOLD_TIMEOUT_S
         while self._hold_file.exists():
             if time.monotonic() > ends_at:
@@ -152,7 +152,7 @@ def watch() -> None:
     journal = WatchedChannel.journal = WatchedStore.journal = Journal(Path(JOURNALS), "learner")
     points = WatchedStore.points = Points(Path(POINTS), "learner", on_obey=lambda at: journal.write("obeyed", point=at))
     seal, merge = background_save.seal, background_save.merge
-    # Within a save, in its thread: nothing is sealed yet, and all is sealed but has no name.
+    # Two points within a save, in its thread: before sealing, and after sealing but before the rename.
     vars(background_save)["seal"] = lambda folder: (points.reach("before_seal"), seal(folder))
     vars(background_save)["merge"] = lambda parts, *, into: (points.reach("before_merge"), merge(parts, into=into))
     WatchedStore.repeats = True

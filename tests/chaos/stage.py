@@ -1,4 +1,4 @@
-"""Stage of a run under chaos: its folder with task and model, the settings that all roles share, and its pace."""
+"""Stage of a run under chaos: folder with task and model, shared settings, and pace."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -21,21 +21,21 @@ JOURNALS = "journal"
 POINTS = "points"
 """Folder of the requests for a signal at a point."""
 ANSWER_TIMEOUT_S = 2.0
-"""Time after which the outbox of a light generator sends again what was not answered."""
+"""Time after which the outbox of a light generator resends unanswered messages."""
 PEER_TIMEOUT_S = 1.5
-"""Silence after which the broker takes a peer for gone."""
+"""Silence after which the broker considers a peer gone."""
 ALLOWED_REFUSALS = ["checksum", "content_conflict", "unknown_group"]
-"""Reasons for which the broker must refuse what generators offer on purpose."""
+"""Reasons for which the broker must refuse deliberately bad offers."""
 MEAN_STEP_S = 0.1
 """Mean duration of a scripted step."""
 NUM_ROWS = 97
-"""Prompts in the task: few, so that a run passes through many epochs."""
+"""Prompts in the task; few, for many epochs per run."""
 GROUP_SIZE = 4
 _BUILD_TIMEOUT_S = 60.0
 
 
 class Pace(Record):
-    """Settings and durations that fit the time that generators take to start. Example: PACES["scripted"]."""
+    """Settings and durations that match the start time of generators. Example: PACES["scripted"]."""
 
     engine: list[str]
     """Overrides that choose the generators' engine and their load."""
@@ -54,7 +54,7 @@ class Pace(Record):
     transfer_timeout_s: float = 0.0
     """Seconds after which members of a broadcast are evicted; 0: `lapse_after_s`."""
     read_every_s: float = 0.04
-    """Time between two looks at the store."""
+    """Interval of store reads."""
     max_stall_s: float = 120.0
     """Time without a step after which a run without strikes has stalled."""
     flags: list[str] = []
@@ -62,7 +62,7 @@ class Pace(Record):
 
     @property
     def is_light(self) -> bool:
-        """Whether roles start within milliseconds, and acts take the place of random strikes."""
+        """Whether roles start within milliseconds, and acts replace purely random strikes."""
         return "--light" in self.flags
 
 
@@ -75,7 +75,7 @@ PACES: dict[EngineKind, Pace] = {
             "generators.sampling.max_tokens=40",
             "generators.max_concurrency=64",
             "buffer/filter=zero_signal",
-            # One group decides, so that about one row in ten is outside at any time.
+            # One group suffices, so that about one row in ten is excluded at any time.
             "data.curriculum={min_answers: 4}",
         ],
         has_cold_generators=False,
@@ -125,8 +125,7 @@ class Stage:
         self.store = EmbeddedRedis(self.run_folder / "store", durability="standard")
 
     def expected(self, *, rejected: int = 0, skipped: Collection[int] = ()) -> Counter[Sample]:
-        """Samples that an uninterrupted run generates, with their counts, when it rejects so many groups and skips
-        these prompts."""
+        """Samples of an uninterrupted run with counts, if it rejects `rejected` groups and skips these prompts."""
         num_groups = self.steps * self.pace.groups_per_step + rejected + len(skipped)
         samples = uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
         return Counter({sample: count for sample, count in samples.items() if int(sample[0]) not in skipped})
@@ -179,8 +178,8 @@ class Stage:
     @property
     def settings(self) -> list[str]:
         """Overrides for broker and learner."""
-        # Times are short, so that peers, leases and claims lapse too; max_attempts is out of reach, because here a
-        # prompt with many attempts is no poison.
+        # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with
+        # many attempts is not poisonous here.
         lapse_after_s = self.pace.lapse_after_s
         return [
             self.address,

@@ -1,7 +1,6 @@
-"""Audit of the store's state: its queues, counters and fences against each other, the ledger, and the journals.
+"""Audit of the store's state: compare queues, counters, and fences with each other, the ledger, and the journals.
 
-A snapshot holds every key of a run at one instant. It is read by a script of its own, so that none of the scripts that
-are audited takes part.
+A snapshot contains every key of a run at one instant. A separate script reads it, independent of the audited scripts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +40,7 @@ class Snapshot(NamedTuple):
     """Lists, sets, and sorted sets in their order."""
 
     def number(self, name: str, field: str) -> int:
-        """A number in a hash; 0 if it is not there."""
+        """Number in a hash; 0 if missing."""
         return int(self.hashes.get(name, {}).get(field) or 0)
 
     def below(self, prefix: str) -> dict[str, list[str]]:
@@ -86,7 +85,7 @@ def read_snapshot(client: "redis.Redis[bytes]", prefix: str) -> Snapshot:
 
 
 def find_state_problems(state: Snapshot) -> list[str]:
-    """One sentence for each thing of the store that contradicts another; true of any run at any instant."""
+    """Return one sentence per contradiction in the store. Applies to any run at any instant."""
     rules = (_places_problems, _member_problems, _lease_problems, _step_problems, _counter_problems)
     return [problem for rule in rules for problem in list(rule(state))[:_MAX_NAMED]]
 
@@ -168,9 +167,9 @@ def _counter_problems(state: Snapshot) -> Iterator[str]:
     yield from _differ("groups admitted", state.number("run", "admitted"), admitted)
 
 
-# --- rules of a run whose every step is published, and whose claims are trained on as a whole ------------------------
+# --- rules for runs that publish every step and train on whole claims -------------------------------------------------
 def find_progress_problems(state: Snapshot) -> list[str]:
-    """One sentence for each number of a run's progress that its ledger contradicts."""
+    """Return one sentence per progress counter that contradicts the ledger."""
     step, version, announced = (state.number("run", name) for name in ("step", "version", "announced_version"))
     problems = []
     if version > min(step, announced):
@@ -186,7 +185,7 @@ def find_progress_problems(state: Snapshot) -> list[str]:
 
 
 def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
-    """One sentence for each number that contradicts what the learners wrote down last."""
+    """Return one sentence per number that contradicts the learners' last journal entries."""
     learners = [life for life in lives if life.role == "learner"]
     events = [event for life in learners for event in life.of("claimed", "committed", "rolled_back", "version")]
     events.sort(key=lambda each: each["t"])
@@ -208,7 +207,7 @@ def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
 
 # --- rules of the journals -------------------------------------------------------------------------------------------
 def answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
-    """One sentence for each lease that asks for what the store had acknowledged, or for nothing."""
+    """Yield one sentence per lease of acknowledged trajectories, or of none."""
     answered_at: dict[tuple[str, int], float] = {}
     for life in evidence.generators:
         sent = genuine(life)
@@ -229,7 +228,7 @@ def answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
 
 
 def roll_backs_take_all_back(evidence: Evidence) -> Iterator[str]:
-    """One sentence for each roll back after which the store was elsewhere."""
+    """Yield one sentence per rollback that left the store in another state."""
     for life in evidence.learners:
         begun_at = life.began_at
         for entry in life.of("rolling_back", "rolled_back"):

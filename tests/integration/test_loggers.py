@@ -96,7 +96,7 @@ def test_a_run_with_loggers_from_hell_makes_every_step_and_leaves_nothing(folder
     assert any(line.startswith("samples ") for line in quiet)
     assert "error='RuntimeError: hell'" in run.log("logger-hell.py-Raises")
     assert "No space left on device" in run.log("logger-hell.py-Fills")
-    assert "logger-hell.py-Hangs was ended before it had passed on everything" in run.printed
+    assert "logger-hell.py-Hangs was stopped before it had delivered everything" in run.printed
     assert "logger-hell.py-Dies died (exit code 3)" in run.printed
     # Nothing has waited for them: they take none of the learner's time.
     phases = {role["role"]: role["shares"] for role in runs.summary(folder, "hell")["times"]["roles"]}["learner"]

@@ -109,7 +109,7 @@ def test_a_job_starts_every_role_restarts_what_fails_and_ends_with_the_learner(t
     assert called.index("slipstream prepare") < called.index("-m slipstream.broker") < called.index("srun")
     ranks = re.findall(r"^rank (\d) of (\S+)$", called, re.MULTILINE)
     assert sorted(ranks) == [("0", "10.0.0.5:20577")] * 2 + [("1", "10.0.0.5:20577")] * 2
-    assert "learner ended with 75, and is started again in 1 s" in job.printed
+    assert "learner ended with 75; restarting in 1 s" in job.printed
     started = re.findall(r"^python -m slipstream.generators (.*)$", called, re.MULTILINE)
     own = "name=mine broker.address=tcp://10.0.0.5:20000 --id generator-"
     assert sorted(started) == [f"{own}0", f"{own}1"]

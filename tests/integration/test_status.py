@@ -133,8 +133,8 @@ def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store,
 @pytest.mark.parametrize(
     ("words", "num_steps", "change", "sentence"),
     [
-        (["mine"], 1000, {}, r"--steps must be <= \d+, got 1000: recording can begin with step"),
-        (["mine"], 3, {"profile": "5 to 9"}, "must record no other steps, it does record 5 to 9"),
+        (["mine"], 1000, {}, r"--steps must be <= \d+, got 1000: recording can start at step"),
+        (["mine"], 3, {"profile": "5 to 9"}, "must not be recording already, got steps 5 to 9"),
         (["mine"], 3, {"phase": "finished"}, "needs a run that trains, got run 'mine', which is finished"),
         (["mien"], 3, {}, "did you mean 'mine'"),
     ],
@@ -155,7 +155,7 @@ def test_a_run_that_has_ended_or_is_one_process_has_no_profile(config, server, s
     serial |= {"mode": "serial", "weights": {"transport": "memory"}}
     kept = (folder.path / "config.yaml").read_bytes()
     (folder.path / "config.yaml").write_bytes(msgspec.yaml.encode(msgspec.convert(serial, RunConfig)))
-    with pytest.raises(ConfigError, match=r"got mode=serial: begin one with profile.steps"):
+    with pytest.raises(ConfigError, match=r"got mode=serial: start a run with profile.steps"):
         profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
     (folder.path / "config.yaml").write_bytes(kept)
     server.stop()

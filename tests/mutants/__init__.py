@@ -1,1 +1,1 @@
-"""Mutants: single changes of the tree, each a bug that the fast tests must catch."""
+"""Mutants: single-change bugs that the fast tests must catch."""

@@ -1,6 +1,6 @@
-"""`python -m tests.mutants`: plant one bug after the other in a copy of the tree; the tests must catch each.
+"""`python -m tests.mutants`: plant bugs one by one in a copy of the tree; the tests must catch each.
 
-`--by chaos`: instead of the tests, runs under chaos must catch them, at most 60 kills over three seeds.
+`--by chaos`: runs under chaos must catch them instead, with at most 60 kills over three seeds.
 
 Exit codes: 0 when every mutant was caught, 1 when one survived, 2 when one cannot be applied or tests fail without one.
 """

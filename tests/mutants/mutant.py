@@ -1,4 +1,4 @@
-"""Mutant: one planted bug, and how it is put into a copy of the tree and tried."""
+"""Mutant: one planted bug, applied to a copy of the tree and tested."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
     """Test files that must catch it, the likeliest first."""
     unseen: str = ""
-    """Reason why chaos cannot see it; empty if it must."""
+    """Reason why chaos cannot catch it; empty if it must."""
     needs_slow_tests: bool = False
     """Whether only tests marked slow can catch it."""
 
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
     is_caught: bool
     by: str
-    """First test that failed, or why no test ran to its end; empty if none did."""
+    """First failed test, or why tests did not finish; empty if all passed."""
     seconds: float
 
 
@@ -60,14 +60,14 @@ class MutantError(RuntimeError):
 
 
 class Copy:
-    """A copy of the tree, in which one mutant at a time lives. Life: (check_untouched? -> try_out*)."""
+    """A copy of the tree with one mutant at a time. Life: (check_untouched? -> try_out*)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tree"
         shutil.copytree(ROOT, self._folder, symlinks=True, ignore=_not_copied)
 
     def check_untouched(self, mutants: list[Mutant]) -> None:
-        """Run their tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
+        """Run their tests without a mutant, because a failing test would catch everything. Raises MutantError."""
         for slow in (False, True):
             tests = sorted({test for mutant in mutants if mutant.needs_slow_tests is slow for test in mutant.tests})
             verdict = self._run(tests, slow=slow, timeout_s=_UNTOUCHED_TIMEOUT_S) if tests else None
@@ -107,7 +107,7 @@ class Copy:
             try:
                 done = self._python(command, timeout_s=_CHAOS_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                # Chaos has deadlines of its own, which name what hangs: this is a machine with too much to do.
+                # Chaos has its own deadlines that name the cause, so this means that the machine is overloaded.
                 reason = f"no verdict: seed {seed} still ran after {_CHAOS_TIMEOUT_S:g} s"
                 return Verdict(False, reason, time.monotonic() - started_at)
             if done.returncode != 0:
@@ -132,7 +132,7 @@ class Copy:
         return Verdict(True, _first_failure(done.stdout) or f"pytest ended with {done.returncode}", seconds)
 
     def _python(self, arguments: list[str], *, timeout_s: float) -> "subprocess.CompletedProcess[str]":
-        # Without bytecode: two versions of a file of one size and one second would be taken for the same.
+        # No bytecode: Python would not notice a change within one second that keeps the file size.
         own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, *arguments],
@@ -169,7 +169,7 @@ def read_mutants(kind: str) -> list[Mutant]:
 
 
 def mutated(text: str, mutant: Mutant) -> str:
-    """The file with the bug. Raises MutantError."""
+    """Return the file with the bug. Raises MutantError."""
     count = text.count(mutant.old)
     if count != 1:
         raise MutantError(

@@ -61,7 +61,7 @@ TRIED_BY = {
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
     "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
     "slipstream launch slurm": "tests/integration/test_slurm.py",
-    "slipstream launch kubernetes": "tests/unit/slipstream/recipes/test_kubernetes.py",
+    "slipstream launch kubernetes": "tests/unit/slipstream/cluster/test_kubernetes.py",
     "slipstream diagnose": "tests/integration/test_diagnose.py",
     "slipstream watch": "tests/integration/test_dashboard.py",
     "slipstream drain": "tests/integration/test_scaling.py",

@@ -1,1 +1,1 @@
-"""`slipstream diagnose`: checks, each with a verdict and a remedy, and the bundle of a bug report."""
+"""`slipstream diagnose`: checks with verdicts and remedies, and bug report bundles."""

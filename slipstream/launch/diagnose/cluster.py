@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: checks a machine by itself and against the broker of a run, without joining it."""
+"""`slipstream diagnose cluster`: check a machine, and its connection to the broker of a run without joining it."""
 
 import socket
 import time
@@ -30,6 +30,7 @@ from slipstream.launch.diagnose.machine import (
     check_shared_memory,
     check_token,
     check_versions,
+    judge,
 )
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
@@ -39,13 +40,13 @@ _FAILED = 1
 """Exit code when a check has failed."""
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
-"""Longest measurement of the link."""
+"""Limit of the bandwidth measurement."""
 _AHEAD = 8
-"""Answers that are under way together, as chunks of weights are."""
+"""Requests in flight at a time, as for chunks of weights."""
 
 
 def report(findings: Sequence[Finding], *, is_json: bool) -> None:
-    """Print findings as a table or as one JSON object; exits with 1 if one is a failure."""
+    """Print findings as a table or as one JSON object; exit with 1 if any check failed."""
     if is_json:
         print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
     else:
@@ -58,7 +59,7 @@ def report(findings: Sequence[Finding], *, is_json: bool) -> None:
 
 
 def find_all(overrides: list[str]) -> list[Finding]:
-    """Check this machine, and against the broker at `broker.address` if that is set. Raises ConfigError."""
+    """Check this machine, and the broker at `broker.address` if that is set. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
     token = check_token(given, is_joining=address is not None)
@@ -123,18 +124,18 @@ def _with_link(
 
 # --- the broker ------------------------------------------------------------------------------------------------------
 class BrokerLink:
-    """Questions to a broker, and its answers."""
+    """Sends inspection requests to a broker."""
 
     def __init__(self, channel: ZmqClientChannel) -> None:
         self._channel = channel
 
     def ask(self, question: Inspect) -> Inspected | None:
-        """Return the answer; None without one in time."""
+        """Return the answer; None after the timeout."""
         self._channel.send([encode(question)])
         return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
 
     def measure(self, num_bytes: int) -> tuple[int, float]:
-        """Fetch up to `num_bytes`, for a few seconds at most; returns how many came, and the seconds that took."""
+        """Fetch up to `num_bytes` within a few seconds; return (bytes received, seconds taken)."""
         began_at, asked, received = time.monotonic(), 0, 0
         under_way: deque[int] = deque()
         while received < num_bytes and time.monotonic() - began_at < _BANDWIDTH_S:
@@ -160,14 +161,13 @@ class BrokerLink:
 
 def _check_schema(answer: Inspected, address: str) -> Finding:
     found = f"run {answer.run_id!r} at {address}"
-    if answer.schema_version == SCHEMA_VERSION:
-        return Finding("broker", "ok", found)
-    found += f", of schema version {answer.schema_version} and not {SCHEMA_VERSION}"
-    return Finding("broker", "fail", found, fix="update the older side")
+    is_same = answer.schema_version == SCHEMA_VERSION
+    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
+    return judge("broker", is_same, found, fix="update the older side", verdict="fail")
 
 
 def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
-    """Listen at a port of this machine, and have the broker connect to it."""
+    """Listen on a port of this machine and ask the broker to connect to it."""
     if cluster.network is None:
         return Finding("way back", "ok", "not needed: the run has no cluster.interface")
     try:
@@ -186,7 +186,7 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
 
 
 def _check_brokers(living: LivingBrokers | None) -> Finding:
-    """Connect to the other brokers of the run: a generator goes to the one that its hash gives it."""
+    """Connect to the other brokers of the run: a generator uses the broker that its hash selects."""
     if living is None:
         return Finding("brokers", "ok", "the run has one")
     others = {name: address for name, address in living.brokers.items() if name != living.broker}
@@ -202,7 +202,7 @@ def _check_brokers(living: LivingBrokers | None) -> Finding:
 
 
 def _check_weights(address: str, keys: Keys) -> Finding:
-    """Connect to the learner's port for weights, from which every generator fetches its first version."""
+    """Connect to the learner's weight server, from which every generator fetches its first version."""
     if not address:
         fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
         return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
@@ -210,7 +210,7 @@ def _check_weights(address: str, keys: Keys) -> Finding:
         fix = "open its port for this machine in the firewalls between them, or as a tunnel"
         return Finding("weights", "fail", f"{address} is not reached", fix=fix)
     if is_refused(address, keys):
-        return Finding("weights", "fail", f"{address} has another token: it is that of another run", fix=TOKEN_REMEDY)
+        return Finding("weights", "fail", f"{address} has another token: it belongs to another run", fix=TOKEN_REMEDY)
     return Finding("weights", "ok", f"{address} is reached")
 
 
@@ -225,17 +225,18 @@ def _listen(cluster: ClusterConfig) -> socket.socket:
 
 
 def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
-    """Fetch as much as one bucket of weights, and work out how long a whole version takes."""
+    """Fetch one weight bucket's worth of bytes and extrapolate the time of a whole version."""
     received, took_s = link.measure(run.weights.bucket_bytes)
     if not received:
-        return Finding("bandwidth", "fail", "nothing came", fix="see whether the link or the broker is overloaded")
+        return Finding(
+            "bandwidth", "fail", "nothing received", fix="check whether the link or the broker is overloaded"
+        )
     rate = received / max(took_s, 1e-6)
     found = f"{rate / 2**20:,.0f} MiB/s from the broker"
     if answer.model is None or answer.model.num_parameters is None:
         return Finding("bandwidth", "ok", found)
     version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
     found += f": {version_s:,.1f} s for a whole version"
-    if version_s <= run.weights.fetch_timeout_s:
-        return Finding("bandwidth", "ok", found)
-    limit = f"weights.fetch_timeout_s ({run.weights.fetch_timeout_s:g})"
-    return Finding("bandwidth", "fail", found, fix=f"raise {limit}; later versions come as differences with delta")
+    limit_s = run.weights.fetch_timeout_s
+    fix = f"raise weights.fetch_timeout_s ({limit_s:g}); later versions come as differences with delta"
+    return judge("bandwidth", version_s <= limit_s, found, fix=fix, verdict="fail")

@@ -1,4 +1,4 @@
-"""Diagnosis: all checks of installation, machine, inputs of a run and the end of the last one, each with a deadline."""
+"""Diagnosis: all checks of installation, machine, run inputs, and the end of the last run, each with a deadline."""
 
 import contextlib
 import io
@@ -39,12 +39,12 @@ from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, 
 
 _READ_BYTES = 2**18
 _STORE_TIMEOUT_S = 20.0
-"""Start of the embedded server of a run that is over: it loads its data."""
+"""Time for the embedded server of a finished run to start and load its data."""
 _EVENTS_SHOWN = 3
 _DEATH = re.compile(r" died \(| is abandoned|ends the run|was killed")
 _REMEDIES = {
     r"out of memory|OutOfMemoryError|Cannot allocate memory|bad_alloc": "lower learner.tokens_per_microbatch, "
-    "generators.engine.gpu_memory_utilization or kv_cache_gib: `slipstream plan` tells what each takes",
+    "generators.engine.gpu_memory_utilization or kv_cache_gib: `slipstream plan` shows what each takes",
     r"No space left|Disk quota|disk_full": "make room on the disk, or set runs_dir to a folder on another",
     r"SIGKILL": "look for `oom_kill` in `dmesg` or in the container's events: most often memory ran out",
     r"SIGBUS|Bus error": "raise the shared memory of the container: docker run --shm-size=8g",
@@ -58,11 +58,11 @@ _REMEDIES = {
     r"No module named|ModuleNotFoundError|ImportError": "install what is missing: see the check `packages`",
     r"\b(?:nan|NaN)\b|non-finite": "see `slipstream watch` for the metric that left its range first",
 }
-"""Words of an error -> remedy."""
+"""Pattern in an error -> remedy."""
 
 
 def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
-    """Look at the state of the run in a folder, its events, and the logs of its roles."""
+    """Check the state of a run, its events, and the logs of its roles."""
     has_ended = (folder / "summary.json").is_file()
     events, problem = read_events(folder, is_live=is_live)
     deaths = [event for event in events if _DEATH.search(event.text)]
@@ -82,7 +82,7 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
-    """Return the events of a run, oldest first, or why there are none; starts the store of one that is over."""
+    """Return the events of a run, oldest first, or none and the reason. Starts the store of a stopped run."""
     try:
         with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=not is_live) as store:
             return store.events(limit=EVENTS_KEPT), ""
@@ -91,18 +91,18 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
 
 
 def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return the whole lines at the end of a log, which may be large."""
+    """Return the complete lines in the last `num_bytes` of a log."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # A part of a line is no row, and a part of a secret is not recognized.
+            # Skip a partial line: it is no valid row, and masking would miss a partial secret.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()
 
 
 def read_or_nothing(path: Path) -> str:
-    """Return the text of a file; empty if it is not there or another user's."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -116,7 +116,7 @@ def _judge_events(deaths: Sequence[Event], problem: str) -> Finding:
         return Finding("events", "ok", "no role died")
     shown = "; ".join(f"{each.role}: {each.text.splitlines()[0]}" for each in deaths[-_EVENTS_SHOWN:])
     fix = _remedy(shown, "see the logs of these roles, and `slipstream status`")
-    return Finding("events", "warn", f"{len(deaths)} deaths, at last {shown}", fix=fix)
+    return Finding("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
 
 
 def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
@@ -124,7 +124,7 @@ def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
     for path in sorted((folder / "logs").glob("*.log")):
         lines = log_tail(path)
         if error := find_error(lines):
-            # A run that went on, or came to its end, got over it.
+            # The error is not fatal if the run continued or finished.
             verdict: Verdict = "fail" if is_over else "warn"
             fix = _remedy(error, f"see the end of {path}")
             found.append(Finding(f"log of {path.stem}", verdict, error, fix=fix))
@@ -137,20 +137,20 @@ def _remedy(error: str, otherwise: str) -> str:
 
 _ENDING = ".tar.gz"
 _LINES, _LOG_BYTES = 300, 2**22
-"""Last lines of a log, and last rows of the metrics, with their limit."""
+"""Lines kept of each log and of the metrics, and the bytes read for them."""
 
 
 class Subject(NamedTuple):
-    """Settings that are checked, and the run whose faults are looked for; without one, `folder` is None."""
+    """Settings to check, and the run to diagnose; `folder` is None without a run."""
 
     run: RunConfig
     folder: Path | None
     is_live: bool
-    """Whether a process holds that run."""
+    """Whether a process holds the run lock."""
     origin: str
-    """Origin of the settings, in words."""
+    """Human-readable origin of the settings."""
     is_over: bool = False
-    """Whether that run has finished, and the settings are its own: nothing needs to be added to it."""
+    """Whether the run has finished and the settings are its own, so that it needs no more disk space."""
 
 
 def check_bundle(path: Path) -> None:
@@ -160,25 +160,25 @@ def check_bundle(path: Path) -> None:
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the secrets that this machine knows: of the environment, and the tokens of the run and its guests."""
+    """Return the known secrets: from the environment, and the tokens of the run and its guests."""
     tokens = []
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
     if folder:
         files = [folder / "token", *(folder / "guests").glob("*")]
-        # Those of another user's run cannot be read, and then stand in no bundle of ours.
+        # Tokens of another user's run cannot be read, so the bundle cannot contain them.
         tokens += [read_or_nothing(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 
 def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
-    """Write the file, for its owner alone. Raises ConfigError when it cannot be written."""
+    """Write the bundle, readable only by its owner. Raises ConfigError when it cannot be written."""
     draft = path.with_name(f"{path.name}.new")
     try:
         with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             draft.chmod(0o600)
             for name, text in _contents(subject, findings, known=known):
-                # Once more over each whole file: whatever wrote it may have known no better.
+                # Mask whole files again: their writers may not have known all secrets.
                 data = mask(text, known=known).encode()
                 entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
                 entry.size, entry.mtime = len(data), int(time.time())
@@ -191,11 +191,11 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, k
 
 
 def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Names and texts of the files of a bundle."""
+    """Yield (file name, text) of a bundle."""
     yield "diagnosis.json", _json(findings)
     yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
     yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
-    # Names alone: values may be secret, and say little.
+    # Names only: values may be secret.
     yield "environment.txt", "".join(f"{name}\n" for name in sorted(os.environ))
     if not (folder := subject.folder):
         return
@@ -229,7 +229,7 @@ class Check(NamedTuple):
     name: str
     find: Callable[[], Finding | list[Finding]]
     fix: str = _DEAD_MOUNT
-    """Remedy when it raises or does not answer."""
+    """Remedy if it raises an error."""
     timeout_s: float = 15.0
 
 
@@ -237,28 +237,28 @@ _SURROUNDINGS = {
     "observers": "install the package, or choose another exporter.port",
     "rewards": "correct generators.reward: a function is module:function or file.py:function",
     "placement": "ask for fewer GPUs, or look at CUDA_VISIBLE_DEVICES and the check GPUs",
-    "address": "end who uses it, or choose another broker.address",
+    "address": "stop the process that uses it, or choose another broker.address",
     "object store": "correct storage_uri, or the credentials in the environment",
 }
-"""Check of `surroundings` that has no closer one here -> remedy."""
+"""Check from `surroundings` without a more specific one here -> remedy."""
 
 
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
-    """Print what all checks find; exits with 1 if one has failed. Raises ConfigError.
+    """Run all checks and print the findings; exit with 1 if any check failed. Raises ConfigError.
 
-    `bundle`: file to be made of that, with what else a bug report needs.
+    `words`: settings as for `slipstream run`, or a run as for `find_run` (default: the newest), checked with its own
+    settings. With `cluster` as the first word, run the checks of `slipstream diagnose cluster`.
 
-    `words`: settings, as of `slipstream run`; or a run as for `find_run`, whose own settings are checked then, which is
-    the newest without any words. The word `cluster` in front asks for those of `slipstream diagnose cluster`.
+    `bundle`: also write the findings and further data for a bug report to this file.
     """
     if bundle:
         check_bundle(bundle)
     if words[:1] == ["cluster"]:
         if bundle:
-            raise ConfigError("--bundle must be asked of `slipstream diagnose` without cluster.")
+            raise ConfigError("--bundle must be used without `cluster`.")
         report(cluster.find_all(list(words[1:])), is_json=is_json)
         return
-    # Checks and libraries may print.
+    # Checks and libraries may print to stdout.
     with contextlib.redirect_stdout(sys.stderr):
         subject = _within(_READ_TIMEOUT_S, lambda: choose(words))
         known = _within(_READ_TIMEOUT_S, lambda: secrets_of(subject.run, subject.folder))
@@ -269,7 +269,7 @@ def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None)
 
 
 def choose(words: Sequence[str]) -> Subject:
-    """Return what the words of the command line ask to check. Raises ConfigError."""
+    """Parse the command line into the subject to check. Raises ConfigError."""
     if options := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"no such option: {options[0]}; see `slipstream diagnose --help`.")
     runs = [word for word in words if ("=" not in word or word.startswith(_OF_A_RUN))]
@@ -281,7 +281,7 @@ def choose(words: Sequence[str]) -> Subject:
             is_live, has_ended = is_held(folder), (folder / "summary.json").is_file()
             return Subject(run, folder, is_live, f"settings of {folder}", is_over=has_ended and not is_live)
         except ConfigError:
-            # Of another version, or a run that is yet to be made.
+            # A run of another version, or the name of a new run.
             if any("=" not in word for word in words):
                 raise
     run = load(list(words))
@@ -293,16 +293,16 @@ def choose(words: Sequence[str]) -> Subject:
 
 
 def find_all(subject: Subject) -> list[Finding]:
-    """Run all checks beside each other, each with its deadline."""
+    """Run all checks concurrently, each with its deadline."""
     started_at = time.monotonic()
     running = [(check, _start(check.find)) for check in list_checks(subject)]
     return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
 
 
 def list_checks(subject: Subject) -> list[Check]:
-    """Return all checks, in the order in which they are shown."""
+    """Return all checks in display order."""
     run, folder = subject.run, RunFolder(subject.run)
-    # Beside other settings, the run in progress is another.
+    # A live run counts only if the settings are its own.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
         Check("settings", lambda: Finding("settings", "ok", subject.origin)),
@@ -326,7 +326,7 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
         Check("wheels", wheels, timeout_s=30.0),
         Check("instructions", lambda: install.check_instructions(installed)),
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
-        # Its own limit comes first, and names the part.
+        # The probe times out first and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
@@ -344,7 +344,7 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
     if run.cluster.network and not is_live:
         found.append(Check("interface", lambda: machine.check_interface(run.cluster)))
         found.append(Check("ports", lambda: machine.check_ports(run.cluster)))
-    # A run that is there can only be continued.
+    # Check an existing run as one to resume.
     tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     for name in (each for each in _SURROUNDINGS if each in tried):
         find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
@@ -357,7 +357,7 @@ def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[]
     if name == "object store" and not run.storage_uri:
         reason = "the run has no storage_uri"
     elif name == "address" and not (run.broker.address or run.cluster.network):
-        reason = "the run listens at no port, but on sockets in its folder"
+        reason = "the run listens on sockets in its folder, on no port"
     elif name in ("address", "observers") and is_live:
         reason = "the run is in progress, and holds its ports"
     else:
@@ -374,7 +374,7 @@ def _last_run(subject: Subject) -> Finding | list[Finding]:
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
 def _start(function: Callable[[], T]) -> "Future[T]":
-    """Call in a thread that nobody waits for at the end: one that hangs on a dead mount cannot be stopped."""
+    """Call in a daemon thread: a thread that hangs on a dead mount cannot be stopped."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -391,7 +391,9 @@ def _within(timeout_s: float, function: Callable[[], T]) -> T:
     try:
         return _start(function).result(timeout=timeout_s)
     except TimeoutError:
-        raise ConfigError(f"the run folder must answer within {timeout_s:g} s, and does not: {_DEAD_MOUNT}.") from None
+        raise ConfigError(
+            f"the run folder must be readable within {timeout_s:g} s, but is not: {_DEAD_MOUNT}."
+        ) from None
 
 
 def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_at: float) -> list[Finding]:
@@ -400,6 +402,6 @@ def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_a
         return found if isinstance(found, list) else [found]
     except TimeoutError:
         return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    except Exception as error:  # a sentence of ours, or a fault of the machine that the check does not know
+    except Exception as error:  # our own error, or a machine fault that the check did not expect
         kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
         return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]

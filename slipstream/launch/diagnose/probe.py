@@ -1,6 +1,6 @@
-"""Probe: loads libraries and uses GPUs in a process of its own, because each of that may hang or end the process.
+"""Probe: load libraries and use GPUs in a separate process, because each part may hang or crash it.
 
-The process prints a line of JSON for each part that it has finished; `run_probe` is the end that starts it.
+The process prints one line of JSON per finished part. `run_probe` starts it.
 """
 
 import signal
@@ -25,7 +25,7 @@ _NCCL_TIMEOUT_S = 30.0
 
 # --- in the process --------------------------------------------------------------------------------------------------
 def _load_torch() -> Finding:
-    # Imported here, as it may end the process.
+    # Imported here because it may crash the process.
     import torch
 
     assert float((torch.ones(64, 64) @ torch.ones(64, 64)).sum()) == 64**3
@@ -56,7 +56,7 @@ def _use_gpus() -> Finding:
         assert float((square @ square).float().mean()) == 1024.0, f"GPU {number} computes wrongly"
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
-        found = f"no peer access between GPUs {', '.join(apart)}: NCCL goes through the host's memory, which is slower"
+        found = f"no peer access between GPUs {', '.join(apart)}: NCCL uses host memory, which is slower"
         return Finding("GPU arithmetic", "warn", found, fix="look at `nvidia-smi topo -m`; ACS in the BIOS prevents it")
     return Finding("GPU arithmetic", "ok", f"{count} GPUs multiply matrices" + ", with peer access" * (count > 1))
 
@@ -72,7 +72,7 @@ def _try_nccl() -> Finding:
 
 
 def all_reduce(backend: str, device: str) -> float:
-    """Build a process group of one rank and sum over it; return the seconds that took. Raises RuntimeError."""
+    """Build a process group of one rank and all-reduce over it; return the seconds taken. Raises RuntimeError."""
     import torch
     import torch.distributed as dist
 
@@ -97,17 +97,17 @@ _PARTS: dict[str, tuple[Callable[[], Finding], str]] = {
         "run again with NCCL_DEBUG=INFO, whose last line names the part; in a container, raise /dev/shm",
     ),
 }
-"""Part -> function, and remedy when it fails; in the order in which they are tried."""
+"""Part -> (function, remedy), in order of execution."""
 
 
 def main() -> None:
     """Try all parts."""
     for name, (part, fix) in _PARTS.items():
         try:
-            # Libraries print, too.
+            # Libraries may print to stdout.
             with redirect_stdout(sys.stderr):
                 finding = part()
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # libraries raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             finding = Finding(name, "fail", reason, fix=fix)
         sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
@@ -116,12 +116,13 @@ def main() -> None:
 
 # --- outside ---------------------------------------------------------------------------------------------------------
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Finding]:
-    """Try all parts in a process of their own, which is killed after `timeout_s`; the part that it hangs in, or that
-    ends it, fails, and those after it are skipped."""
+    """Try all parts in a separate process, killed after `timeout_s`. A part that hangs or crashes it fails; later parts
+    are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)
-        printed, errors, end = done.stdout, done.stderr, _describe_end(done.returncode)
+        printed, errors, code = done.stdout, done.stderr, done.returncode
+        end = f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     except subprocess.TimeoutExpired as expired:
         printed, errors, end = expired.stdout or b"", expired.stderr or b"", f"no answer within {timeout_s:g} s"
     lines = [line for line in printed.splitlines() if line.startswith(b"{")]
@@ -132,10 +133,6 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
     last = f"; its last line: {words[-1]}" if words else ""
     failed = Finding(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
     return [*found, failed, *(Finding(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
-
-
-def _describe_end(code: int) -> str:
-    return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
 if __name__ == "__main__":

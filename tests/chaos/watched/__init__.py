@@ -1,1 +1,1 @@
-"""Processes under chaos, watched: journals at both ends of a wire, and points to die at."""
+"""Processes under chaos with journals at both ends of a connection, and points at which to die."""

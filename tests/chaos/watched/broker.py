@@ -1,7 +1,6 @@
 """`python -m tests.chaos.watched.broker [--light] [overrides]`: the broker with a journal of its store.
 
-It is `python -m slipstream.broker`; with `--light` waits and credits are small, so that they end and bind within a run
-of seconds.
+It runs `python -m slipstream.broker`; with `--light`, waits and credits are small enough to matter in a run of seconds.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""WatchedChannel: a peer's channel that keeps a journal of all that passes, and misbehaves on purpose.
+"""WatchedChannel: a peer's channel that journals all messages and misbehaves on purpose.
 
-It sits between the real client and its socket, so the journal says what was acknowledged to this process, whatever the
-client makes of it. On the way out it repeats, delays and reorders trajectories and returned leases. Once a trajectory
-is acknowledged it offers copies that a sound broker tells apart: the same again, the same id with another content,
-another id for the same place, a group that does not exist. A liar also speaks for other peers.
+It sits between the real client and its socket, so the journal records the acknowledgements that this process received,
+independent of the client. It repeats, delays, and reorders outgoing trajectories and returned leases. After an
+acknowledgement it offers copies that a correct broker distinguishes: an exact copy, the same id with other content,
+another id for the same place, and an unknown group. A liar also impersonates other peers.
 """
 
 import random
@@ -43,19 +43,19 @@ from tests.chaos.watched.journal import Journal, content_of
 UNKNOWN_GROUP = "999999999"
 BOGUS_EPOCH = 10**6
 _REPEATED, _DELAYED, _OFFERED = 0.05, 0.1, 0.15
-"""Shares of the trajectories (acknowledged ones for the offers)."""
+"""Fractions of trajectories (of acknowledged ones for offers)."""
 _DELAY_S = 0.3
 _LATE_RETURN_S = 0.8
-"""After this a repeated return may meet a newer lease of the same prompt."""
+"""Delay after which a repeated return may meet a newer lease of the prompt."""
 _LIE_EVERY_S = 0.4
 _RETURNED_BEHIND, _RENEWED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 30, 500, 3, 3
-"""Leases that the liar makes up, from so far behind the newest group it has seen to so far ahead: those it returns, and
-those it renews, all of the run, so that one that it could renew stays until the end."""
+"""Range of leases that the liar invents, relative to the newest group it has seen. It returns some and renews others,
+over the whole run, so that a lease that it can renew lasts until the end."""
 _LARGEST_OTHER_TOKEN, _FIRST_TOKEN = 11, 2
 
 
 class WatchedChannel(ZmqClientChannel):
-    """A ZmqClientChannel with a journal. `misbehaves` and `lies` choose what it does beyond that."""
+    """A ZmqClientChannel with a journal. `misbehaves` and `lies` enable further behavior."""
 
     journal: Journal
     misbehaves = False
@@ -63,7 +63,7 @@ class WatchedChannel(ZmqClientChannel):
 
     @staticmethod
     def is_verified() -> bool:
-        """Whether the generator's weights are; replaced by its own event."""
+        """Whether the generator's weights are verified; replaced by the generator's event."""
         return False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -167,7 +167,7 @@ class WatchedChannel(ZmqClientChannel):
                 self.journal.write("unknown_here")
                 self.credit.leave()
             case Ack(ids=ids):
-                # Before the client hears of it, and so before it deletes its copy.
+                # Before the client sees it and deletes its copy.
                 self.journal.write("acked", ids=ids)
                 self.credit.acknowledge(ids)
                 if self.misbehaves:
@@ -196,11 +196,11 @@ class WatchedChannel(ZmqClientChannel):
     # --- copies that a broker must tell apart ------------------------------------------------------------------------
     def _offer(self, trajectory_id: str) -> None:
         header, payload = self._packed.pop(trajectory_id, (None, b""))
-        # Of what was sent once: else the answer to the offer and that to the other copy could not be told apart.
+        # Only for trajectories sent once, so that answers to the offer and to the original can be distinguished.
         is_plain = header is not None and header.purpose == "train" and self._num_sent[trajectory_id] == 1
         if not is_plain or header is None or trajectory_id in self._offered or self._random.random() > _OFFERED:
             return
-        # Another answer for the same place can only be one of an earlier attempt, unless that was offered itself.
+        # Another trajectory for the same place can only come from an earlier attempt, unless that was an offer.
         earlier = make_trajectory_id(make_lease_id(header.group_id, header.attempt - 1), header.index)
         can_come_again = header.attempt and earlier not in self._offered
         kind = self._random.choice(["same", "conflict", "again" if can_come_again else "same", "unknown"])
@@ -225,7 +225,7 @@ class WatchedChannel(ZmqClientChannel):
         content = content_of(unpack(payload))
         self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
         frames = [encode(Put([header])), payload]
-        # Some come when the group is over, and its record may be gone.
+        # Delay some until the group has ended and its record may be gone.
         self._later(frames, after_s=self._random.choice([0.0, 2.0]))
 
     # --- lies --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Credit: an independent account of what an outbox may send, and must."""
+"""Credit: an independent account of what an outbox may and must send."""
 
 import threading
 import time
@@ -7,16 +7,16 @@ from slipstream.broker.messages import Nack, Welcome
 from tests.chaos.watched.journal import Journal
 
 _CHECKS = 4
-"""Steps of the client after which something that is due and covered by the credit must have left."""
+"""Client steps within which a due trajectory covered by credit must be sent."""
 _GRACE_S = 0.2
-"""Added to every time at which something is due."""
+"""Added to every due time."""
 
 
 class Credit:
     """Follows each trajectory from the outbox to its answer, and writes `overrun` or `overdue` into the journal.
 
-    overrun: more is under way than the broker granted. overdue: something waits though it may leave: it was just
-    finished, put off until now, not answered for `answer_timeout_s`, or sent to a broker that was replaced.
+    overrun: more is in flight than the broker granted. overdue: a trajectory waits although it may be sent: it was
+    just finished, deferred until now, unanswered for `answer_timeout_s`, or sent to a replaced broker.
     """
 
     answer_timeout_s = 15.0
@@ -40,7 +40,7 @@ class Credit:
             self._due_at[trajectory_id] = time.monotonic()
 
     def welcome(self, welcome: Welcome) -> None:
-        """A broker answers; a repeated answer of the same one starts nothing."""
+        """A broker answers; a repeated answer of the same broker is ignored."""
         with self._lock:
             if self._is_joined and welcome.broker_incarnation == self._broker:
                 return
@@ -61,11 +61,11 @@ class Credit:
             self._due_at.pop(trajectory_id, None)
             self._checks.pop(trajectory_id, None)
             self._sent_at.pop(trajectory_id, None)
-            # Without those that the outbox may have taken back a moment ago.
+            # Exclude those that the outbox may have just taken back.
             unexpired = time.monotonic() - self.answer_timeout_s + _GRACE_S
             under_way = [each for each, at in self._sent_at.items() if at > unexpired]
             messages, sent_bytes = len(under_way), sum(self._sizes.get(each, 0) for each in under_way)
-            # One always goes.
+            # One message is always allowed.
             if messages and (messages >= self._max_messages or sent_bytes + size_bytes > self._max_bytes):
                 facts = {"messages": messages, "bytes": sent_bytes}
                 self._report("overrun", id=trajectory_id, **facts)
@@ -84,7 +84,7 @@ class Credit:
                 self._due_at[nack.id] = time.monotonic() + nack.retry_after_s
 
     def check(self) -> None:
-        """Called once per step of the client, after it has sent what it may."""
+        """Call once per client step, after its sends."""
         with self._lock:
             if not self._is_joined:
                 return
@@ -97,7 +97,7 @@ class Credit:
                     self._report("overdue", id=each)
 
     def _expire(self, *, after_s: float) -> None:
-        """Count what was not answered for so long as waiting again."""
+        """Count trajectories unanswered for `after_s` as waiting again."""
         now = time.monotonic()
         for each in [each for each, at in self._sent_at.items() if at < now - after_s]:
             del self._sent_at[each]
@@ -108,7 +108,7 @@ class Credit:
         if not self._due_at:
             return False
         sent_bytes = sum(self._sizes.get(each, 0) for each in self._sent_at)
-        # The largest: the outbox sends in its own order, and stops at the first without credit.
+        # The largest, because the outbox sends in order and stops at the first without credit.
         largest = max(self._sizes[each] for each in self._due_at)
         return not self._sent_at or (
             len(self._sent_at) < self._max_messages and sent_bytes + largest <= self._max_bytes

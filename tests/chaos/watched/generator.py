@@ -1,8 +1,7 @@
 """`python -m tests.chaos.watched.generator [--light] [--misbehaves] [--lies] [overrides]`: a generator with a journal.
 
-It is `python -m slipstream.generators` but for what is put in here: a journal at both ends of its client, and with
-`--light` an engine of no weights, a tokenizer of characters and rewards within the process, so that a start takes
-milliseconds.
+It runs `python -m slipstream.generators` with patches: a journal at both ends of the client and, with `--light`, an
+engine without weights, a character tokenizer, and in-process rewards, so that a start takes milliseconds.
 """
 
 import asyncio
@@ -30,10 +29,10 @@ from tests.chaos.watched.credit import Credit
 from tests.chaos.watched.journal import Journal, content_of
 
 _FAILING, _SPOILED, _LONG = 0.01, 0.01, 0.006
-"""Shares of the responses that fail, that arrive damaged, and that outlast every lease."""
+"""Fractions of responses that fail, arrive damaged, or outlast every lease."""
 _LONG_TOKENS = 36
 _SILENCE_S = 3.0
-"""Silence of the broker after which a light generator joins anew: longer than it is ever stopped."""
+"""Broker silence after which a light generator rejoins: longer than any stop."""
 _UPDATE_S = 0.03
 
 
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def watch_client(*, is_light: bool) -> None:
-    """Record what enters the outbox, before it does; damage some of it on the way if light."""
+    """Record trajectories before they enter the outbox; if light, damage some."""
     put = BrokerClient.put
 
     def watched(client: BrokerClient, header: TrajectoryHeader, payload: bytes) -> None:
@@ -79,9 +78,9 @@ def watch_client(*, is_light: bool) -> None:
 
 
 def watch_end() -> None:
-    """Record the end of the serving loop: prompts that arrive after it are taken back by the broker, at the Bye.
+    """Record the end of the serving loop: the broker takes back later prompts at the Bye.
 
-    From its beginning on the journal also tells whether the weights are verified.
+    From its start, the journal also records whether the weights are verified.
     """
     run = Generator.run
 
@@ -109,7 +108,7 @@ class CharacterTokenizer:
 
 
 class InlineRewards:
-    """Scores within the process, from the text alone: 0 or 1, so that some groups have no signal and are rejected."""
+    """In-process rewards of 0 or 1 from the text, so that some groups have no signal and are rejected."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -122,7 +121,7 @@ class InlineRewards:
         return Reward(total=float(is_right), is_correct=is_right)
 
     def compares(self, data_source: str) -> bool:
-        """Answers leave one by one, so that more groups are cut in two."""
+        """Send answers one by one, so that more groups are split."""
         return False
 
     def close(self) -> None:
@@ -130,7 +129,7 @@ class InlineRewards:
 
 
 class LightEngine(ScriptedEngine):
-    """A ScriptedEngine of which some responses fail and some take long; an update takes a moment."""
+    """A ScriptedEngine with some failing and some slow responses; an update takes a moment."""
 
     async def generate(self, prompt_token_ids: list[int], sampling: Any, *, request_id: str, stop: Any = ()) -> Any:
         chance = random.Random(f"{sampling.seed} fails")
@@ -151,7 +150,7 @@ class LightEngine(ScriptedEngine):
 
 
 def lighten() -> None:
-    """Replace what a generator needs seconds and megabytes for."""
+    """Replace the slow and large parts of a generator."""
     client.BROKER_SILENCE_S = _SILENCE_S
     outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
     collective.CollectiveReceiver = lambda device: None  # type: ignore[assignment, misc]

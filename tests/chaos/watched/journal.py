@@ -1,7 +1,7 @@
-"""Journals: what each process under chaos has sent and heard, written before it acts on it.
+"""Journals: messages that each process under chaos sent and received, written before it acts on them.
 
-One file per process, one JSON line per entry, each in one write of the kernel: a SIGKILL loses no entry that was
-written. The clock is that of the machine, so entries of different processes can be compared.
+One file per process and one JSON line per entry, each in one write call, so that SIGKILL loses no written entry.
+Timestamps use the machine's clock, so that processes can be compared.
 """
 
 import os
@@ -15,7 +15,7 @@ import xxhash
 from slipstream.buffer.trajectory import Trajectory
 
 FOLDER = "journal"
-"""Folder in the run's folder."""
+"""Folder in the run folder."""
 
 Entry = dict[str, Any]
 """`t`: seconds since 1970; `k`: kind of the entry; the rest depends on the kind."""
@@ -35,7 +35,7 @@ class Journal:
 
 
 class Life(NamedTuple):
-    """One process of a role, by its journal."""
+    """The journal of one process of a role."""
 
     role: str
     pid: int
@@ -57,7 +57,7 @@ class Life(NamedTuple):
 
 
 def read_journals(folder: Path, *, role: str = "", since: float = 0.0) -> list[Life]:
-    """Read the journals (of one role, begun since) that have an entry, in the order in which their processes began."""
+    """Read the nonempty journals (of one role, started after `since`), in start order."""
     paths = sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2]))
     paths = [path for path in paths if int(path.name.split(".")[-2]) >= since * 1e9]
     lives = [Life(path.name.split(".")[0], int(path.name.split(".")[-1]), _read(path)) for path in paths]
@@ -70,7 +70,7 @@ def _read(path: Path) -> list[Entry]:
 
 
 def content_of(trajectory: Trajectory) -> str:
-    """Hash all that the learner computes with; equal before the wire, in the learner, and in the archive."""
+    """Hash all learner inputs of a trajectory; equal before sending, in the learner, and in the archive."""
     digest = xxhash.xxh3_64()
     for array in (trajectory.token_ids, trajectory.model_mask, trajectory.generator_logprobs):
         digest.update(array.tobytes())

@@ -1,4 +1,4 @@
-"""Points: places in a role where the harness can have it killed or stopped, between two writes that belong together."""
+"""Points: places between two related writes at which the harness can kill or stop a role."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class Points:
-    """The role's end: `reach` at each place. The harness asks by a file, which the role removes when it obeys."""
+    """The role calls `reach` at each place. The harness requests a signal by a file, which the role removes first."""
 
     def __init__(self, folder: Path, role: str, *, on_obey: Callable[[str], None] = lambda point: None) -> None:
         self._path = folder / f"{role}.point"
         self._on_obey = on_obey
 
     def reach(self, point: str) -> bool:
-        """Send this process the signal that was asked for here; returns whether it was stopped, and continued."""
+        """Send this process the requested signal; return whether it was stopped and continued."""
         if not self._path.exists():
             return False
         wanted, _, act = self._path.read_text().partition(" ")
@@ -32,7 +32,7 @@ class Points:
 
 
 def ask(folder: Path, role: str, point: str, act: Act) -> Path:
-    """Ask a role for a signal at its next arrival at a point; the file is gone once it obeys."""
+    """Ask a role to signal itself at a point; return the request file, which the role removes first."""
     path = folder / f"{role}.point"
     draft = path.with_suffix(".draft")
     draft.write_text(f"{point} {act}")

@@ -1,6 +1,6 @@
-"""WatchedStore: the store as broker and learner open it, with a journal of what they did to it, and points between.
+"""WatchedStore: the store of broker and learner with a journal of operations, and points between them.
 
-A repeat after a lost answer is part of the protocol, so it repeats some claims and commits itself.
+The protocol allows retries after lost answers, so it repeats some claims and commits.
 """
 
 import random
@@ -18,7 +18,7 @@ from tests.chaos.watched.journal import Journal
 from tests.chaos.watched.points import Points
 
 _REPEATED = 0.15
-"""Share of the claims and commits that are repeated."""
+"""Fraction of claims and commits to repeat."""
 
 
 class WatchedStore(RedisStore):

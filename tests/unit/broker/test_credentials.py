@@ -149,11 +149,11 @@ def test_a_guests_token_gives_its_own_key_and_the_public_one_of_the_run_alone(tm
 
 def test_a_damaged_guest_token_is_named(tmp_path: Path):
     for token in ("guest.alice", "guest.alice.AAAA", "guest..AAAA", "guest.alice.!!!"):
-        with pytest.raises(ConfigError, match=r"a token that begins with guest\. must be a guest's"):
+        with pytest.raises(ConfigError, match=r"a token that starts with guest\. must be a guest token"):
             derive_keys(token)
 
 
 def test_a_guest_cannot_begin_a_run(tmp_path: Path):
     token = guest_token(derive_keys("the run's own token"), "alice")
-    with pytest.raises(ConfigError, match="the token must be the run's, got that of a guest"):
+    with pytest.raises(ConfigError, match="the token must be the run's, got a guest's"):
         make_token(run_in(tmp_path, token))

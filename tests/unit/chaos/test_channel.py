@@ -1,4 +1,4 @@
-"""A channel that misbehaves offers copies whose answers can be told apart."""
+"""A misbehaving channel offers copies with distinguishable answers."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ from tests.chaos.watched.journal import Journal, read_journals
 
 @pytest.fixture
 def channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedChannel:
-    # A channel without a socket: what it sends goes nowhere.
+    # A channel without a socket drops its messages.
     monkeypatch.setattr(ZmqClientChannel, "__init__", lambda channel: None)
     monkeypatch.setattr(ZmqClientChannel, "send", lambda channel, frames: None)
     monkeypatch.setattr(WatchedChannel, "journal", Journal(tmp_path, "generator-1"), raising=False)

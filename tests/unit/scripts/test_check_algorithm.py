@@ -80,7 +80,7 @@ def test_arguments_must_fit():
 
 @pytest.mark.parametrize("kind", ["advantage", "policy_loss"])
 def test_a_function_that_raises_is_refused_with_the_place(kind):
-    with pytest.raises(ConfigError, match=rf"algorithm\.{kind} must compute, got AttributeError at .*\.py:\d+: "):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{kind} must not raise, got AttributeError at .*\.py:\d+: "):
         check(kind, f"{__name__}:broken", {})
     with pytest.raises(ConfigError, match=r"must be NAME=VALUE with values in YAML, got a=\["):
         print_findings(kind, f"{__name__}:broken", ["a=["])

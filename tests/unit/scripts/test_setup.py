@@ -131,7 +131,7 @@ def test_a_wheel_that_was_changed_is_refused_although_its_version_is_the_fixed_o
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: idna\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "idna/__init__.py,,\n")
-    # Installs, instead of the project and torch, that wheel alone.
+    # Installs only that wheel, not the project or torch.
     (tmp_path / "python").write_text(
         f'''#!/bin/bash
         [ "$5" = --editable ] || exit 0

@@ -25,7 +25,7 @@ from slipstream.scripts.warm_up import (
 
 
 class Parrot(torch.nn.Module):
-    """Writes a fixed response, whatever the prompt."""
+    """Returns a fixed response to any prompt."""
 
     def __init__(self, response: list[int]) -> None:
         super().__init__()

@@ -16,35 +16,20 @@ from slipstream.configs.schema import groups, settings
 from slipstream.runtime.command_line import SETTINGS
 from tests.runs import ROOT
 
-COMMANDS = [
-    "run",
-    "sft",
-    "prepare",
-    "config",
-    "plan",
-    "status",
-    "watch",
-    "scale",
-    "drain",
-    "pause",
-    "profile",
-    "data",
-    "view",
-    "import-config",
-    "explain",
-    "evaluate",
-    "generate",
-    "check",
-    "plot",
-    "convert",
-    "diagnose",
-    "launch",
-]
+PANELS = {
+    "Train": ["run", "sft", "config", "prepare", "check", "import-config"],
+    "Inspect": ["status", "watch", "explain", "plot"],
+    "Control": ["pause", "scale", "drain", "profile"],
+    "Data": ["data", "view"],
+    "Models": ["evaluate", "generate", "convert"],
+    "Machines": ["plan", "diagnose", "launch"],
+}
+COMMANDS = [command for commands in PANELS.values() for command in commands]
 
 
 @pytest.fixture(autouse=True)
 def folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands look for runs in the current folder, which may be a checkout in which some were made."""
+    """Change to an empty folder, because the checkout may contain runs."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -76,10 +61,12 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_groups_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed, _ = call(capsys, "--help")
     assert code == 0
-    assert re.findall(r"^  ([a-z-]+) {2,}[A-Z]", printed, re.MULTILINE) == COMMANDS
+    sections = re.findall(r"^([A-Z][a-z]+):\n((?:  .+\n)+)", printed, re.MULTILINE)
+    found = {heading: re.findall(r"^  ([a-z-]+) {2,}[A-Z]", rows, re.MULTILINE) for heading, rows in sections}
+    assert found == PANELS | {"Options": []}
 
 
 @pytest.mark.parametrize("option", ["--version", "-V"])

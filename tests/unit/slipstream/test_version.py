@@ -57,7 +57,7 @@ def test_without_git_it_is_that_of_the_sdist_or_unknown(folder: Path) -> None:
 
 
 def test_a_checkout_that_is_not_installed_has_an_unknown_version(tmp_path: Path) -> None:
-    # An installation in place leaves its metadata beside the package.
+    # An editable installation stores its metadata next to the package.
     (tmp_path / "slipstream").symlink_to(ROOT / "slipstream")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slipstream; print(slipstream.__version__)"
     words = [sys.executable, "-I", "-S", "-c", program]

@@ -70,7 +70,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
         "readable PNG": make_picture_row([{"bytes": b"\x89PNG"}]),
         r"a place \(<image>\) for each of 2 images, got 1": make_picture_row([{"bytes": FIRST}, {"bytes": SECOND}]),
         "got 0": make_picture_row([{"bytes": FIRST}], prompt="1="),
-        "must lie in the folder": make_picture_row([{"path": "../a.png"}]),
+        "must be below the folder": make_picture_row([{"path": "../a.png"}]),
     }
     for reason, row in bad.items():
         with pytest.raises(ConfigError, match=f"row 1: .*{reason}"):

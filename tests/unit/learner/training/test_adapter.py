@@ -156,8 +156,8 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
             ["q_proj", "w_proj"],
             "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj, k_",
         ),
-        (["lm_head"], "name linear layers, and neither the head nor embeddings nor experts, .* got lm_head"),
-        (["embed_tokens"], ".* neither the head nor embeddings .* got embed_tokens"),
+        (["lm_head"], "name linear layers other than the head, embeddings, and experts, .* got lm_head"),
+        (["embed_tokens"], ".* other than the head, embeddings, .* got embed_tokens"),
         (["roj"], "name layers of the model, got roj"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Whoever dies, launcher, keeper or role: the role hears of it, and nothing that it started is left."""
+"""If launcher, keeper, or role dies, the role is told to end and none of its descendants survives."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ import os, signal, subprocess, sys, time
 is_deaf = sys.argv[1] == "deaf"
 heard = lambda number, frame: print("heard SIGTERM", flush=True) or is_deaf or sys.exit(7)
 signal.signal(signal.SIGTERM, heard)
-# A grandchild like vLLM's engine: in a session of its own, and deaf.
+# A grandchild like vLLM's engine: in another session, and it ignores SIGTERM.
 child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 alone = subprocess.Popen([sys.executable, "-I", "-S", "-c", child], start_new_session=True)
 print("descriptors", *sorted(os.listdir("/proc/self/fd"), key=int), flush=True)
@@ -96,7 +96,7 @@ def test_when_the_starter_is_killed_the_role_hears_it_and_nothing_is_left(scene:
     scene.until(lambda: not set(scene.processes()) & {"keeper", "role", "grandchild"})
     assert scene.printed().count("heard SIGTERM") == 1
     assert "keeper: its starter is gone; the role gets SIGTERM, and SIGKILL after 0.3 s" in scene.printed()
-    assert ("the role did not end within 0.3 s, and is killed" in scene.printed()) == (role == "deaf")
+    assert ("the role did not end within 0.3 s and is killed" in scene.printed()) == (role == "deaf")
 
 
 @pytest.fixture

@@ -97,6 +97,6 @@ def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):
     while process.is_running:
         pass
     (sentence,) = found.poll()
-    assert "the run goes on without logger-tensorboard" in sentence
+    assert "the run continues without logger-tensorboard" in sentence
     assert found.poll() == []
     assert found.stop() == []

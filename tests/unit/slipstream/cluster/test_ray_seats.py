@@ -33,5 +33,5 @@ def test_a_head_that_others_reach_must_ask_for_a_token(
     if not is_refused:
         ray_seats._check_access("10.0.0.1:6379")
         return
-    with pytest.raises(ConfigError, match=r"^Ray's head at 10.0.0.1:6379 must ask for a token, and answers whoever"):
+    with pytest.raises(ConfigError, match=r"^Ray's head at 10.0.0.1:6379 must require a token, but answers without"):
         ray_seats._check_access("10.0.0.1:6379")

@@ -15,7 +15,7 @@ NEEDS = SeatConfig(cpus=4, gpus=1, labels={"accelerator": "H100"})
 
 
 class FakeCluster:
-    """A cluster that does what a test says, and keeps a list of what it was asked."""
+    """A scripted cluster that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

@@ -84,7 +84,7 @@ sys.exit(int(sys.argv[2]))
 
 
 def fails(folder: Path, end: str, errors: list[str]) -> RoleProcess:
-    """A role each of whose starts ends with the next error."""
+    """A role that fails with the next error at each start."""
     (folder / "fails.py").write_text(FAILS)
     (folder / "errors").write_text("\n".join(errors))
     return RoleProcess("role", ["fails", str(folder / "errors"), end], logs=folder)

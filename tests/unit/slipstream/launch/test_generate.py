@@ -1,4 +1,4 @@
-"""`slipstream generate` and `evaluate`: every answer once, whatever ends them; changed settings are refused."""
+"""`slipstream generate` and `evaluate`: every answer once, even after interruptions; changed settings are refused."""
 
 import json
 import signal

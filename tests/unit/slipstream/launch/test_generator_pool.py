@@ -1,4 +1,4 @@
-"""A pool keeps its target of generators running, whatever happens to each; roles get GPUs of their own."""
+"""A pool keeps its target number of generators running; each role gets its own GPUs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -148,7 +148,7 @@ def test_eight_gpus_are_assigned_in_order():
 @pytest.mark.parametrize(
     ("overrides", "placed"),
     [
-        # vLLM's build decides where it runs; the learner is told.
+        # vLLM's build decides its device; a setting decides the learner's.
         (["learner.device=cpu"], {"learner": [], "generator-0": ["5"]}),
         (["learner.device=cpu", "generators/engine=hf"], {"learner": [], "generator-0": []}),
         (["generators/engine=hf"], {"learner": ["5"], "generator-0": ["5"]}),
@@ -190,7 +190,7 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
     assert visible_gpus({}, torch_version="2.13.0") == ["0", "1"]
     assert visible_gpus({}, torch_version="2.13.0+cpu") == []
     assert gpu_gib("1") == pytest.approx(79.65, abs=0.01)
-    with pytest.raises(ConfigError, match=r"^nvidia-smi must tell the memory of GPU MIG-3a"):
+    with pytest.raises(ConfigError, match=r"^nvidia-smi must report the memory of GPU MIG-3a"):
         gpu_gib("MIG-3a")
 
 
@@ -221,7 +221,7 @@ def test_a_role_gets_its_gpus_by_the_names_that_the_launcher_sees():
 
 def test_an_implausible_number_of_generators_is_refused():
     check_target(make_run(), 8, num_cores=2)
-    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: ask for less"):
+    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
         check_target(make_run(), 100, num_cores=2)
 
 

@@ -50,7 +50,9 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
         launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
         launcher._share_gpu()
         assert launcher._learner._arguments[1:] == launcher._brokers[0]._arguments[1:]
-        with pytest.raises(ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is dealt"):
+        with pytest.raises(
+            ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is divided"
+        ):
             launcher._check_room(2)
         return launcher._brokers[0]._arguments
 
@@ -63,7 +65,7 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
 
 
 class FarPlaces:
-    """Places whose seats are those of this machine."""
+    """Places with seats on this machine."""
 
     gpus = ["4", "5"]
 
@@ -79,7 +81,7 @@ class FarPlaces:
 
 
 class StubbornRole:
-    """A role during whose end the user asks for it once more."""
+    """A role that gets a second stop request while it ends."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name = name

@@ -82,7 +82,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
     plan = make_plan(settings(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1"), LARGE)
-    # Matrices of rank 4 beside q, k, v, o, gate, up and down.
+    # Rank-4 matrices for q, k, v, o, gate, up, and down.
     pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
     adapter = LAYERS * 4 * sum(map(sum, pairs))
     assert gib(plan, "learner rank 0", "gradients") == pytest.approx(4 * adapter / GIB)
@@ -219,9 +219,7 @@ def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path
         shared_cache_gib(run, gpu_gib=2.0)
     message = str(caught.value)
     assert message.startswith("the KV cache of an engine must hold one sequence of model.max_length (256 tokens")
-    assert (
-        "got 0.00 GiB beside what else shares gpu 0 of 2.0 GiB (generator-0: engine: context and graphs 1.8" in message
-    )
+    assert "got 0.00 GiB: other needs share gpu 0 of 2.0 GiB (generator-0: engine: context and graphs 1.8" in message
     assert "learner: context and libraries 0.8" in message
     assert "raise the number of GPUs, or " in message
 

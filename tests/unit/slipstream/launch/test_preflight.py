@@ -62,7 +62,7 @@ def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
 def test_a_library_that_a_step_lacks_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="failed with exit code 2; its own message is above"):
         prepare(make_run(step(tmp_path / "a", module="lacking")))
-    assert capfd.readouterr().err.startswith("error: torch must be installed, and is not: `pip install")
+    assert capfd.readouterr().err.startswith("error: torch must be installed, but is not: `pip install")
 
 
 @pytest.mark.usefixtures("writer")

@@ -99,7 +99,7 @@ def test_a_failing_function_gives_a_failed_reward_and_not_zero(
 
 def test_a_prompt_missing_from_the_data_is_refused(prompts: Dataset) -> None:
     stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
-    with pytest.raises(ConfigError, match="got 'other/00007' of 1-0-0, which it does not hold"):
+    with pytest.raises(ConfigError, match="but 'other/00007' of 1-0-0 is missing"):
         rewards_of([stranger], prompts, "slipstream.generators.rewards.functions:exact_match")
 
 
@@ -114,7 +114,7 @@ def test_several_ranks_are_ended_in_order_by_a_stop_signal(tmp_path: Path, monke
     monkeypatch.setattr(replay, "run_kept", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     run = make_run(runs_dir=str(tmp_path), learner={"num_ranks": 2, "engine": {"kind": "deepspeed"}})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    # A signal that nobody handles would end the tests.
+    # An unhandled signal would end the tests.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -59,12 +59,12 @@ def test_a_script_of_verl_becomes_a_command_that_composes(tmp_path: Path, capsys
     assert (run.learner.optimizer.schedule, run.learner.optimizer.warmup_steps) == ("constant", 0)
     assert (run.buffer.staleness.max_lag, run.data.too_long, run.model.max_length) == (0, "drop", 1536)
     assert (run.prepare, run.learner.stop, run.evaluation.goals, run.algorithm.masks) == ([], None, [], [])
-    assert imported.without_equal == ["trainer.made_up = 3"]
+    assert imported.untranslated == ["trainer.made_up = 3"]
     main(["import-config", "verl", str(tmp_path / "settings.sh")])
     printed = capsys.readouterr().out
     command, _, rest = printed.partition("\n\n")
     assert load(shlex.split(command.replace("\\\n", ""))[2:]) == run, "what is printed can be run"
-    assert "No equal here:\n  trainer.made_up = 3" in rest
+    assert "Without equivalent:\n  trainer.made_up = 3" in rest
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_file_of_trl_composes(tmp_path: Path) -> None:
     assert (run.algorithm.advantage.kind, run.algorithm.aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
     assert (run.algorithm.kl.coefficient, run.algorithm.kl.estimator) == (0.04, "k3_off_policy")
     assert run.algorithm.correction.level == "none", "without vLLM there is nothing to correct"
-    assert imported.without_equal == ["made_up = 1"]
+    assert imported.untranslated == ["made_up = 1"]
     assert any(note.startswith("top_entropy_quantile=0.2: there is no mask") for note in imported.notes)
 
 
@@ -173,7 +173,7 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         (
             "verl",
             "trainer.nnodes: $NNODES\nactor_rollout_ref.rollout.n: 4",
-            "f.yaml with trainer.nnodes=$NNODES: write",
+            "f.yaml with trainer.nnodes=$NNODES: replace",
         ),
         ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
     ],

@@ -113,6 +113,6 @@ def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(
     with pytest.raises(SystemExit) as caught:
         end_with(error)
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("error: torch must be installed, and is not: `pip install 'slipstream[")
+    assert capsys.readouterr().err.startswith("error: torch must be installed, but is not: `pip install 'slipstream[")
     with pytest.raises(ModuleNotFoundError):
         end_with(ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"))

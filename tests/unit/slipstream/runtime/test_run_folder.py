@@ -30,7 +30,7 @@ def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
     assert capsys.readouterr().out == ""
     again = RunFolder(make_run(runs_dir=str(tmp_path), seed=1))
     again.claim()
-    assert "is used again: the run in it ended before it published weights" in capsys.readouterr().out
+    assert "is reused: its run ended before it published weights" in capsys.readouterr().out
     assert "seed: 1" in (again.path / "config.yaml").read_text()
     assert [*again.store.iterdir()] == []
     assert (again.logs / "broker.log").exists()

@@ -1,4 +1,4 @@
-"""Manifests have the documented fields of the documented types, and whatever they refer to is in them."""
+"""Manifests have the documented fields and types, and contain everything that they refer to."""
 
 import re
 import shlex
@@ -17,7 +17,14 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests.unit.slipstream.recipes.fields import Capabilities, Container, ContainerSecurity, JobSet, Pod, RayJob
+from tests.unit.slipstream.cluster.kubernetes_fields import (
+    Capabilities,
+    Container,
+    ContainerSecurity,
+    JobSet,
+    Pod,
+    RayJob,
+)
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -245,7 +252,7 @@ def test_without_kubectl_the_user_is_told_what_to_do(
     with pytest.raises(SystemExit) as caught:
         main(call)
     assert caught.value.code == 2
-    assert "error: kubectl must be there to start the run, and is not: run this where" in capsys.readouterr().err
+    assert "error: kubectl must be installed to start the run, but is not: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"

@@ -1,4 +1,4 @@
-"""A role on several machines: its parts meet anew at each start, and when one ends, all do; the clock is passed in."""
+"""SpreadSeat: the parts of a role rendezvous at each start, and when one ends, all end."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from slipstream.cluster.seat import SpreadSeat
 
 
 class FakeSeat:
-    """A seat whose role ends when a test says so."""
+    """A seat with a scripted end."""
 
     def __init__(self, number: int) -> None:
         self.pid = 70 + number

@@ -37,7 +37,7 @@ def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skip
 
 
 def test_a_process_group_of_one_rank_sums_and_is_gone() -> None:
-    # In a process of its own, as in a diagnosis: it must have no process group before.
+    # In a separate process, as in a diagnosis, because it must not have a process group yet.
     program = (
         "from slipstream.launch.diagnose.probe import all_reduce as sums; sums('gloo', 'cpu'); sums('gloo', 'cpu')"
     )

@@ -85,7 +85,7 @@ def test_a_run_is_read_as_arrow(folder: Path) -> None:
     assert table["id"].to_pylist() == ["0-0-1", "1-0-2", "1-0-0", "1-0-1", "0-0-0"]
     assert [stored.trajectory.id for stored in found.stored(text="jkl")] == ALL
     assert "".join(found.group("0")[1].texts) == "abcdefghijkl"
-    with pytest.raises(ConfigError, match="must be over to have a summary"):
+    with pytest.raises(ConfigError, match="must have finished to have a summary"):
         found.summary  # noqa: B018
     with pytest.raises(ConfigError, match="a condition must be one of id, min_reward"):
         found.trajectories(reward=1)
@@ -133,7 +133,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").touch()
     own = ("experiment=digits_serial", "prepare=[]", "data.train=nosuch.parquet", "resume=auto")
-    with pytest.raises(RuntimeError, match=r"run 'a' must end well, got exit code 2: error: .*nosuch.parquet"):
+    with pytest.raises(RuntimeError, match=r"run 'a' must succeed, got exit code 2: error: .*nosuch.parquet"):
         run(*own, name="a", runs_dir=tmp_path)
     assert "nosuch.parquet" in capfd.readouterr().out, "what the run says is shown"
 

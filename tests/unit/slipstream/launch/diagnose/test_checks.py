@@ -109,7 +109,7 @@ def test_ports_in_use_are_not_free_and_those_of_the_kernel_are_told(tmp_path: Pa
     assert check_ports(few, ephemeral=tmp_path / "range").verdict == "ok"
     overlapping = check_ports(few, ephemeral=tmp_path / "low")
     assert overlapping.verdict == "warn"
-    assert "overlaps the ephemeral 15000-64000" in overlapping.found
+    assert "overlaps the ephemeral range 15000-64000" in overlapping.found
     assert check_ports(few, ephemeral=tmp_path / "none").verdict == "ok"
 
 

@@ -1,4 +1,4 @@
-"""`slipstream diagnose`: what it checks, deadlines of checks, exit codes, and a bundle without secrets."""
+"""`slipstream diagnose`: its checks, their deadlines, exit codes, and a bundle without secrets."""
 
 import json
 import tarfile
@@ -41,7 +41,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder() -> Path:
-    """A run `mine` whose logs, metrics and settings hold secrets."""
+    """A run `mine` with secrets in logs, metrics, and settings."""
     run = load(["name=mine", "learner.max_steps=3", "generators.reward.arguments={api_key: 'swordfish swordfish'}"])
     files = RunFolder(run)
     files.open()
@@ -134,7 +134,7 @@ def test_a_run_folder_that_hangs_ends_the_command(
         main(["diagnose"])
     released.set()
     assert caught.value.code == 2
-    assert "must answer within 0.05 s" in capsys.readouterr().err
+    assert "must be readable within 0.05 s" in capsys.readouterr().err
 
 
 def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(

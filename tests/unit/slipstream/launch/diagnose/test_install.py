@@ -80,9 +80,9 @@ def test_what_a_run_does_not_use_may_be_missing() -> None:
         (GPU, "13.0", 0, "fail", "torch for CUDA 13.0, no NVIDIA GPU here"),
         ({"torch": "2.13.0"}, "13.0", 0, "warn", "torch for CUDA 13.0, no NVIDIA GPU here"),
         (CPU | GPU, "13.0", 1, "fail", "overwrite each other's files"),
-        (GPU, "", 1, "fail", "vLLM for CUDA beside torch for CPUs"),
-        (CPU, "13.0", 0, "warn", "vLLM for CPUs beside torch for CUDA 13.0"),
-        (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision beside vLLM for CPUs"),
+        (GPU, "", 1, "fail", "vLLM for CUDA with torch for CPUs"),
+        (CPU, "13.0", 0, "warn", "vLLM for CPUs with torch for CUDA 13.0"),
+        (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
     ],
 )
 def test_a_wrong_wheel_is_named_with_the_right_one(
