@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from slipstream.observe.metrics_rows import MetricsTable, read_tail
+from slipstream.observe.metrics_rows import MetricsFile, MetricsTable, read_tail
 
 
 def write(path: Path, *rows: dict, end: str = "\n") -> None:
@@ -105,3 +105,26 @@ def test_the_tail_is_read_without_the_rest(tmp_path):
     tail = read_tail(path)
     assert tail[-1]["step"] == 1000
     assert len(tail) < 300
+
+
+def test_a_file_is_read_on_from_its_position_and_after_a_resume_that_cut_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    assert file.read(0).rows == []
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(lines) + '{"step": 4')
+    changes = file.read(0)
+    assert [each["step"] for each in changes.rows] == [1, 2, 3]
+    path.write_text("".join(lines[:2]))
+    assert file.read(changes.position).rows == []
+    cut = file.read(changes.position).position
+    path.write_text("".join([*lines[:2], '{"step": 3, "again": 1}\n']))
+    assert file.read(cut).rows == [{"step": 3, "again": 1}]
+
+
+def test_a_damaged_line_of_a_file_is_passed_over_and_a_number_may_be_none(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "learner/ess": NaN}\n\0\0\0\n"learner/ess": 1}\n{"step": 2}\n')
+    changes = MetricsFile(path).read(0)
+    assert [each["step"] for each in changes.rows] == [1, 2]
+    assert changes.position == path.stat().st_size

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from slipstream.buffer.archive.index import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.slipstream.observe.catalog.data_command import run
 
 LETTERS = "abcdefghijkl"
 """The tokenizer: token `n` is the `n`-th letter."""

@@ -18,7 +18,7 @@ SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
 
 
 def read(folder):
-    reader = RunReader("mine", folder)
+    reader = RunReader(folder, starts_server=True, timeout_s=1.0)
     reader.poll()
     return reader
 
@@ -100,7 +100,7 @@ def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
 def test_a_list_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
     folder, reads = record_run(tmp_path, steps=5, **SERIAL), []
     monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
-    reader = RunReader("mine", folder)
+    reader = RunReader(folder)
     assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 1)
     append_rows(folder, make_row(6))
     assert (reader.line().step, len(reads)) == (6, 2)
