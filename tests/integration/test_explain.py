@@ -1,9 +1,9 @@
-"""Books of a run that is over, whose embedded store is not running."""
+"""The records of a run that is over and has no running store."""
 
 from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.observe.explain import open_books
+from slipstream.observe.reader import RunReader
 from tests.recorded_run import record_run
 
 
@@ -17,6 +17,6 @@ def test_the_store_of_a_run_that_is_over_is_started_to_be_read_and_stopped_again
             store.record_version(VersionEntry(0, 0, "aaaa"))
     finally:
         server.stop()
-    with open_books(folder) as books:
-        assert (books.note, [entry.checksum for entry in books.versions()]) == ("", ["aaaa"])
+    with RunReader(folder, starts_server=True) as reader:
+        assert ([entry.checksum for entry in reader.versions()], reader.problem) == (["aaaa"], "")
     assert not server.is_listening
