@@ -1,0 +1,137 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.configs.broker import LoggingConfig
+from slipstream.observe.loggers import feed as feed_module
+from slipstream.observe.loggers.feed import SAMPLE_COLUMNS, Bookmark, Feed
+from slipstream.observe.loggers.logger import Entry, numbers_of
+from slipstream.observe.reader import RunReader
+from tests.contract.stores import claim, commit, make_ready, open_run
+from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
+from tests.recorded_run import record_run
+
+
+class Kept:
+    """In place of a Delivery: keeps the entries."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def put(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "time_s": float(step), "learner/reward_mean": 0.5, "lag/mean": 1.0, "lag/max": 2.0} | more
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    found = MemoryStore(clock=FakeClock(1000.0))
+    open_run(found)
+    return found
+
+
+@pytest.fixture
+def make_feed(tmp_path: Path, store: MemoryStore) -> Callable[..., tuple[Feed, Kept]]:
+    reader = RunReader(record_run(tmp_path, steps=0), store=store)
+
+    def make(clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
+        kept = Kept()
+        return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept  # type: ignore[arg-type]
+
+    return make
+
+
+def test_each_row_comes_once_and_the_last_one_carries_the_position(store, make_feed):
+    feed, kept = make_feed(FakeClock(0.0))
+    for step in (1, 2):
+        store.append_metrics(row(step))
+    feed.turn()
+    store.append_metrics(row(3))
+    feed.turn()
+    feed.turn()
+    assert [(entry.step, entry.cursor) for entry in kept.of("log")] == [(1, 0), (2, 2), (3, 3)]
+
+
+def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store, make_feed):
+    for step in (1, 2, 3):
+        store.append_metrics(row(step))
+    clock = FakeClock(0.0)
+    feed, kept = make_feed(clock, cursor=2, curve_every_s=60.0)
+    clock.now = 61.0
+    feed.turn()
+    assert [entry.step for entry in kept.of("log")] == [3]
+    (curve,) = kept.of("image")
+    assert curve.arguments[0] == "curve"
+    assert curve.arguments[1].startswith(b"\x89PNG")
+    assert len(feed._curve._rows) == 3
+
+
+def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store, make_feed):
+    clock = FakeClock(0.0)
+    feed, kept = make_feed(clock, curve_every_s=60.0)
+    store.append_metrics(row(1))
+    feed.turn()
+    assert kept.of("image") == []
+    feed.turn(is_last=True)
+    assert len(kept.of("image")) == 1
+    feed.turn(is_last=True)
+    assert len(kept.of("image")) == 1, "nothing is new"
+
+
+def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(store, make_feed, monkeypatch):
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, curve_every_s=60.0)
+    store.append_metrics(row(1))
+    gone = StoreUnavailableError("gone")
+    with monkeypatch.context() as patch:
+        patch.setattr(feed_module, "read_samples", lambda *_, **__: (_ for _ in ()).throw(gone))
+        with pytest.raises(StoreUnavailableError):
+            feed.turn()
+    feed.turn(is_last=True)
+    assert [entry.step for entry in kept.of("log")] == [entry.step for entry in kept.of("image")] == [1]
+
+
+def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed):
+    make_ready(store, 2)
+    commit(store, claim(store, 1, 2))
+    store.append_metrics(row(1))
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, num_samples=1)
+    feed.turn()
+    (table,) = kept.of("table")
+    name, columns, rows = table.arguments
+    assert (table.step, name, columns, len(rows)) == (1, "samples", SAMPLE_COLUMNS, 1)
+    assert len(rows[0]) == len(SAMPLE_COLUMNS)
+
+
+def test_rows_that_the_store_dropped_are_counted(store, make_feed):
+    feed, _ = make_feed(FakeClock(0.0), curve_every_s=0.0)
+    for step in range(1, 1011):
+        store.append_metrics({"step": step})
+    feed.turn()
+    assert feed.num_lost == 10
+
+
+def test_numbers_of_a_row_are_flat():
+    times = {"steps": 3, "step_s": 0.5, "roles": [{"role": "learner", "count": 1, "shares": {"waiting": 0.25}}]}
+    found = numbers_of(row(4, **{"lag/histogram": {"0": 12}, "times": times}))
+    assert "step" not in found
+    assert "lag/histogram" not in found
+    assert found["times/learner/waiting"] == 0.25
+
+
+def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path: Path):
+    path = tmp_path / "loggers" / "logger-wandb.json"
+    first = Bookmark(path)
+    first.save(17)
+    assert (Bookmark(path).cursor, Bookmark(path).id) == (17, first.id)
+    path.write_text('{"id": "a')
+    assert Bookmark(path).cursor == 0
