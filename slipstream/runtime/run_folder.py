@@ -297,19 +297,6 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run, in order, but for what a crash left damaged. Raises ConfigError when there is none."""
-    if not (rows := read_rows(path)):
-        raise ConfigError(f"{path} must hold a whole step, but holds none: name the folder of a run that has made one.")
-    return rows
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows as `read_metrics` does; none without a file."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [row for line in lines if (row := parse_row(line)) is not None]
-
-
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Decode a row of metrics; None if a crash, or a power failure (which leaves NULs), cut it short."""
     try:
