@@ -1,9 +1,9 @@
-"""Guard: admits to the dashboard only browsers that were given its token, and only its own pages.
+"""Guard: admits only browsers that have the dashboard's token, and only requests from its own pages.
 
-The printed address holds the token. Its answer starts a session and removes the token from the address. The session's
-random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers do send it to every port of
-the host, so pages also carry a key, kept in storage that other ports cannot read: what a run contains is answered only
-with both. A request must name a host of the dashboard, which stops DNS rebinding.
+The printed address contains the token. Opening it starts a session and removes the token from the address. The
+session's random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers send cookies to
+every port of a host, so pages also send a key, kept in storage that other ports cannot read. Run data requires both.
+The Host header must name the dashboard, which stops DNS rebinding.
 """
 
 import hmac
@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.configs.base import ConfigError
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
-"""Environment variable with a token of the user's own; without it, every start makes another one."""
+"""Environment variable with the user's token; otherwise each start generates one."""
 KEY_HEADER = "x-slipstream-key"
 _MAX_SESSIONS = 64
-"""Sessions at a time; they end with the server, or when later ones take their place."""
+"""Most concurrent sessions. A new one replaces the oldest; all end with the server."""
 _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
-"""Characters of a token: on the loopback interface, and where other machines can try to guess it."""
+"""Shortest token on the loopback interface, and where other machines can guess it, in characters."""
 _READING = ("GET", "HEAD")
 _ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
 <meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
@@ -43,11 +43,11 @@ HEADERS = {
 
 
 def find_token(*, is_open: bool) -> str:
-    """Return the token of the environment, else a new one; `is_open`: other machines reach the dashboard.
+    """Return the token of the environment or a new one. `is_open`: other machines can reach the dashboard.
 
-    Raises ConfigError for one that is too short.
+    Raises ConfigError if the token is too short.
     """
-    # Taken out of the environment: no process that is started from here inherits it.
+    # Removed from the environment, so that no child process inherits it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
     if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
@@ -60,10 +60,10 @@ def find_token(*, is_open: bool) -> str:
 
 
 class Guard:
-    """ASGI middleware in front of everything. Answers 400, 401 and 403 by itself, and sets headers on all answers."""
+    """ASGI middleware for all requests. Answers 400, 401, and 403, and sets security headers on every response."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Iterable[str], cookie: str) -> None:
-        """`hosts`: names and addresses that requests may name, without a port. `cookie`: name of the cookie."""
+        """`hosts`: accepted names and addresses without a port. `cookie`: name of the session cookie."""
         self._app = app
         self._token = token
         self._hosts = {host.lower() for host in hosts}
@@ -97,11 +97,11 @@ class Guard:
         return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
 
     def _enter(self, scope: Scope) -> Response | None:
-        """Answer the address that was printed: start a session, and lead to an address without the token."""
+        """Answer the printed address: start a session and lead to an address without the token."""
         if scope["path"] != "/" or not _is_equal(_query(scope, "token"), self._token):
             return None
-        # A page rather than a redirect: where the address was clicked in another site, browsers would not send the
-        # strict cookie along to the target of a redirect.
+        # A page instead of an HTTP redirect: after a click on another site, browsers would not send the strict cookie
+        # to the target of a redirect.
         response = HTMLResponse(_ENTER.format(key=self._key))
         session = secrets.token_urlsafe(32)
         self._sessions.append(session)
@@ -121,7 +121,7 @@ class Guard:
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
-        # In the query of a stream, for which a page cannot set headers.
+        # A stream sends the key in its query, because a page cannot set its headers.
         if is_own and _is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)
