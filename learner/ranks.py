@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.cluster.seat import MACHINE_VARIABLES
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
+from slipstream.runtime.credentials import is_loopback
 
 _BEATS = 10
 """Beats within the time that a rank may be silent."""

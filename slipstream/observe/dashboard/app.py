@@ -31,7 +31,6 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
@@ -41,6 +40,7 @@ from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
 from slipstream.observe.reader import RunLine, RunReader
+from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import find_run, list_runs
 
 _CONNECT_TIMEOUT_S = 1.0

@@ -6,7 +6,6 @@ every port of a host, so pages also send a key, kept in storage that other ports
 The Host header must name the dashboard, which stops DNS rebinding.
 """
 
-import hmac
 import os
 import secrets
 from collections import deque
@@ -19,6 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.configs.base import ConfigError
+from slipstream.observe.http_guard import host_of, is_equal
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
 """Environment variable with the user's token; otherwise each start generates one."""
@@ -89,16 +89,13 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refuse_host(self, headers: Headers) -> Response | None:
-        name = headers.get("host", "").lower()
-        # [::1]:8420, ::1 in brackets alone, or name:port
-        host = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
-        if host in self._hosts:
+        if host_of(headers.get("host", "")) in self._hosts:
             return None
         return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
 
     def _enter(self, scope: Scope) -> Response | None:
         """Answer the printed address: start a session and lead to an address without the token."""
-        if scope["path"] != "/" or not _is_equal(_query(scope, "token"), self._token):
+        if scope["path"] != "/" or not is_equal(_query(scope, "token"), self._token):
             return None
         # A page instead of an HTTP redirect: after a click on another site, browsers would not send the strict cookie
         # to the target of a redirect.
@@ -115,21 +112,17 @@ class Guard:
         except CookieError:
             return PlainTextResponse(_NO_TOKEN, 401)
         given = cookies[self._cookie].value if self._cookie in cookies else ""
-        if not any(_is_equal(given, session) for session in self._sessions):
+        if not any(is_equal(given, session) for session in self._sessions):
             return PlainTextResponse(_NO_TOKEN, 401)
         if scope["method"] in _READING and not scope["path"].startswith("/api/"):
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
         # A stream sends the key in its query, because a page cannot set its headers.
-        if is_own and _is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
+        if is_own and is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)
 
 
 def _query(scope: Scope, name: str) -> str:
     return parse_qs(scope["query_string"].decode("latin-1")).get(name, [""])[0]
-
-
-def _is_equal(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode(), secret.encode())

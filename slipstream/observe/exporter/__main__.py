@@ -5,18 +5,16 @@ Produces: `/metrics` at `exporter.port`; spans at `exporter.otlp_endpoint`.
 Invariant: a scrape reads memory only, so it does not load the store or a role.
 """
 
-import hmac
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
@@ -24,16 +22,16 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.observe.exporter.families import Context, metrics_of, unreachable
 from slipstream.observe.exporter.spans import send_trace
+from slipstream.observe.http_guard import host_of, is_equal
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
-from slipstream.runtime.credentials import find_token
+from slipstream.runtime.credentials import find_token, is_loopback
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
@@ -95,20 +93,13 @@ def guarded(application: Application, *, token: str, is_local: bool) -> Applicat
 
 def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | None:
     given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-    if token and not hmac.compare_digest(given.encode(), token.encode()):
+    if token and not is_equal(given, token):
         return "401 Unauthorized"
-    if is_local and not is_loopback(_host_of(environ)):
+    if is_local and not is_loopback(host_of(environ.get("HTTP_HOST", ""))):
         return "400 Bad Request"
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return "405 Method Not Allowed"
     return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
-
-
-def _host_of(environ: Mapping[str, Any]) -> str:
-    """Return the host name of the request without the port; empty if it is malformed."""
-    with suppress(ValueError):
-        return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
-    return ""
 
 
 class _Server(ThreadingWSGIServer):
