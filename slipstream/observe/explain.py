@@ -52,7 +52,10 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
         f"{entry.version}"
     )
     yield f"seed {entry.seed}, settings {entry.config_hash}, claim fence {entry.fence}"
-    yield f"weights after it: {_weights_of_step(reader, entry.step)}"
+    versions = reader.versions()
+    after = [f"version {each.version} (checksum {each.checksum})" for each in versions if each.step == entry.step]
+    unknown = "not published" if versions else "not known without the store"
+    yield f"weights after it: {', '.join(after) or unknown}"
     yield from _deviations(entry)
     found = list(members.values())
     if len(found) < num_trajectories:
@@ -60,7 +63,7 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
     if found:
         yield from _tasks(found)
         yield f"made by: {_counted(each.generator_id for each in found)}"
-        lags = Counter(entry.version - _oldest(each) for each in found)
+        lags = Counter(entry.version - min(span.version for span in each.version_spans) for each in found)
         yield f"lag of the oldest token -> trajectories: {', '.join(f'{lag}: {lags[lag]}' for lag in sorted(lags))}"
         yield f"ended by: {_counted(each.stop_reason for each in found)}"
 
@@ -82,12 +85,6 @@ def _deviations(entry: StepEntry) -> list[str]:
     weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
     lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
     return [f"{label}: {', '.join(groups)}" for label, groups in lines if groups]
-
-
-def _weights_of_step(reader: RunReader, step: int) -> str:
-    entries = reader.versions()
-    found = [f"version {entry.version} (checksum {entry.checksum})" for entry in entries if entry.step == step]
-    return ", ".join(found) or ("not published" if entries else "not known without the store")
 
 
 def _tasks(trajectories: list[Trajectory]) -> Iterator[str]:
@@ -122,10 +119,6 @@ def table_of_step(entry: StepEntry, members: dict[str, Trajectory]) -> Table:
         reward = f"{found.reward.total:.3f}"
         add_row(table, name, found.prompt_uid, found.generator_id, found.sampling.seed, versions, reward)
     return table
-
-
-def _oldest(trajectory: Trajectory) -> int:
-    return min(span.version for span in trajectory.version_spans)
 
 
 Kind = Literal["slow", "reward", "health", "step", "version"]
@@ -203,17 +196,13 @@ def _health(reader: RunReader) -> Answer:
     by_advice: dict[str, list[HealthWarning]] = {}
     for warning in health.warnings:
         by_advice.setdefault(warning.advice, []).append(warning)
-    findings = [
-        Finding(found[0].metric, "; ".join([_figures(found[0]), *map(_named, found[1:])]), advice)
-        for advice, found in by_advice.items()
-    ]
+    findings = []
+    for advice, (first, *others) in by_advice.items():
+        figures = [_figures(first), *(f"{each.metric} {_figures(each)}" for each in others)]
+        findings.append(Finding(first.metric, "; ".join(figures), advice))
     count = sum(map(len, by_advice.values()))
     said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
     return Answer(f"After step {rows[-1]['step']}, outside of its healthy range: {said}.", findings)
-
-
-def _named(warning: HealthWarning) -> str:
-    return f"{warning.metric} {_figures(warning)}"
 
 
 def _figures(warning: HealthWarning) -> str:

@@ -126,7 +126,12 @@ class MetricsTable:
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
         """Return the columns of the known keys, all of the same length; None where a row lacks the value."""
-        return {key: [_rounded(value) for value in self._padded(key)] for key in keys if key in self._columns}
+        found: dict[str, list[float | None]] = {}
+        for key in keys:
+            if (column := self._columns.get(key)) is not None:
+                rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
+                found[key] = rounded + [None] * (self._length - len(column))
+        return found
 
     def row(self, index: int) -> Row:
         found = {key: column[index] for key, column in self._columns.items() if index < len(column)}
@@ -135,14 +140,6 @@ class MetricsTable:
     def newest(self, key: str) -> float | None:
         """Return the newest value of a key, which not every row has; None without one."""
         return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
-
-    def _padded(self, key: str) -> "array[float]":
-        column = self._columns[key]
-        return column + array("d", [math.nan] * (self._length - len(column)))
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
 class HealthWarning(Record):

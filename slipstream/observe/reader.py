@@ -45,6 +45,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
 """Limit for starting an embedded server, which loads its data first."""
 
+_UNREADABLE = (ConfigError, ReplayBufferError, OSError)
+"""Errors on opening a store. An embedded server writes to its folder, which may belong to another user."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
@@ -114,7 +116,7 @@ class RunReader:
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         idle_timeout_s: float | None = None,
     ) -> None:
-        """`run_id`: by default the folder's name. `store`: an open store to read instead of opening the run's own.
+        """`run_id`: by default the folder's name. `store`: an open store to read instead.
 
         `starts_server`: start the embedded server of a run that is over. The server stops when the reader is closed or,
         with `idle_timeout_s`, by itself after that time without clients. `timeout_s`: limit for connecting to a running
@@ -215,20 +217,19 @@ class RunReader:
         if self._store is None and not self.problem:
             try:
                 return self.store
-            # An embedded server writes to its folder, which may belong to another user.
-            except (ConfigError, ReplayBufferError, OSError) as error:
+            except _UNREADABLE as error:
                 self.problem = str(error)
         return self._store
 
     def open_store(self, *, starts_server: bool = False) -> RedisStore:
-        """Open a connection of the caller's own to the store. Raises ConfigError, ReplayBufferError."""
+        """Open a separate connection, which the caller closes. Raises ConfigError, ReplayBufferError."""
         is_started = starts_server and not self.is_live and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
         return open_run_store(
             self.folder,
             timeout_s=_START_TIMEOUT_S if is_started else self._timeout_s,
             answer_timeout_s=self._answer_timeout_s,
             starts_server=is_started,
-            # A run that is resumed meanwhile takes the server over.
+            # If the run is resumed, it takes the server over.
             idle_timeout_s=self._idle_timeout_s,
         )
 
@@ -322,14 +323,14 @@ class RunReader:
     def view(self) -> RunView:
         """Read the state. A store that does not answer blocks for seconds at most."""
         with self._viewing:
-            return self._view()
+            is_live = self.is_live
+            # A run that was over may have been resumed.
+            self._is_final = self._is_final and not is_live
+            if not self._is_final:
+                self._read_store(is_live=is_live)
+            return self._make_view(is_live=is_live, now=time.monotonic())
 
-    def _view(self) -> RunView:
-        is_live = self.is_live
-        # A run that was over may have been resumed.
-        self._is_final = self._is_final and not is_live
-        if not self._is_final:
-            self._read_store(is_live=is_live)
+    def _make_view(self, *, is_live: bool, now: float) -> RunView:
         summary, status, run = self.summary, self._status, self._known_config
         step = int(self.table.newest("step") or 0)
         return RunView(
@@ -340,7 +341,7 @@ class RunReader:
             max_lag=run.buffer.staleness.max_lag if run else None,
             is_live=is_live,
             status=status,
-            status_age_s=self._status_age_s(),
+            status_age_s=None if self._status_at is None else 0.0 if self._is_final else now - self._status_at,
             problem=self.problem,
             summary=summary,
             times=summary.get("times") or self.table.nested.get("times") or {},
@@ -356,17 +357,12 @@ class RunReader:
             return "running"
         return "finished" if self.summary else "stopped"
 
-    def _status_age_s(self) -> float | None:
-        if self._status_at is None:
-            return None
-        return 0.0 if self._is_final else time.monotonic() - self._status_at
-
     def _read_store(self, *, is_live: bool) -> None:
         try:
             self._status, self._status_at, self.problem = self.status(), time.monotonic(), ""
             self.events_seen = self.store.events(limit=EVENTS_KEPT)
             self._is_final = not is_live and not any(role.is_alive for role in self._status.roles)
-        except (ReplayBufferError, ConfigError) as error:
+        except _UNREADABLE as error:
             self.problem = str(error)
             self._is_final = not is_live
         if self._is_final or self.problem:

@@ -285,6 +285,7 @@ def _roles(status: RunStatus) -> RenderableType:
 
 
 def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
+    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
     return [
         role.name,
         f"{role.host}:{role.pid}" if role.host and role.pid else _NOTHING,
@@ -295,14 +296,9 @@ def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
         _NOTHING if role.progress_age_s is None else duration(role.progress_age_s),
         _cell(role.restarts),
         duration(role.report_age_s),
-        _state(role, is_waiting=is_waiting),
+        # The waits section already shows the reason of a wait.
+        f"{state}: {role.reason}" if role.reason and not is_waiting else state,
     ]
-
-
-def _state(role: RoleStatus, *, is_waiting: bool) -> str:
-    # The waits section already shows the reason of a wait.
-    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
-    return f"{state}: {role.reason}" if role.reason and not is_waiting else state
 
 
 def _cell(value: float | None, form: str = "") -> str:
@@ -428,12 +424,9 @@ def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
         while not is_stopping():
             time.sleep(_POLL_EVERY_S)
             if time.monotonic() >= refresh_at:
-                live.update(_draw(reader), refresh=True)
+                try:
+                    drawn = draw_status(reader.status())
+                except ReplayBufferError as error:
+                    drawn = Text(str(error), style="red")
+                live.update(drawn, refresh=True)
                 refresh_at = time.monotonic() + _REFRESH_EVERY_S
-
-
-def _draw(reader: RunReader) -> RenderableType:
-    try:
-        return draw_status(reader.status())
-    except ReplayBufferError as error:
-        return Text(str(error), style="red")

@@ -38,7 +38,8 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
     """Return (table with a line per group, number of lines). Counts and means cover the selected members."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
-    for group in islice(_groups(found), limit):
+    groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
+    for group in islice(groups, limit):
         rewards = sum(member.trajectory.reward.total for member in group) / len(group)
         tokens = sum(member.trajectory.num_tokens for member in group) / len(group)
         versions = sorted({version for member in group for version in member.versions})
@@ -55,11 +56,6 @@ def list_trajectories(found: Iterable[StoredTrajectory], *, limit: int) -> tuple
         reward = f"{trajectory.reward.total:.3f}" if trajectory.reward.status == "ok" else trajectory.reward.status
         _add(table, stored, trajectory.id, reward, tokens=trajectory.num_tokens, versions=stored.versions)
     return table, table.row_count
-
-
-def _groups(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
-    for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id):
-        yield list(members)
 
 
 def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
@@ -79,7 +75,8 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
     for reason, kept in frames:
         size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
-        add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), _as_text(kept[:_TEXT_BYTES]))
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept[:_TEXT_BYTES])
+        add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), text)
     return table
 
 
@@ -92,11 +89,6 @@ def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
 
 def _is_cut(kept: bytes) -> bool:
     return len(kept) >= FRAME_BYTES_KEPT
-
-
-def _as_text(kept: bytes) -> str:
-    """Decode as ASCII, with a dot for non-printable bytes."""
-    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept)
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -140,7 +132,9 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
     yield "prompt", f"{trajectory.prompt_uid} of {trajectory.data_source}"
     yield "outcome", stored.state + (f": {stored.reason}" if stored.reason else "")
     for step in stored.steps:
-        yield f"step {step}", _training(stored, step_versions.get(step))
+        version = step_versions.get(step)
+        lag = "" if version is None else f" at version {version}: lag {version - stored.oldest_version}"
+        yield f"step {step}", f"trained on it{lag}"
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts.items())
     yield "reward", f"{reward.total:g}{parts}, {'right' if reward.is_correct else 'not entirely right'}"
     if reward.status != "ok":
@@ -158,12 +152,6 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
         yield "archived", _moment(stored.archived_at)
     if trajectory.extras:
         yield "extras", trajectory.extras
-
-
-def _training(stored: StoredTrajectory, version: int | None) -> str:
-    if version is None:
-        return "trained on it"
-    return f"trained on it at version {version}: lag {version - stored.oldest_version}"
 
 
 def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:

@@ -58,19 +58,16 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
 def _write_parquet(found: Iterable[StoredTrajectory], file: BinaryIO) -> int:
     with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
         count = 0
-        for rows in _chunks_to_export(found):
-            writer.write_table(_tabulate(rows))
+        remaining = iter(found)
+        while rows := list(islice(remaining, _ROWS_AT_ONCE)):
+            try:
+                writer.write_table(tabulate(rows))
+            except (pa.ArrowException, OverflowError) as error:
+                raise RecordRefusedError(
+                    "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
+                ) from None
             count += len(rows)
     return count
-
-
-def _tabulate(rows: list[StoredTrajectory]) -> pa.Table:
-    try:
-        return tabulate(rows)
-    except (pa.ArrowException, OverflowError) as error:
-        raise RecordRefusedError(
-            "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
-        ) from None
 
 
 def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Decode | None) -> int:
@@ -99,12 +96,6 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
-
-
-def _chunks_to_export(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
-    rows = iter(found)
-    while chunk := list(islice(rows, _ROWS_AT_ONCE)):
-        yield chunk
 
 
 # --- import ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import asyncio
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -116,11 +116,17 @@ class Scale(msgspec.Struct, forbid_unknown_fields=True):
 
     generators: Annotated[int, msgspec.Meta(ge=0)]
 
+    def act(self, store: Store, run: str) -> dict[str, int]:
+        return {"before": request_generators(store, self.generators, run=run)}
+
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
     """Body of a request to pause or resume a run."""
 
     off: bool
+
+    def act(self, store: Store, run: str) -> None:
+        request_pause(store, is_off=self.off, run=run)
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
@@ -128,15 +134,19 @@ class Drain(msgspec.Struct, forbid_unknown_fields=True):
 
     generator: str
 
+    def act(self, store: Store, run: str) -> None:
+        request_drain(store, self.generator, run=run)
+
 
 def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> Starlette:
     """Build the application; arguments as for Guard."""
     dashboard = Dashboard(runs)
-    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _refused_input, msgspec.MsgspecError: _bad_body}
+    bad_body = _answering(400, "400: the body must be the JSON of this action, got: ")
+    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _answering(409), msgspec.MsgspecError: bad_body}
     return Starlette(
         routes=dashboard.routes(),
         middleware=[Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)],
-        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _no_answer),
+        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _answering(503)),
         lifespan=dashboard.lifespan,
     )
 
@@ -174,9 +184,9 @@ class Dashboard:
             Route("/api/runs/{run}/groups/{group}", self._group),
             Route("/api/runs/{run}/settings", self._settings),
             Route("/api/runs/{run}/summary", self._summary),
-            Route("/api/runs/{run}/scale", partial(self._act, Scale, _scale), methods=["POST"]),
-            Route("/api/runs/{run}/drain", partial(self._act, Drain, _drain), methods=["POST"]),
-            Route("/api/runs/{run}/pause", partial(self._act, Pause, _pause), methods=["POST"]),
+            Route("/api/runs/{run}/scale", partial(self._act, Scale), methods=["POST"]),
+            Route("/api/runs/{run}/drain", partial(self._act, Drain), methods=["POST"]),
+            Route("/api/runs/{run}/pause", partial(self._act, Pause), methods=["POST"]),
         ]
 
     def _reader(self, request: Request) -> RunReader:
@@ -262,27 +272,15 @@ class Dashboard:
         return _json(self._reader(request).summary)
 
     # --- actions -------------------------------------------------------------------------------------------------
-    async def _act(self, kind: type[Any], call: Callable[[Store, Any, str], object], request: Request) -> Response:
-        """Decode the body as `kind` and run `call(store, body, run)`."""
+    async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
+        """Decode the body as `kind` and carry out its request."""
         reader, asked = self._reader(request), await _body(request, kind)
 
         def act() -> object:
             with reader.open_store() as store:
-                return call(store, asked, reader.id)
+                return asked.act(store, reader.id)
 
         return _json(await run_sync(act))
-
-
-def _scale(store: Store, asked: Scale, run: str) -> dict[str, int]:
-    return {"before": request_generators(store, asked.generators, run=run)}
-
-
-def _drain(store: Store, asked: Drain, run: str) -> None:
-    request_drain(store, asked.generator, run=run)
-
-
-def _pause(store: Store, asked: Pause, run: str) -> None:
-    request_pause(store, is_off=asked.off, run=run)
 
 
 async def _body(request: Request, kind: type[Any]) -> Any:
@@ -300,20 +298,17 @@ def _json(value: object) -> Response:
 
 
 # --- errors: one sentence each ---------------------------------------------------------------------------------------
+def _answering(status: int, words: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return a handler that answers with the error, after `words`."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(f"{words}{error}\n", status)
+
+    return answer
+
+
 async def _refused(_: Request, error: HTTPException) -> Response:
     return PlainTextResponse(f"{error.status_code}: {error.detail}\n", error.status_code)
-
-
-async def _refused_input(_: Request, error: ConfigError) -> Response:
-    return PlainTextResponse(f"{error}\n", 409)
-
-
-async def _bad_body(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"400: the body must be the JSON of this action, got: {error}\n", 400)
-
-
-async def _no_answer(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"{error}\n", 503)
 
 
 PORT = 8420

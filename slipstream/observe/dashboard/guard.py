@@ -76,7 +76,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = self._refuse_host(headers) or self._enter(scope) or self._refuse(scope, headers)
+        answer: Response | None
+        if host_of(headers.get("host", "")) in self._hosts:
+            answer = self._enter(scope) or self._refuse(scope, headers)
+        else:
+            words = "400: the dashboard does not answer under this name; see --allow-host.\n"
+            answer = PlainTextResponse(words, 400)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -87,11 +92,6 @@ class Guard:
             await send(message)
 
         await (answer or self._app)(scope, receive, send_with_headers)
-
-    def _refuse_host(self, headers: Headers) -> Response | None:
-        if host_of(headers.get("host", "")) in self._hosts:
-            return None
-        return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
 
     def _enter(self, scope: Scope) -> Response | None:
         """Answer the printed address: start a session and lead to an address without the token."""

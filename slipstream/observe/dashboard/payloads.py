@@ -51,18 +51,11 @@ def read_meanings() -> list[Meaning]:
         elif line.startswith("| key"):
             columns = [name.strip() for name in line.strip("|").split("|")]
         elif line.startswith("| `") and columns and section != "summary.json":
-            cells = [_plain(cell) for cell in line.strip("|").split("|")]
-            found.append(_meaning(dict(zip(columns, cells, strict=False)), section))
+            plain = (_LINK.sub(r"\1", cell).replace("`", "").strip() for cell in line.strip("|").split("|"))
+            cells = dict(zip(columns, plain, strict=False))
+            unit, _, healthy = cells.get("unit, healthy range", cells.get("unit", "")).partition("; ")
+            found.append(Meaning(cells["key"], section, cells["meaning"], unit, cells.get("healthy", healthy)))
     return found
-
-
-def _meaning(cells: dict[str, str], section: str) -> Meaning:
-    unit, _, healthy = cells.get("unit, healthy range", cells.get("unit", "")).partition("; ")
-    return Meaning(cells["key"], section, cells["meaning"], unit, cells.get("healthy", healthy))
-
-
-def _plain(cell: str) -> str:
-    return _LINK.sub(r"\1", cell).replace("`", "").strip()
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

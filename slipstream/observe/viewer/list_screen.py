@@ -36,10 +36,6 @@ _ROWS_READ = 256
 """Rows read per request, so that scrolling by lines rarely reads."""
 
 
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%m-%d %H:%M:%S")
-
-
 def _number(value: float | None, form: str = "g") -> str:
     return "" if value is None else f"{value:{form}}"
 
@@ -62,7 +58,7 @@ COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
     "generator_id": ("generator", 12, lambda row: row.generator_id),
     "data_source": ("source", 14, lambda row: row.data_source),
     "prompt_uid": ("prompt", 20, lambda row: row.prompt_uid),
-    "finished_at": ("finished", 14, lambda row: _moment(row.finished_at)),
+    "finished_at": ("finished", 14, lambda row: f"{datetime.fromtimestamp(row.finished_at, UTC):%m-%d %H:%M:%S}"),
     "reason": ("reason", 20, lambda row: row.reason),
 }
 """Catalog column -> (heading, width, text of a row)."""

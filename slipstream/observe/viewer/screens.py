@@ -36,7 +36,9 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
     page = Text(no_wrap=False)
     for index in range(first, min(first + size, len(texts))):
         is_model = detail.model_mask[index]
-        page.append(_visible(texts[index]), scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
+        # Control characters and line ends become visible; lines still break.
+        text = printable(texts[index]).replace("\n", "↵\n")
+        page.append(text, scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
     return page
 
 
@@ -68,11 +70,6 @@ class _Scale:
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in colour)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
-
-
-def _visible(text: str) -> str:
-    """Make line ends and control characters visible, keeping the line breaks."""
-    return printable(text).replace("\n", "↵\n")
 
 
 PLAIN = ""

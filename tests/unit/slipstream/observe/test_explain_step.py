@@ -8,30 +8,18 @@ import msgspec
 import pytest
 
 from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
-from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
+from slipstream.buffer.records import make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.observe.explain import explain_step, explain_version, find_entry, missing_store, table_of_step
 from slipstream.observe.reader import RunReader
-from tests.builders import make_finished, make_packed, write_archive
+from tests.builders import make_finished, write_archive
 from tests.memory_store.store import MemoryStore
-from tests.recorded_run import append_rows, record_run
+from tests.recorded_run import append_rows, record_run, record_step
 
 
 def make_store(*, is_retired: bool = False, clock: Callable[[], float] = lambda: 1.0) -> MemoryStore:
-    """One group of two, trained on in step 1."""
-    store = MemoryStore(clock=clock)
-    store.open_run("run", config_json="{}", num_rows=5, seed=7)
-    store.record_version(VersionEntry(0, 0, "aaaa"))
-    store.lease(owner="generator-0", max_groups=1, group_size=2, lease_s=60, admission_limit=9)
-    store.insert([make_packed("0", index, group_size=2) for index in (0, 1)])
-    claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
-    assert isinstance(claim, Claim)
-    store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
-    store.record_version(VersionEntry(1, 1, "bbbb"))
-    if is_retired:
-        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
-    return store
+    return record_step(MemoryStore(clock=clock), run="run", is_retired=is_retired)
 
 
 def read(store: MemoryStore, folder: Path = Path("nowhere")) -> RunReader:
