@@ -27,7 +27,7 @@ _NAMED = 8
 
 
 def missing_store(reader: RunReader) -> str:
-    """Return one sentence on why there is no store; empty if there is one."""
+    """Explain in one sentence why the store is missing; empty if it can be read."""
     if reader.find_store():
         return ""
     return f"events and versions must be read from the store, which is not there: {reader.problem}"
@@ -80,7 +80,7 @@ def explain_version(reader: RunReader, version: int) -> Iterator[str]:
 
 
 def _deviations(entry: StepEntry) -> list[str]:
-    """List reused groups, weighted losses, and groups from other archives; a plain run has none of them."""
+    """List reused groups, weighted losses, and groups from other archives, which a plain run does not have."""
     reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
     weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
     lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))

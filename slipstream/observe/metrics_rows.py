@@ -152,10 +152,10 @@ class HealthWarning(Record):
     value: float
     """Newest value."""
     since_step: int
-    """Step at which the violation was detected; it may have begun a few steps earlier."""
+    """Step of the detected violation, which may have begun a few steps earlier."""
     healthy: str
     advice: str
-    """What it means for learning, and the remedy."""
+    """Effect on learning, and the remedy."""
 
 
 class Health:

@@ -116,10 +116,10 @@ class RunReader:
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         idle_timeout_s: float | None = None,
     ) -> None:
-        """`run_id`: by default the folder's name. `store`: an open store to read instead.
+        """`run_id`: defaults to the folder's name. `store`: an open store to read.
 
         `starts_server`: start the embedded server of a run that is over. The server stops when the reader is closed or,
-        with `idle_timeout_s`, by itself after that time without clients. `timeout_s`: limit for connecting to a running
+        with `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running
         server; `answer_timeout_s`: limit for one answer.
         """
         self.folder = folder

@@ -63,7 +63,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end by itself, as last reported; empty if it may end."""
+    """Return why the learner's wait cannot end without help, as last reported; empty if it can."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -202,7 +202,7 @@ class RunStatus(Record):
     generators_target: int | None
     """Number of generators that the launcher keeps running; None without a launcher."""
     address: str
-    """Address at which generators on other machines join; empty if the broker listens on no port."""
+    """Address for generators on other machines to join; empty if the broker listens on no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the live generators; None without any."""
     admission: Admission

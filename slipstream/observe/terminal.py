@@ -73,7 +73,7 @@ class LiveView:
             self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
 
     def print_line(self, sentence: str) -> None:
-        """Print one line, above the panel if there is one."""
+        """Print one line, above the panel if it is shown."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     # --- the panel -----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
 
 
 def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    """Name the brokers, if there are several, with their number of generators and the chief."""
+    """Name several brokers with their number of generators, and mark the chief."""
     brokers = [role for role in roles if role.role == "broker"]
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
     shown = [

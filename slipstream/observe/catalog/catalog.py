@@ -23,7 +23,7 @@ from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_s
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
-"""Columns by which a query may sort."""
+"""Sortable columns."""
 _QUERIES_KEPT = 8
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
 """Blocks searched concurrently; each holds about a million tokens in memory."""
@@ -88,10 +88,10 @@ class Catalog:
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read new trajectories; return whether there were any. Raises ArchiveError for a damaged manifest."""
+        """Read new trajectories; return whether any were found. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # The store before the archive: a group that moves meanwhile is found in both, never in neither.
+            # The store before the archive: a group that moves in between is found in both, never in neither.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]

@@ -159,7 +159,7 @@ def fetch(
     uri: Annotated[str, typer.Argument(metavar="URI", help="Archive in `storage_uri`: s3://BUCKET/RUNS/NAME/archive.")],
     into: Annotated[Path, typer.Option("--into", metavar="FOLDER", help="Folder of the copy.")],
 ) -> None:
-    """Copy an archive out of an object store, or what the folder lacks of it."""
+    """Copy an archive from an object store, skipping files that the folder already has."""
     fetched = fetch_archive(uri, into)
     print(f"{fetched.groups} groups, {fetched.trajectories} trajectories in {into}")
 

@@ -174,7 +174,7 @@ class StoreSource:
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # The archive last: a group that moves meanwhile is found in both, never in neither.
+        # The archive last: a group that moves in between is found in both, never in neither.
         for stored in self._archive.read(selected, decode=decode) if self._archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
@@ -272,7 +272,7 @@ class FileSource:
 
 
 Source = ArchiveSource | StoreSource | FileSource
-"""`blocks` reads only what is new and returns unchanged blocks as the same objects.
+"""`blocks` reads only new data and returns unchanged blocks as the same objects.
 
 `parts`: the sources that make up this one. A group that moves from the last to an earlier one may be in both."""
 
@@ -282,7 +282,7 @@ def _members(group: StoredGroup) -> list[StoredTrajectory]:
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer, otherwise the source's own; None without one. Raises ConfigError."""
+    """Return the given tokenizer, otherwise the tokenizer of the source; None without one. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())

@@ -16,11 +16,11 @@ from slipstream.configs.base import ConfigError
 
 _FILE = "tokenizer.json"
 _FIRST_SHIFTED = 256
-"""Byte-level tokenizers map non-printable bytes to the characters from here on, in order."""
+"""Byte-level tokenizers map non-printable bytes to consecutive characters starting here."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 _ROWS_TRIED = 16
-"""Rows whose decoded text is compared with their joined pieces before pieces are searched instead of texts."""
+"""Rows to decode and compare with their joined pieces before searching pieces instead of texts."""
 
 
 class TokenDecoder:

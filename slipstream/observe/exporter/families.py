@@ -128,7 +128,7 @@ def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
 
 
 def unreachable(run: str) -> list[Metric]:
-    """Return the metrics of a run whose store does not answer: `up 0`."""
+    """Return the metrics of a run without a responding store: `up 0`."""
     families: dict[str, Metric] = {}
     _add(families, FAMILIES["up"], {}, 0.0, run=run)
     return list(families.values())

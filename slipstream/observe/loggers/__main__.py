@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 @fail_cleanly(ReplayBufferError)
 def main(arguments: list[str]) -> None:
-    """Run until SIGTERM or SIGINT, then deliver what is queued."""
+    """Run until SIGTERM or SIGINT, then deliver the queued entries."""
     exit_after_help(arguments, __doc__)
     if not arguments or "=" in arguments[0]:
         raise ConfigError(f"the first word must name a logger: {', '.join(LOGGERS)} or module:Class.")
@@ -113,7 +113,7 @@ class LoggerProcess:
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         options = run.logging.options.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
-        # The backlog arrives at once, so it must not count against a slow logger.
+        # The backlog arrives in one read, which says nothing about the logger's speed.
         self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))
         self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
 

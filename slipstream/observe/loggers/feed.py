@@ -48,7 +48,7 @@ class Delivery:
         self.num_sent = self.num_failed = self.num_dropped = 0
         """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position up to which all rows were delivered or dropped; 0 before the first."""
+        """Position after the last row that was delivered or dropped; 0 before the first."""
         self.error: Exception | SystemExit | None = None
         """Exception that the logger raised on start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
@@ -122,7 +122,7 @@ class Delivery:
 
 
 class Bookmark:
-    """Position up to which a logger has the rows, and the run's id for the logger. Stored in the run folder."""
+    """Position after the last row that a logger has, and the run's id for the logger. Stored in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -155,7 +155,7 @@ class Feed:
         cursor: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`cursor`: position up to which the logger has the rows."""
+        """`cursor`: position after the last row that the logger has."""
         self._reader = reader
         self._delivery = delivery
         self._config = config

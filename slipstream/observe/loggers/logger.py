@@ -1,4 +1,4 @@
-"""RunLogger: a destination for a run's metrics. LoggedRun: what a logger knows about the run."""
+"""RunLogger: a destination for a run's metrics. LoggedRun: the run as loggers see it."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Entry(Record):
     arguments: tuple[Any, ...]
     """Arguments after the step."""
     cursor: int = 0
-    """Position up to which a logger has the rows once it has this entry; 0 if unchanged."""
+    """Position after the last row that a logger has with this entry; 0 if unchanged."""
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:

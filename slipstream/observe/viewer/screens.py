@@ -87,7 +87,7 @@ class TokenScreen(Screen[None]):
     ]
 
     def __init__(self, detail: TrajectoryDetail) -> None:
-        """`detail`: trajectory whose numbers can be selected."""
+        """`detail`: trajectory that provides the selectable numbers."""
         super().__init__()
         self._detail = detail
         self._number = next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
