@@ -11,13 +11,13 @@ from bisect import bisect_left
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
 from slipstream.buffer.records import EVENTS_KEPT, Event, StepEntry, VersionEntry
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S
 from slipstream.buffer.redis.run_store import open_run_store
@@ -185,6 +185,13 @@ class RunReader:
         return is_held(self.folder)
 
     @property
+    def folder_phase(self) -> Literal["running", "finished", "stopped"]:
+        """Phase without the store: held by a process, ended with a summary, or neither."""
+        if self.is_live:
+            return "running"
+        return "finished" if (self.folder / "summary.json").is_file() else "stopped"
+
+    @property
     def archive(self) -> Archive | None:
         """The run's archive, as of the first use; None without one. Raises ArchiveError for a damaged manifest."""
         if self._archive is None and is_archive(self.folder / "archive"):
@@ -211,6 +218,13 @@ class RunReader:
         if self._store is None:
             self._store = self.open_store(starts_server=self._starts_server)
         return self._store
+
+    def connect(self) -> Self:
+        """Open the store now, if the run has one and the broker has begun the run. Raises as `store`."""
+        if self.has_store:
+            with suppress(RunConflictError):
+                self._store = self.store
+        return self
 
     def find_store(self) -> Store | None:
         """Return the store; None if it cannot be opened, with the reason in `problem`. Tries once."""
@@ -353,9 +367,7 @@ class RunReader:
     def _phase(self, *, is_live: bool) -> str:
         if self._status and not self.problem and (is_live or not self._is_final or self._status.phase in _ENDED):
             return self._status.phase
-        if is_live:
-            return "running"
-        return "finished" if self.summary else "stopped"
+        return self.folder_phase
 
     def _read_store(self, *, is_live: bool) -> None:
         try:
@@ -373,10 +385,10 @@ class RunReader:
     def line(self) -> RunLine:
         """Summarize the run from its folder alone."""
         changed_at, last, accuracies = self._newest_rows()
-        is_live, run = self.is_live, self._known_config
+        run = self._known_config
         return RunLine(
             id=self.id,
-            phase="running" if is_live else "finished" if self.summary else "stopped",
+            phase=self.folder_phase,
             mode=run.mode if run else "",
             step=int(last.get("step", 0)),
             max_steps=run.learner.max_steps if run else None,

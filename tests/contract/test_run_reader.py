@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
+from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
@@ -177,3 +178,18 @@ def test_a_server_that_was_started_to_be_read_stops_with_the_reader(tmp_path):
         assert reader.find_store()
         assert server.is_listening
     assert not server.is_listening
+
+
+def test_a_reader_that_starts_before_the_broker_has_begun_the_run_reads_it_afterwards(tmp_path):
+    folder = record_run(tmp_path, steps=0)
+    server = EmbeddedRedis(folder / "store", max_memory_mib=64)
+    server.start(timeout_s=20)
+    try:
+        with RunReader(folder).connect() as reader:
+            with pytest.raises(RunConflictError):
+                reader.changes(after=0)
+            with open_run_store(server.url, "mine", timeout_s=5) as store:
+                record_step(store).append_metrics(make_row(1))
+            assert [row["step"] for row in reader.changes(after=0).rows] == [1]
+    finally:
+        server.stop()

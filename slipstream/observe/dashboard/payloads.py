@@ -152,7 +152,7 @@ class Trajectories:
             num_stored=catalog.rows.num_rows,
             start=start,
             rows=page.rows,
-            notes=catalog.notes + ([] if reader.is_live or reader.summary else [_IN_STORE]),
+            notes=catalog.notes + ([_IN_STORE] if reader.folder_phase == "stopped" else []),
             columns=list(SORTABLE),
             conditions=list(NAMES),
         )

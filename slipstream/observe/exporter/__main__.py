@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig, read_config
@@ -141,13 +141,8 @@ def main(arguments: list[str]) -> None:
     if config.port is not None:
         server = MetricsServer(config.host, config.port, token=find_token(run) if config.is_open else "")
         log.info("serving", address=f"http://{config.host}:{server.port}/metrics", needs_token=config.is_open)
-    with (
-        RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as reader,
-        closing(Outbox(folder, run)) as outbox,
-    ):
-        # Until the broker has begun the run, the store does not know it.
-        with suppress(RunConflictError):
-            _ = reader.store
+    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    with reader.connect(), closing(Outbox(folder, run)) as outbox:
         scraped = RunMetrics(reader)
         while not is_stopping():
             if server:

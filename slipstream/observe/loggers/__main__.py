@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -54,10 +53,8 @@ def main(arguments: list[str]) -> None:
     folder = find_run(words, command="loggers")
     run = read_config(folder)
     check_loggers(run)
-    with RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as reader:
-        # Until the broker has begun the run, the store does not know it.
-        with suppress(RunConflictError):
-            _ = reader.store if reader.has_store else None
+    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    with reader.connect():
         process = LoggerProcess(name, reader)
         while not is_stopping():
             process.turn()
