@@ -120,11 +120,3 @@ def test_a_file_is_read_on_from_its_position_and_after_a_resume_that_cut_it(tmp_
     cut = file.read(changes.position).position
     path.write_text("".join([*lines[:2], '{"step": 3, "again": 1}\n']))
     assert file.read(cut).rows == [{"step": 3, "again": 1}]
-
-
-def test_a_damaged_line_of_a_file_is_passed_over_and_a_number_may_be_none(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "learner/ess": NaN}\n\0\0\0\n"learner/ess": 1}\n{"step": 2}\n')
-    changes = MetricsFile(path).read(0)
-    assert [each["step"] for each in changes.rows] == [1, 2]
-    assert changes.position == path.stat().st_size
