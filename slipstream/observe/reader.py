@@ -69,7 +69,7 @@ class RunView(Record):
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Why the store is not read; empty if it is."""
+    """Reason why the store is not read; empty if it is."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
@@ -125,7 +125,7 @@ class RunReader:
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Why the store could not be opened or read; empty if it could, or if nothing needed it yet."""
+        """Error on opening or reading the store; empty without one."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s

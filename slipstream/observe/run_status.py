@@ -39,7 +39,7 @@ class Wait(Record):
     waiter: str
     """A role's name, or all roles of a kind."""
     blocked_on: str
-    """Who can end the wait."""
+    """Side that can end the wait."""
     reason: str
 
 
@@ -170,7 +170,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Why no more prompts are admitted now; empty if more may be."""
+    """Reason why no more prompts are admitted now; empty if more may be."""
 
 
 class RunStatus(Record):
