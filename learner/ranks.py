@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.cluster.seat import MACHINE_VARIABLES
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
+from slipstream.runtime.credentials import is_loopback
 
 COLLECTIVE_TIMEOUT_S = 2400.0
 """Time limit of a collective. It includes the time that other ranks wait while rank 0 publishes, reads a checkpoint, or

@@ -25,7 +25,8 @@ from slipstream.configs.schema import groups
 from slipstream.migration.translation import format_value
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.detail import TrajectoryDetail
-from slipstream.runtime.run_folder import RunFolder, find_run, read_rows
+from slipstream.observe.metrics_rows import read_rows
+from slipstream.runtime.run_folder import RunFolder, find_run
 
 Function = str | Callable[..., Any]
 """`module:function`, `FILE.py:function`, or the function itself."""

@@ -3,13 +3,18 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
+from slipstream.buffer.sampling import SamplingRules
+from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
-from tests.builders import make_run
+from tests.builders import make_packed, make_run
+
+S = TypeVar("S", bound=Store)
 
 
 def make_row(step: int, **values: Any) -> dict[str, Any]:
@@ -67,3 +72,18 @@ def record_run(
 
 def make_config(runs_dir: Path, name: str = "mine", **settings: Any) -> RunConfig:
     return make_run(**({"name": name, "runs_dir": str(runs_dir), "learner": {"max_steps": 40}} | settings))
+
+
+def record_step(store: S, *, run: str = "mine", is_retired: bool = False) -> S:
+    """Record a run with one group of two that step 1 trained on, and versions 0 and 1; return the store."""
+    store.open_run(run, config_json="{}", num_rows=5, seed=7)
+    store.record_version(VersionEntry(0, 0, "aaaa"))
+    store.lease(owner="generator-0", max_groups=1, group_size=2, lease_s=60, admission_limit=9)
+    store.insert([make_packed("0", index, group_size=2) for index in (0, 1)])
+    claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
+    assert isinstance(claim, Claim)
+    store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
+    store.record_version(VersionEntry(1, 1, "bbbb"))
+    if is_retired:
+        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
+    return store

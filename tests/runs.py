@@ -27,7 +27,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import read_config
-from slipstream.observe.run_status import StatusReader
+from slipstream.observe.run_status import Monitor
 from slipstream.observe.terminal import as_json
 from slipstream.runtime.trace import SPANS
 
@@ -106,7 +106,7 @@ def status(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "runs" / name
     try:
         with open_run_store(path, timeout_s=1) as store:
-            return json.loads(as_json(StatusReader(store, read_config(path)).read()))
+            return json.loads(as_json(Monitor(store, read_config(path)).status()))
     except (ConfigError, ReplayBufferError):
         return {"roles": []}
 

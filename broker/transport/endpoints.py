@@ -15,6 +15,7 @@ import psutil
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig
+from slipstream.runtime.credentials import is_loopback
 
 PROBE_TIMEOUT_S = 1.0
 _MAX_PATH_BYTES = 107
@@ -137,14 +138,6 @@ def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedEr
         f"{setting} must be free to bind, got {address}: {reason}; "
         f"stop the {role} that runs there, or choose another with {setting}=..."
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:

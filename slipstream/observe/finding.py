@@ -1,4 +1,4 @@
-"""Answer: what is found in the records of a run, with the figures that it rests on."""
+"""Answer: the findings in the records of a run, with the figures behind them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from slipstream.configs.base import Record
 
 Events = Mapping[int, Sequence[str]]
-"""Step -> sentences on what happened while it was made."""
+"""Step -> sentences about events during the step."""
 
 
 class Finding(Record):
-    """One thing that was found.
+    """One finding.
 
     Example: Finding("lag/mean", figures="rose from 1 to 5.8, from step 44 on", advice="the answers come from ...")
     """
@@ -21,7 +21,7 @@ class Finding(Record):
     figures: str
     """Measured values."""
     advice: str = ""
-    """Meaning and remedy, with the figures of the run."""
+    """Meaning and remedy, with the run's settings filled in."""
 
 
 class Answer(Record):
@@ -30,11 +30,11 @@ class Answer(Record):
     headline: str
     """One sentence."""
     findings: list[Finding] = []
-    """The most important first."""
+    """Most important first."""
     facts: list[str] = []
-    """Further measurements, a line each."""
+    """Additional measurements, one line each."""
     note: str = ""
-    """Limit of the answer."""
+    """Limitation of the answer."""
 
     def lines(self) -> Iterator[str]:
         """Yield the answer as text."""
@@ -47,13 +47,13 @@ class Answer(Record):
 
 
 def number_in(row: Mapping[str, Any], key: str) -> float:
-    """Return a metric of a row; NaN where it is absent or no number: a file may hold anything."""
+    """Return a metric of a row; NaN if it is absent or not a number (rows are not validated)."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def shown(value: float) -> str:
-    """Format a measured value."""
+    """Format a value with three significant digits."""
     return f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Rows of a run's metrics.jsonl as columns, followed while the run appends, and the health that they show."""
+"""Rows of a run's metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
 
 import math
 import os
@@ -12,33 +12,84 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.healthy_ranges import RANGES, Watched, changed, explain_value, figures_of
 from slipstream.runtime.run_folder import parse_row
 
-_PIECE_BYTES = 32 * 2**20
-"""Bytes of the file that are read at a time."""
 _TAIL_BYTES = 256 * 2**10
-"""Bytes at the end of the file from which `read_tail` takes its rows."""
+"""Bytes at the end of the file that `read_tail` reads."""
 _DIGITS = 6
 """Significant digits of a value in `series`: more than a screen shows."""
 _NESTED = ("lag/histogram", "times")
-"""Keys whose newest value alone is kept: they hold objects."""
+"""Keys that hold objects; only their newest value is kept."""
 
 Row = dict[str, Any]
 
 
-class MetricsTable:
-    """One array of numbers per key, with NaN where a row lacks it. Belongs to one thread at a time.
+class RunChanges(Record):
+    """Rows added since a position. Example: RunChanges([{"step": 12}], position=4096)."""
 
-    A file that is replaced, as by a run that resumes from a checkpoint, is read anew: `generation` counts that.
+    rows: list[Row]
+    position: int
+    """Position to read from next: bytes of metrics.jsonl, or a number of rows of the store."""
+    num_lost: int = 0
+    """Rows that the store dropped before they were read."""
+    is_restarted: bool = False
+    """Whether the file was replaced or truncated, as by a resume that rolls steps back."""
+
+
+class MetricsFile:
+    """Reads the rows of a metrics.jsonl after a byte position. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode = 0
+
+    def read(self, after: int) -> RunChanges:
+        """Return the complete rows after a position; damaged lines are skipped.
+
+        A missing file and a file system that does not respond yield the rows read so far; call again later.
+        """
+        rows: list[Row] = []
+        position, is_restarted = after, False
+        with suppress(OSError), self.path.open("rb") as file:
+            # Check the open file: its path may be replaced while it is read.
+            found = os.fstat(file.fileno())
+            is_restarted = found.st_size < after or self._inode not in (0, found.st_ino)
+            self._inode = found.st_ino
+            position = min(after, found.st_size)
+            file.seek(position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                position += len(line)
+                if (row := parse_row(line)) is not None:
+                    rows.append(row)
+        return RunChanges(rows, position, is_restarted=is_restarted)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return all complete rows of a metrics.jsonl, in order; none without a file."""
+    return MetricsFile(path).read(0).rows
+
+
+def read_tail(path: Path) -> list[Row]:
+    """Return the last rows of a metrics.jsonl without reading the rest; none without a file."""
+    with suppress(OSError):
+        return MetricsFile(path).read(max(0, path.stat().st_size - _TAIL_BYTES)).rows
+    return []
+
+
+class MetricsTable:
+    """One array of numbers per key, with NaN where a row lacks it. Not thread-safe.
+
+    A file that is replaced, as by a run that resumes from a checkpoint, is read again; `generation` counts that.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        self._reset(inode=0)
+        self._file = MetricsFile(path)
+        self._reset()
 
-    def _reset(self, *, inode: int) -> None:
-        self._inode = inode
-        self._offset = 0
-        self._rest = b""
+    def _reset(self) -> None:
+        self._position = 0
         self._columns: dict[str, array[float]] = {}
         self._length = 0
         self.nested: dict[str, Any] = {}
@@ -48,32 +99,22 @@ class MetricsTable:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of all numbers, in alphabetical order."""
+        """Keys with numbers, in alphabetical order."""
         return sorted(self._columns)
 
     def poll(self) -> list[Row]:
-        """Read what was appended; return the new rows, those of a replaced file included."""
-        try:
-            file = self.path.open("rb")
-        # Not there yet, or a file system that does not answer at present.
-        except OSError:
-            return []
-        rows: list[Row] = []
-        # Reading may fail later, too: what is missing comes with another call.
-        with file, suppress(OSError):
-            # Of the file that is read: it may be replaced meanwhile.
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
-                self.generation += bool(self._inode)
-                self._reset(inode=found.st_ino)
-            file.seek(self._offset)
-            while piece := file.read(_PIECE_BYTES):
-                self._offset += len(piece)
-                *lines, self._rest = (self._rest + piece).split(b"\n")
-                rows += [row for line in lines if (row := parse_row(line + b"\n")) is not None and self._append(row)]
-        return rows
+        """Read and return the rows that were appended; all rows if the file was replaced."""
+        changes = self._file.read(self._position)
+        if changes.is_restarted:
+            self.generation += 1
+            self._reset()
+            changes = self._file.read(0)
+        self._position = changes.position
+        for row in changes.rows:
+            self._append(row)
+        return changes.rows
 
-    def _append(self, row: Row) -> bool:
+    def _append(self, row: Row) -> None:
         for key, value in row.items():
             if isinstance(value, int | float):
                 column = self._columns.setdefault(key, array("d"))
@@ -82,42 +123,27 @@ class MetricsTable:
             elif key in _NESTED:
                 self.nested[key] = value
         self._length += 1
-        return True
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
-        """Return the columns of those keys that there are, all of one length; null where a row lacks the value."""
-        return {key: [_rounded(value) for value in self._padded(key)] for key in keys if key in self._columns}
+        """Return the columns of the known keys, all of the same length; None where a row lacks the value."""
+        found: dict[str, list[float | None]] = {}
+        for key in keys:
+            if (column := self._columns.get(key)) is not None:
+                rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
+                found[key] = rounded + [None] * (self._length - len(column))
+        return found
 
     def row(self, index: int) -> Row:
         found = {key: column[index] for key, column in self._columns.items() if index < len(column)}
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a key that not every row has."""
+        """Return the newest value of a key, which not every row has; None without one."""
         return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
-
-    def _padded(self, key: str) -> "array[float]":
-        column = self._columns[key]
-        return column + array("d", [math.nan] * (self._length - len(column)))
-
-
-def read_tail(path: Path) -> list[Row]:
-    """Return the last rows of a file, from its end alone; none without a file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return []
-    return [row for line in lines if (row := parse_row(line)) is not None]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
 class HealthWarning(Record):
-    """A metric outside of its range.
+    """A metric outside its healthy range.
 
     Example: HealthWarning("learner/ess", value=0.21, since_step=40, healthy=">= 0.3", advice="the answers come ...")
     """
@@ -126,24 +152,24 @@ class HealthWarning(Record):
     value: float
     """Newest value."""
     since_step: int
-    """Step in which it was found to be outside; it may have left its range some steps before."""
+    """Step of the detected violation, which may have begun a few steps earlier."""
     healthy: str
     advice: str
-    """Meaning for learning and remedy."""
+    """Effect on learning, and the remedy."""
 
 
 class Health:
-    """Follows the rows of a run, in order."""
+    """Checks the rows of a run against the healthy ranges. Rows must be added in order."""
 
     def __init__(self, run: RunConfig | None = None) -> None:
-        """`run`: the one whose figures the advice quotes."""
+        """`run`: settings that the advice quotes."""
         self._run = run
         self._watched = {key: Watched(healthy) for key, healthy in RANGES.items()}
         self._since: dict[str, int] = {}
         self._newest: dict[str, float] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        # A file may hold anything.
+        # The file is not validated.
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
         for key, watched in changed(self._watched, numbers):
             if watched.is_unhealthy:
@@ -154,7 +180,7 @@ class Health:
 
     @property
     def warnings(self) -> list[HealthWarning]:
-        """Metrics outside of their range now, the newest first."""
+        """Metrics that are outside their range now, the most recent violation first."""
         figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [

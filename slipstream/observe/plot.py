@@ -1,4 +1,4 @@
-"""Plots a run: reads `metrics.jsonl` of its folder and writes `curve.png` beside it."""
+"""Plots the metrics of a run; `plot_run` writes `curve.png` into its folder."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from slipstream.runtime.run_folder import read_metrics
+from slipstream.observe.reader import RunReader
 
 Rows = list[dict[str, Any]]
 """One flat dict per step."""
@@ -49,8 +49,8 @@ def is_drawn(key: str) -> bool:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw the curves of a run and return the path of the picture. Raises ConfigError when the run made no step."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    """Draw the curves of a run and return the path of the picture. Raises ConfigError if the run has no step."""
+    rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
     with mpl.rc_context(STYLE):
         figure = draw(rows, title=run_dir.resolve().name)
@@ -59,7 +59,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Draw accuracy over steps and over seconds above, reward, lag, mismatch and speed below."""
+    """Draw accuracy by step and by time on top; reward, lag, mismatch, and speed below."""
     figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 4)
@@ -102,9 +102,9 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
-    # The distance of the curves shows staleness; lag 0 shows the difference between the engines alone.
+    # Lag 0 shows only the difference between the engines; the distance to it shows staleness.
     found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
-    # Such as 4-7 or 16+.
+    # Buckets look like 3, 4-7, or 16+.
     buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
     for bucket, colour in zip(buckets, SHADES, strict=False):
         positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
@@ -125,25 +125,25 @@ def _draw_rates(axes: Axes, rows: Rows) -> None:
 
 
 def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
-    """Positions on the x axis and values of a metric, of the rows that have it."""
+    """Return the x positions and values of a metric, skipping rows without it."""
     points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
     return [position for position, _ in points], [value for _, value in points]
 
 
 def running_mean(values: list[float], *, width: int) -> list[float]:
-    """Mean of each value and up to `width - 1` before it."""
+    """Return the mean of each value and up to `width - 1` values before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 
 
 class Curve:
-    """Keeps of each row what is drawn. Life: add* -> (draw | add)*."""
+    """Keeps the drawn keys of each row. Life: add* -> (draw | add)*."""
 
     def __init__(self, *, title: str) -> None:
         self._title = title
         self._rows: list[dict[str, Any]] = []
         self.has_undrawn = False
-        """Whether rows came since the last picture."""
+        """Whether rows were added since the last picture."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         before = len(self._rows)
@@ -151,7 +151,7 @@ class Curve:
         self.has_undrawn |= len(self._rows) > before
 
     def draw(self) -> tuple[int, bytes]:
-        """Return the newest step, and a PNG of all of them."""
+        """Return the newest step and a PNG of all rows."""
         self.has_undrawn = False
         file = BytesIO()
         with mpl.rc_context(STYLE):

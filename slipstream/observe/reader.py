@@ -1,56 +1,79 @@
-"""RunReader: all that is known of one run, from its store where that answers, else from its folder."""
+"""RunReader: reads a run from its store while the store answers, otherwise from its run folder.
+
+Every command, page and process that looks at a run opens it here.
+"""
 
 import json
+import math
 import threading
 import time
+from bisect import bisect_left
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.records import EVENTS_KEPT, Event
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.index import is_archive
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
+from slipstream.buffer.records import EVENTS_KEPT, Event, StepEntry, VersionEntry
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.store import Store
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.observe.metrics_rows import Health, HealthWarning, MetricsTable, Row, read_tail
-from slipstream.observe.run_status import RunStatus, StatusReader
+from slipstream.observe.finding import number_in
+from slipstream.observe.metrics_rows import (
+    Health,
+    HealthWarning,
+    MetricsFile,
+    MetricsTable,
+    Row,
+    RunChanges,
+    read_rows,
+    read_tail,
+)
+from slipstream.observe.run_status import Monitor, RunStatus
 from slipstream.runtime.run_folder import is_held
 
-_CONNECT_TIMEOUT_S = 1.0
-_IDLE_TIMEOUT_S = 30.0
-"""Time after which the server of a run that is over, started to read it, ends by itself."""
+_CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
+"""Limit for starting an embedded server, which loads its data first."""
 
+_UNREADABLE = (ConfigError, ReplayBufferError, OSError)
+"""Errors on opening a store. An embedded server writes to its folder, which may belong to another user."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
 
 class RunView(Record):
-    """State of a run at one moment."""
+    """State of a run at one moment, from its run folder and, where the store answers, from the store."""
 
     id: str
     phase: str
-    """As in RunStatus; without a store running, finished or stopped (no process holds it, and it left no summary)."""
+    """As in RunStatus; without a store running, finished, or stopped (not held by a process and without a summary)."""
     step: int
     max_steps: int | None
     """None if the run's settings cannot be read."""
     max_lag: int | None
-    """buffer.staleness.max_lag; None likewise."""
+    """buffer.staleness.max_lag; None if the settings cannot be read."""
     is_live: bool
-    """Whether a process holds the run."""
+    """Whether a process of this machine holds the run."""
     status: RunStatus | None
     """As last read from the store; None if it never answered."""
     status_age_s: float | None
-    """Seconds since the status was read; 0 for that of a run that is over."""
+    """Seconds since the status was read; 0 once the run is over."""
     problem: str
     """Reason why the store is not read; empty if it is."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
-    """StepTimes: where the wall time went; empty before the first step."""
+    """StepTimes: shares of the wall time; empty before the first step."""
     lag_tokens: dict[str, int]
     """Lag -> tokens of the newest step."""
     warnings: list[HealthWarning]
@@ -77,30 +100,69 @@ class RunLine(Record):
 
 
 class RunReader:
-    """Reads one run. Threads may share it; each of `poll` and `view` is done by one at a time."""
+    """Reads one run without changing it. Opens the store on first use.
 
-    def __init__(self, run_id: str, folder: Path) -> None:
-        self.id = run_id
+    Threads may share a reader: `poll` and `view` each run in one thread at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str = "",
+        store: Store | None = None,
+        starts_server: bool = False,
+        timeout_s: float = _CONNECT_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        idle_timeout_s: float | None = None,
+    ) -> None:
+        """`run_id`: defaults to the folder's name. `store`: an open store to read.
+
+        `starts_server`: start the embedded server of a run that is over. The server stops when the reader is closed or,
+        with `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running
+        server; `answer_timeout_s`: limit for one answer.
+        """
         self.folder = folder
-        self.table = MetricsTable(folder / "metrics.jsonl")
-        self.events: list[Event] = []
+        self.id = run_id or folder.resolve().name
+        self.problem = ""
+        """Error on opening or reading the store; empty without one."""
+        self._store = store
+        self._starts_server = starts_server
+        self._timeout_s = timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._monitor: Monitor | None = None
+        self._archive: Archive | None = None
+        self._file = MetricsFile(folder / "metrics.jsonl")
+        self.table = MetricsTable(self._file.path)
+        self.events_seen: list[Event] = []
+        """The store's events when `view` last read it."""
         self._health = Health(self._known_config)
         self._generation = 0
-        # Two: a store that does not answer holds up no metrics.
+        # Separate locks, so that a store that does not answer does not delay the metrics.
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
-        self._store: RedisStore | None = None
-        self._reader: StatusReader | None = None
         self._status: RunStatus | None = None
         self._status_at: float | None = None
         self._is_final = False
-        self._problem = ""
 
-    # --- settings ------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store. A later read opens it again."""
+        if self._store:
+            self._store.close()
+        self._store = self._monitor = None
+
+    # --- the run folder ------------------------------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
-        """Settings of the run, which a resume may change. Raises ConfigError for one of another version."""
+        """Settings of the run, which a resume may change. Raises ConfigError if this version cannot read them."""
         file = self.folder / "config.yaml"
         return _read_config(self.folder, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -117,10 +179,153 @@ class RunReader:
             return json.loads((self.folder / "summary.json").read_bytes())
         return {}
 
-    # --- metrics -------------------------------------------------------------------------------------------------
+    @property
+    def is_live(self) -> bool:
+        """Whether a process of this machine holds the run."""
+        return is_held(self.folder)
+
+    @property
+    def folder_phase(self) -> Literal["running", "finished", "stopped"]:
+        """Phase without the store: held by a process, ended with a summary, or neither."""
+        if self.is_live:
+            return "running"
+        return "finished" if (self.folder / "summary.json").is_file() else "stopped"
+
+    @property
+    def archive(self) -> Archive | None:
+        """The run's archive, as of the first use; None without one. Raises ArchiveError for a damaged manifest."""
+        if self._archive is None and is_archive(self.folder / "archive"):
+            self._archive = Archive(self.folder / "archive")
+        return self._archive
+
+    def rows(self) -> list[Row]:
+        """Return all rows of metrics.jsonl, in order. Raises ConfigError if it has none."""
+        if not (rows := read_rows(self._file.path)):
+            raise ConfigError(
+                f"{self._file.path} must hold a whole step, but holds none: name the folder of a run that has made one."
+            )
+        return rows
+
+    # --- the store -----------------------------------------------------------------------------------------------
+    @property
+    def has_store(self) -> bool:
+        """Whether other processes can read the run's store: a run of one process keeps it to itself."""
+        return self.config.mode == "async"
+
+    @property
+    def store(self) -> Store:
+        """The run's store. Raises ConfigError, ReplayBufferError."""
+        if self._store is None:
+            self._store = self.open_store(starts_server=self._starts_server)
+        return self._store
+
+    def connect(self) -> Self:
+        """Open the store now, if the run has one and the broker has begun the run. Raises as `store`."""
+        if self.has_store:
+            with suppress(RunConflictError):
+                self._store = self.store
+        return self
+
+    def find_store(self) -> Store | None:
+        """Return the store; None if it cannot be opened, with the reason in `problem`. Tries once."""
+        if self._store is None and not self.problem:
+            try:
+                return self.store
+            except _UNREADABLE as error:
+                self.problem = str(error)
+        return self._store
+
+    def open_store(self, *, starts_server: bool = False) -> RedisStore:
+        """Open a separate connection, which the caller closes. Raises ConfigError, ReplayBufferError."""
+        is_started = starts_server and not self.is_live and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
+        return open_run_store(
+            self.folder,
+            timeout_s=_START_TIMEOUT_S if is_started else self._timeout_s,
+            answer_timeout_s=self._answer_timeout_s,
+            starts_server=is_started,
+            # If the run is resumed, it takes the server over.
+            idle_timeout_s=self._idle_timeout_s,
+        )
+
+    def status(self) -> RunStatus:
+        """Read the status from the store. Raises ConfigError, ReplayBufferError."""
+        if self._monitor is None:
+            self._monitor = Monitor(self.store, self.config)
+        return self._monitor.status()
+
+    def changes(self, *, after: int) -> RunChanges:
+        """Return the rows after a position, from the store or, for a run of one process, from metrics.jsonl.
+
+        Raises ConfigError, ReplayBufferError.
+        """
+        if not self.has_store:
+            return self._file.read(after)
+        found = self.store.metrics(after=after)
+        # A store that was emptied starts counting again.
+        return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
+
+    # --- store or archive ----------------------------------------------------------------------------------------
+    def steps(self, *, first: int = 1) -> list[StepEntry]:
+        """Return the step ledger from a step on; without a store, only the steps that are archived."""
+        if store := self.find_store():
+            return store.ledger(first_step=first)
+        return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
+
+    def find_step(self, step: int) -> StepEntry | None:
+        """Return the ledger's entry of a step; None without one."""
+        return next((entry for entry in self.steps(first=step) if entry.step == step), None)
+
+    def versions(self) -> list[VersionEntry]:
+        """Return all published versions, in order; none without a store."""
+        store = self.find_store()
+        return store.versions() if store else []
+
+    def members(self, entry: StepEntry) -> dict[str, Trajectory]:
+        """Return the trajectories of a step that are still stored or archived, by id."""
+        names = {name for group in entry.trajectory_ids for name in group}
+        stored = [each for group_id in entry.group_ids for each in self.group(group_id)]
+        found = {each.id: each for each in stored if each.id in names}
+        if self.archive and names - found.keys():
+            selected = TrajectoryFilter(min_step=entry.step, max_step=entry.step)
+            archived = (each.trajectory for each in self.archive.read(selected))
+            found |= {each.id: each for each in archived if each.id in names}
+        return found
+
+    def group(self, group_id: str) -> list[Trajectory]:
+        """Return the members of a group that the store holds.
+
+        Payloads leave the store when a checkpoint retires their group; the ledger keeps the ids.
+        """
+        store = self.find_store()
+        try:
+            (payloads,) = store.fetch([group_id]) if store else ([],)
+        except StaleFenceError:
+            return []
+        return [unpack(payload) for payload in payloads]
+
+    def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
+        """Return step -> events during that step, since the learner last started; none without a store.
+
+        Rows count seconds from the first step, events use the store's clock. The end of the last step is known in both.
+        """
+        store = self.find_store()
+        stepped_at = store.run_state().stepped_at if store else None
+        if store is None or stepped_at is None:
+            return {}
+        latest = rows[-int((rows[-1].get("times") or {}).get("steps", len(rows))) :]
+        timed = [row for row in latest if math.isfinite(number_in(row, "time_s"))]
+        ends = [stepped_at + row["time_s"] - timed[-1]["time_s"] for row in timed]
+        found: dict[int, list[str]] = {}
+        for event in store.events(limit=EVENTS_KEPT):
+            index = bisect_left(ends, event.at)
+            if index < len(timed):
+                found.setdefault(timed[index]["step"], []).append(f"{event.role}: {event.text}")
+        return found
+
+    # --- the state, followed -------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
-        """Read the metrics that were added; return the new rows."""
-        # A client that leaves cancels its task, not the thread that reads for it.
+        """Add new rows of metrics.jsonl to `table` and return them."""
+        # A client that leaves cancels its task but not the thread that reads for it.
         with self._polling:
             rows = self.table.poll()
             if self.table.generation != self._generation:
@@ -129,42 +334,29 @@ class RunReader:
                 self._health.add(row)
             return rows
 
-    # --- the store -----------------------------------------------------------------------------------------------
-    def open_store(self, *, starts_server: bool = False) -> RedisStore:
-        """Open the store of a live run, or start that of a run that is over. Raises ConfigError, ReplayBufferError."""
-        is_started = starts_server and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
-        return open_run_store(
-            self.folder,
-            timeout_s=_START_TIMEOUT_S if is_started else _CONNECT_TIMEOUT_S,
-            answer_timeout_s=COMMAND_TIMEOUT_S,
-            starts_server=is_started,
-            # A run that is resumed meanwhile takes it over.
-            idle_timeout_s=_IDLE_TIMEOUT_S,
-        )
-
     def view(self) -> RunView:
-        """Read the state; blocks for seconds at most while a store does not answer."""
+        """Read the state. A store that does not answer blocks for seconds at most."""
         with self._viewing:
-            return self._view()
+            is_live = self.is_live
+            # A run that was over may have been resumed.
+            self._is_final = self._is_final and not is_live
+            if not self._is_final:
+                self._read_store(is_live=is_live)
+            return self._make_view(is_live=is_live, now=time.monotonic())
 
-    def _view(self) -> RunView:
-        is_live = is_held(self.folder)
-        # A run that was over may have been resumed.
-        self._is_final = self._is_final and not is_live
-        if not self._is_final:
-            self._read_store(is_live=is_live)
+    def _make_view(self, *, is_live: bool, now: float) -> RunView:
         summary, status, run = self.summary, self._status, self._known_config
         step = int(self.table.newest("step") or 0)
         return RunView(
             id=self.id,
             phase=self._phase(is_live=is_live),
-            step=max(step, status.step) if status and not self._problem else step,
+            step=max(step, status.step) if status and not self.problem else step,
             max_steps=run.learner.max_steps if run else None,
             max_lag=run.buffer.staleness.max_lag if run else None,
             is_live=is_live,
             status=status,
-            status_age_s=self._status_age_s(),
-            problem=self._problem,
+            status_age_s=None if self._status_at is None else 0.0 if self._is_final else now - self._status_at,
+            problem=self.problem,
             summary=summary,
             times=summary.get("times") or self.table.nested.get("times") or {},
             lag_tokens=self.table.nested.get("lag/histogram") or {},
@@ -173,45 +365,30 @@ class RunReader:
         )
 
     def _phase(self, *, is_live: bool) -> str:
-        if self._status and not self._problem and (is_live or not self._is_final or self._status.phase in _ENDED):
+        if self._status and not self.problem and (is_live or not self._is_final or self._status.phase in _ENDED):
             return self._status.phase
-        if is_live:
-            return "running"
-        return "finished" if self.summary else "stopped"
-
-    def _status_age_s(self) -> float | None:
-        if self._status_at is None:
-            return None
-        return 0.0 if self._is_final else time.monotonic() - self._status_at
+        return self.folder_phase
 
     def _read_store(self, *, is_live: bool) -> None:
         try:
-            if self._reader is None or self._store is None:
-                self._store = self.open_store(starts_server=not is_live)
-                self._reader = StatusReader(self._store, self.config)
-            self._status, self._status_at, self._problem = self._reader.read(), time.monotonic(), ""
-            self.events = self._store.events(limit=EVENTS_KEPT)
+            self._status, self._status_at, self.problem = self.status(), time.monotonic(), ""
+            self.events_seen = self.store.events(limit=EVENTS_KEPT)
             self._is_final = not is_live and not any(role.is_alive for role in self._status.roles)
-        except (ReplayBufferError, ConfigError) as error:
-            self._problem = str(error)
+        except _UNREADABLE as error:
+            self.problem = str(error)
             self._is_final = not is_live
-        if self._is_final or self._problem:
-            # A server that nobody else uses must be able to end.
+        if self._is_final or self.problem:
+            # An idle embedded server stops only without clients.
             self.close()
-
-    def close(self) -> None:
-        if self._store:
-            self._store.close()
-        self._store = self._reader = None
 
     # --- a line of a list ----------------------------------------------------------------------------------------
     def line(self) -> RunLine:
-        """Summarise the run from its folder alone."""
+        """Summarize the run from its folder alone."""
         changed_at, last, accuracies = self._newest_rows()
-        is_live, run = is_held(self.folder), self._known_config
+        run = self._known_config
         return RunLine(
             id=self.id,
-            phase="running" if is_live else "finished" if self.summary else "stopped",
+            phase=self.folder_phase,
             mode=run.mode if run else "",
             step=int(last.get("step", 0)),
             max_steps=run.learner.max_steps if run else None,
@@ -223,10 +400,10 @@ class RunReader:
         )
 
     def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
-        """Return when a row was written last, that row, and the newest accuracies."""
+        """Return when the newest row was written, that row, and the newest accuracies."""
         with suppress(OSError):
             found = self.table.path.stat()
-            # Every open page asks for all runs every few seconds: a file that is as before is not read again.
+            # Every open page lists all runs every few seconds, so an unchanged file is not read again.
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)

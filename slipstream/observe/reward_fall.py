@@ -1,7 +1,7 @@
-"""Falls of the reward: whether it fell beyond its noise, and what else changed then, in the order of beginning.
+"""Detects a drop of the reward beyond its noise and lists the metrics that changed with it, earliest first.
 
-Compares the window of steps with the best mean reward before a fall with the worst one after it. What has changed
-between them is a measurement; which of it caused the fall is not, and is not claimed.
+Compares the window of steps with the best mean reward before the drop with the worst window after it. The changes are
+measurements; the module does not claim that any of them caused the drop.
 """
 
 import math
@@ -22,18 +22,18 @@ Row = Mapping[str, Any]
 _MIN_STEPS = 20
 _MIN_WIDTH, _MAX_WIDTH = 5, 50
 _ERRORS = 6.0
-"""Standard errors between two windows beyond which they differ. The largest fall of a series of noise alone, of a
-thousand steps that hang together a little, is about as large as five of them."""
+"""Standard errors between two windows beyond which they differ. In a thousand steps of slightly correlated noise, the
+largest drop is about five standard errors."""
 _LEAST_CHANGE = 0.2
-"""Change of a metric, relative to the larger of both means, that is worth a line."""
+"""Smallest reported change of a metric, relative to the larger of both means."""
 _DEPARTED_STEPS = 3
-"""Steps in a row beyond the level of before with which a change has begun."""
+"""Consecutive steps beyond the previous level that mark the beginning of a change."""
 _DEVIATIONS = 3.0
-"""Standard deviations that are beyond it."""
+"""Standard deviations from the previous level that count as beyond it."""
 _REWARD = "learner/reward_mean"
 _OF_SOURCE = re.compile(r"learner/by_source/(?P<source>.+)/(?P<name>[^/]+)")
 _USUAL = ("lag/mean", "learner/idle_fraction", "learner/ess", "learner/grad_norm", "learner/entropy")
-"""Metrics that are named also where they did not change."""
+"""Metrics that are listed even if they did not change."""
 _NAMED = 6
 _EVENTS_NAMED = 10
 _NOTE = (
@@ -43,16 +43,16 @@ _NOTE = (
 
 
 class Windows(NamedTuple):
-    """Steps before and after a fall, as indices of rows. Example: Windows(30, 70, width=10)."""
+    """Windows before and after a drop, as row indices. Example: Windows(30, 70, width=10)."""
 
     before: int
     """First row of the window with the best mean."""
     after: int
-    """First row of the worst window after it."""
+    """First row of the worst window after the best one."""
     width: int
 
     def of(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return the values that there are in both windows."""
+        """Return the finite values of each window."""
         found = (values[start : start + self.width] for start in (self.before, self.after))
         early, late = ([value for value in window if math.isfinite(value)] for window in found)
         return early, late
@@ -64,9 +64,9 @@ class Change(NamedTuple):
     was: float
     now: float
     errors: float
-    """Difference in its standard errors."""
+    """Difference in standard errors."""
     begins: int | None
-    """Index of the row with which it leaves its level of before; None if it wavers."""
+    """Index of the first row beyond the previous level; None without a clear beginning."""
 
     @property
     def is_large(self) -> bool:
@@ -77,9 +77,9 @@ class Change(NamedTuple):
 def explain_reward(
     rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
 ) -> Answer:
-    """Return whether the reward fell, and what changed with it.
+    """Return whether the reward fell and what changed with it.
 
-    `entries`: of the step ledger, which show other settings. `events`: sentences by step.
+    `entries`: step ledger, which shows changed settings. `events`: sentences by step.
     """
     rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
@@ -118,7 +118,7 @@ def explain_reward(
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
-    """Return the windows with the largest fall between them; at least two widths of values."""
+    """Return the two windows with the largest drop. Needs at least two widths of values."""
     width = max(_MIN_WIDTH, min(_MAX_WIDTH, len(values) // 8))
     means = [statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1)]
     best, found, size = 0, Windows(0, width, width), -math.inf
@@ -135,10 +135,10 @@ def _column(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _change(values: Sequence[float], windows: Windows) -> Change:
-    """Return the change of a metric that both windows have."""
+    """Return the change of a metric that has values in both windows."""
     early, late = windows.of(values)
     was, now = statistics.fmean(early), statistics.fmean(late)
-    # A metric that never varied has no noise to measure a change with.
+    # A constant metric has no noise, so use a floor.
     floor = 1e-3 * max(abs(was), abs(now)) + 1e-12
     spread = [max(floor, statistics.stdev(window) if len(window) > 1 else abs(was - now)) for window in (early, late)]
     error = math.hypot(spread[0] / math.sqrt(len(early)), spread[1] / math.sqrt(len(late)))
@@ -147,7 +147,7 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
 
 
 def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    """Return the first of the rows in a row whose values are beyond the level of before."""
+    """Return the first of the consecutive rows beyond the previous level; None without such rows."""
     streak = 0
     for index in range(windows.before, windows.after + windows.width):
         beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
@@ -166,13 +166,13 @@ def _since(rows: Sequence[Row], change: Change) -> str:
 
 
 def _keys(rows: Sequence[Row], windows: Windows) -> list[str]:
-    """Return the metrics of the windows."""
+    """Return the metrics that occur in the windows."""
     chosen = (row for start in (windows.before, windows.after) for row in rows[start : start + windows.width])
     return sorted({key for row in chosen for key in row})
 
 
 def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range, Change]]:
-    """Yield the signs that both windows have."""
+    """Yield the watched metrics that have values in both windows."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         known = SIGNS.get(STOP_LENGTH if found and found["name"] == "stop_length" else key)
@@ -183,7 +183,7 @@ def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range
 def _signs(
     rows: Sequence[Row], changes: Sequence[tuple[str, Range, Change]], figures: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield the metrics that changed in the direction that harms, the first to change first."""
+    """Yield the metrics that changed in the harmful direction, earliest first."""
     for key, known, change in sorted(changes, key=lambda each: math.inf if each[2].begins is None else each[2].begins):
         is_rise = change.now > change.was
         is_harmful = known.high is not None if is_rise else known.low is not None
@@ -201,14 +201,14 @@ def _unchanged(changes: Sequence[tuple[str, Range, Change]]) -> Iterator[str]:
         yield f"much the same before and after: {', '.join(texts)}"
 
 
-# --- what was trained on ---------------------------------------------------------------------------------------------
+# --- trained data ---------------------------------------------------------------------------------------------
 class _Source(NamedTuple):
     share: float
     reward: float
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
-    """Return the share of the trajectories and the mean reward of each task."""
+    """Return each task's share of the trajectories and its mean reward."""
     counts: dict[str, float] = {}
     sums: dict[str, float] = {}
     for row in rows:
@@ -224,13 +224,13 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Split the fall exactly: into another mix of tasks, and other rewards within them."""
+    """Split the drop exactly into a changed mix of tasks and changed rewards within tasks."""
     early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
     if len(names := sorted(early.keys() | late.keys())) < 2:
         return
     by_mix, lines = 0.0, []
     for name in names:
-        # A task that one of the windows lacks has no other reward there.
+        # If a window lacks a task, assume the reward of the other window.
         was, now = early.get(name) or _Source(0, late[name].reward), late.get(name) or _Source(0, early[name].reward)
         by_mix += (now.share - was.share) * (was.reward + now.reward) / 2
         line = f"  {name}: {was.share:.0%} to {now.share:.0%} of the answers, reward {shown(was.reward)} to "
@@ -242,7 +242,7 @@ def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
 
 
 def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Name the parts of the reward that fell."""
+    """Yield the reward components that fell."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         if found and found["name"].startswith("part_") and all(windows.of(values := _column(rows, key))):
@@ -252,7 +252,7 @@ def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
 
 
 def _heldout(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Compare held-out rewards: they are of the same prompts before and after."""
+    """Compare held-out rewards, which use the same prompts before and after."""
     for key in (key for key in _keys(rows, windows) if key.startswith("eval/reward_")):
         early, late = windows.of(_column(rows, key))
         if early and late:

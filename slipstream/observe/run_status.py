@@ -1,4 +1,4 @@
-"""RunStatus: the complete status of a run, read from its store; `slipstream status` shows it."""
+"""RunStatus: the complete status of a run, read from its store. `slipstream status` prints it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +26,12 @@ _BLOCKED_ON: dict[str, str] = {
     "storage": "the object store",
     "user": "whoever paused the run",
 }
-"""WaitsFor -> the side that can end the wait."""
+"""WaitsFor -> who can end the wait."""
 _ENDED_PHASES = ("finished", "failed")
 
 
 class Wait(Record):
-    """A role that waits for another.
+    """A role that waits for another role.
 
     Example: Wait("learner", blocked_on="the generators", reason="waiting for the 32 groups of step 13: 5 are ready")
     """
@@ -39,19 +39,19 @@ class Wait(Record):
     waiter: str
     """A role's name, or all roles of a kind."""
     blocked_on: str
-    """The side that can end the wait."""
+    """Side that can end the wait."""
     reason: str
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
-    """Return the waits, those for dead roles first; none once the run has ended.
+    """Return the waits, waits for dead roles first; none once the run has ended.
 
-    `admission_reason`: reason why no prompt is admitted now; empty if some are. `full_disk`: as the store returns it.
+    `admission_reason`: why no prompt is admitted now; empty if prompts are admitted. `full_disk`: from the store.
     """
     if state.phase in _ENDED_PHASES:
         return []
     if full_disk:
-        # No role can report: what is known of them is from before.
+        # No role can report, so all other information is stale.
         reason = f"the store takes no writes until there is room on {full_disk}; all goes on by itself then"
         return [Wait(_ALL, _DISK, reason)]
     own = [
@@ -63,7 +63,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait will not end by itself, as it last reported; empty if it may."""
+    """Return why the learner's wait cannot end without help, as last reported; empty if it can."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -72,7 +72,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     broker = last_heard(roles, "broker")
     if broker is None or not broker.is_alive:
         waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
-        # Everything known about the other roles is as old as the broker's last report.
+        # The other roles report through the broker: their reports are as old as its last one.
         return waits
     learner = last_heard(roles, "learner")
     if learner is None or not learner.is_alive:
@@ -83,7 +83,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots learns only after a while why it gets no prompts: until then it reports no wait.
+    # A generator with free slots learns only later why it gets no prompts, and reports no wait until then.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -101,18 +101,18 @@ _MONITORED_STEPS = 20
 
 
 class RunSnapshot(Record):
-    """State of a run at one moment."""
+    """Store data of a run at one moment."""
 
     state: RunState
     counts: StoreCounts
     roles: dict[str, dict[str, Any]]
-    """Newest gauges by the name of the role."""
+    """Newest gauges by role name."""
     rows: list[dict[str, Any]]
-    """The newest metrics rows, as many as the store keeps, oldest first."""
+    """The newest metrics rows, oldest first; as many as the store keeps."""
     new_rows: list[dict[str, Any]]
     """Rows added since the previous snapshot."""
     eta_s: float | None
-    """Seconds to `max_steps` at the current pace; None before the second step."""
+    """Seconds to `max_steps` at the current rate; None before the second step."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -120,16 +120,16 @@ class RunSnapshot(Record):
         return self.rows[-1] if self.rows else {}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a metric that not every row has; None without one."""
+        """Return the newest value of a metric, which not every row has; None without one."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     @property
     def living_generators(self) -> set[str]:
-        """Names of the generators that have not left."""
+        """Names of the generators that are not gone."""
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """Return one line that names the waiting roles and their reasons; empty if none waits."""
+        """Return one line with the waiting roles and their reasons; empty if none waits."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
@@ -138,8 +138,92 @@ class RunSnapshot(Record):
         return "; ".join(waiting)
 
 
+def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest rows with increasing steps. After a rollback, steps are trained again."""
+    starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
+    return rows[starts[-1] if starts else 0 :]
+
+
+def _is_alive(gauges: dict[str, Any]) -> bool:
+    return gauges.get("state") != "gone"
+
+
+_NUM_EVENTS = 8
+_NO_MEMORY = StoreMemory()
+_RECENT_STEPS = 20
+"""Steps over which the learner's wait fraction is averaged."""
+
+
+class StatusEvent(Record):
+    """A recorded problem. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
+
+    age_s: float
+    role: str
+    text: str
+
+
+class Admission(Record):
+    """State of prompt admission. Example: Admission(admitted=96, limit=96, reason="pacing: ...")."""
+
+    admitted: int
+    """Prompts leased for the first time, minus returned budget."""
+    limit: int
+    """Total that pacing allows, given the learner's consumption."""
+    reason: str
+    """Reason why no more prompts are admitted now; empty if more may be."""
+
+
+class RunStatus(Record):
+    """Status of a run. Times are ages in seconds on the store's clock."""
+
+    run: str
+    phase: str
+    """starting | training | finishing | finished | failed."""
+    detail: str
+    """Cause of the phase; empty without one."""
+    step: int
+    max_steps: int
+    """Number of steps of the whole run."""
+    version: int
+    """Newest committed policy version, which every healthy generator verified."""
+    announced_version: int
+    """Newest policy version announced by the learner."""
+    checkpoint: CheckpointPointer | None
+    """Checkpoint that a resume starts from."""
+    progress_age_s: float | None
+    """Seconds since the newest step was committed; None before the first."""
+    eta_s: float | None
+    """Seconds to `max_steps` at the current rate; None before the second step."""
+    roles: list[RoleStatus]
+    """Every role that ever reported."""
+    waits: list[Wait]
+    learner_wait_fraction: float | None
+    """Share of the learner's time spent waiting for groups, over the last 20 steps; None before the first."""
+    generators_target: int | None
+    """Number of generators that the launcher keeps running; None without a launcher."""
+    address: str
+    """Address for generators on other machines to join; empty if the broker listens on no port."""
+    generators_busy_fraction: float | None
+    """Trajectories in progress / capacity of the live generators; None without any."""
+    admission: Admission
+    counts: StoreCounts
+    """States and outcomes of all groups and trajectories."""
+    ready_by_lag: dict[int, int]
+    """Lag of the oldest token, versions behind `announced_version` -> number of ready groups."""
+    length_bias: float
+    """Mean length of trained trajectories / mean length of arrived trajectories."""
+    waste_fraction: float
+    """Share of the arrived tokens that were discarded untrained."""
+    last_row: dict[str, Any]
+    """Newest metrics row (docs/metrics.md); empty before the first step."""
+    events: list[StatusEvent]
+    """The latest problems, newest last."""
+    memory: StoreMemory
+    """Memory of the store server."""
+
+
 class Monitor:
-    """Takes snapshots of a run, and keeps the newest metrics rows."""
+    """Reads the state of one run repeatedly and keeps the newest metrics rows. Never changes the store."""
 
     def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
@@ -148,7 +232,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Take a snapshot. Raises StoreUnavailableError."""
+        """Read a snapshot. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
@@ -161,111 +245,10 @@ class Monitor:
             eta_s=self._eta_s(),
         )
 
-    def _eta_s(self) -> float | None:
-        recent = _since_rollback(self._rows[-_MONITORED_STEPS:])
-        if len(recent) < 2:
-            return None
-        first, last = recent[0], recent[-1]
-        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
-        return pace * (self._run.learner.max_steps - last["step"])
-
-
-def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest rows with increasing steps: after a rollback the same steps are trained again."""
-    starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
-    return rows[starts[-1] if starts else 0 :]
-
-
-def _is_alive(gauges: dict[str, Any]) -> bool:
-    return gauges.get("state") != "gone"
-
-
-_NUM_EVENTS = 8
-_NO_MEMORY = StoreMemory()
-_RECENT_STEPS = 20
-"""Steps over which the learner's wait fraction is measured."""
-
-
-class StatusEvent(Record):
-    """A recorded problem. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
-
-    age_s: float
-    role: str
-    text: str
-
-
-class Admission(Record):
-    """State of the admission of training prompts. Example: Admission(admitted=96, limit=96, reason="pacing: ...")."""
-
-    admitted: int
-    """Prompts ever leased for the first time, less those whose budget was returned."""
-    limit: int
-    """Total that pacing allows, given what the learner has consumed."""
-    reason: str
-    """Reason why no more are admitted now; empty if more may be."""
-
-
-class RunStatus(Record):
-    """Status of a run. Times are ages in seconds by the store's clock."""
-
-    run: str
-    phase: str
-    """starting | training | finishing | finished | failed."""
-    detail: str
-    """Cause of the phase; empty if it has none."""
-    step: int
-    max_steps: int
-    """Number of steps of the whole run."""
-    version: int
-    """Newest committed policy version: verified by all generators that were well then."""
-    announced_version: int
-    """Newest policy version announced by the learner."""
-    checkpoint: CheckpointPointer | None
-    """Checkpoint that a resumed run starts from."""
-    progress_age_s: float | None
-    """Seconds since the newest step was committed; None before the first."""
-    eta_s: float | None
-    """Seconds to `max_steps` at the current pace; None before the second step."""
-    roles: list[RoleStatus]
-    """Every role that ever reported."""
-    waits: list[Wait]
-    learner_wait_fraction: float | None
-    """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
-    generators_target: int | None
-    """Number of generators that the launcher keeps running; None without a launcher."""
-    address: str
-    """Address at which generators on other machines join; empty if the broker listens at no port."""
-    generators_busy_fraction: float | None
-    """Trajectories in progress / capacity of the living generators; None without any."""
-    admission: Admission
-    counts: StoreCounts
-    """States and outcomes of all groups and trajectories."""
-    ready_by_lag: dict[int, int]
-    """Versions behind `announced_version` -> number of ready groups whose oldest token is that old."""
-    length_bias: float
-    """Mean length of the trajectories trained on / of those that arrived."""
-    waste_fraction: float
-    """Share of the arrived tokens that were discarded without being trained on."""
-    last_row: dict[str, Any]
-    """Newest metrics row, see docs/metrics.md; empty before the first step."""
-    events: list[StatusEvent]
-    """The latest few problems, newest last."""
-    memory: StoreMemory
-    """Memory of the store's server."""
-
-
-class StatusReader:
-    """Reads the status of one run repeatedly."""
-
-    def __init__(self, store: Store, run: RunConfig) -> None:
-        self._store = store
-        self._run = run
-        self._monitor = Monitor(store, run)
-
-    def read(self) -> RunStatus:
-        """Read the current status, without changing the store. Raises StoreUnavailableError."""
+    def status(self) -> RunStatus:
+        """Read the complete status. Raises StoreUnavailableError."""
         return make_status(
-            self._monitor.poll(),
+            self.poll(),
             run=self._run,
             now=self._store.now(),
             ready_versions=self._store.ready_versions(),
@@ -273,6 +256,14 @@ class StatusReader:
             full_disk=self._store.full_disk(),
             memory=self._store.memory(),
         )
+
+    def _eta_s(self) -> float | None:
+        recent = _since_rollback(self._rows[-_MONITORED_STEPS:])
+        if len(recent) < 2:
+            return None
+        first, last = recent[0], recent[-1]
+        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+        return pace * (self._run.learner.max_steps - last["step"])
 
 
 def make_status(
@@ -285,7 +276,7 @@ def make_status(
     full_disk: str = "",
     memory: StoreMemory = _NO_MEMORY,
 ) -> RunStatus:
-    """Build the status from a snapshot taken at `now`, seconds of the store's clock."""
+    """Build the status from a snapshot. `now`: seconds on the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
     admission = Admission(
@@ -324,20 +315,20 @@ def make_status(
 
 
 def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
-    """Return the port at which a living broker listens; empty without one."""
+    """Return the address of a live broker that listens on a port; empty without one."""
     living = [role.name for role in roles if role.role == "broker" and role.is_alive]
     return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the share of the learner's time spent waiting for groups in these rows; None without any."""
+    """Return the share of the learner's time spent waiting for groups; None without rows."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)
     return waited / (waited + worked) if waited + worked else None
 
 
 def busy_fraction(roles: Sequence[RoleStatus]) -> float | None:
-    """Return trajectories in progress / capacity of the living generators; None without any."""
+    """Return trajectories in progress / capacity of the live generators; None without any."""
     living = [role for role in roles if role.is_alive and role.capacity]
     capacity = sum(role.capacity or 0 for role in living)
     return sum(role.running or 0 for role in living) / capacity if capacity else None

@@ -1,4 +1,4 @@
-"""Causes of slowness: where the wall time of its steps went, which side waits for which, and which steps stand out."""
+"""Explains slow steps: where the wall time goes, which side waits for which, and which steps are outliers."""
 
 import math
 import statistics
@@ -19,25 +19,25 @@ from slipstream.runtime.healthy_ranges import Range, figures_of
 Row = Mapping[str, Any]
 
 _LEAST_SHARE = 0.1
-"""Share of the learner's time from which on a phase is a finding."""
+"""Smallest share of the learner's time that makes a phase a finding."""
 _LEAST_GENERATOR_SHARE = 0.2
-"""Share of the generators' time from which on a phase of theirs is one, while the learner waits."""
+"""Smallest share of the generators' time that makes a phase a finding while the learner waits."""
 _SLOW = 3.0
-"""Multiple of the median from which on a step stands out."""
+"""Steps longer than this multiple of the median are outliers."""
 _STEPS_NAMED = 5
 _EVENTS_NAMED = 3
 _CHANGED = 1.5
-"""Factor between the median step of the first and of the last quarter from which on the pace has changed."""
+"""Smallest reported ratio between the median step times of the first and the last quarter."""
 _MIN_QUARTER = 5
 _UNUSED = 0.05
-"""Share of what was generated from which on it is reported as unused."""
+"""Smallest reported share of unused tokens or groups."""
 _PARTS = {
     "learner/wait_s": "waiting for trajectories",
     "learner/train_s": "training",
     "learner/publish_s": "publishing, and evaluations ahead of it",
     "learner/checkpoint_s": "checkpoints",
 }
-"""Parts of a step that each row has."""
+"""Durations within a step that every row has."""
 _WASTE = {
     "buffer/waste_fraction": "left the buffer untrained",
     "buffer/filtered_fraction": "were rejected by buffer.filter",
@@ -95,12 +95,12 @@ PHASES = {
     ),
     "learner/rest": Range(meaning="work between the phases", advice=_PROFILE),
 }
-"""`ROLE/PHASE` of `times` -> meaning of a large share, and remedy."""
+"""`ROLE/PHASE` of `times` -> meaning of a large share and remedy."""
 
 
 def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
-    """Return where the time went; `events`: sentences by step. Raises ConfigError for rows without `times`."""
-    # An older version wrote none, and nor does a process whose roles have not reported.
+    """Return where the time went. `events`: sentences by step. Raises ConfigError for rows without `times`."""
+    # Older versions wrote no `times`; a process writes none before its roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:
         times = msgspec.convert(held, StepTimes) if held else None
@@ -136,7 +136,7 @@ def _meanwhile(times: StepTimes) -> str:
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the phases of the learner, the longest first; for its wait, those of the generators."""
+    """Yield the learner's phases, longest first. Its wait is replaced by the generators' phases."""
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
         seconds = f"{shown(share * times.step_s)} s of a step"
         causes = _sorted(times.shares("generator"), least=_LEAST_GENERATOR_SHARE) if phase == "waiting" else []
@@ -169,11 +169,11 @@ class _Step(NamedTuple):
     step: int
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by what the learner did; what no part has is `the rest`."""
+    """Seconds by activity of the learner; unaccounted time is `the rest`."""
 
 
 def _durations(rows: Sequence[Row]) -> list[_Step]:
-    """Return the steps with their time; a resumed run's first has none."""
+    """Return the steps with their durations, skipping the first step after a resume."""
     found = []
     for before, row in pairwise(rows):
         seconds = number_in(row, "time_s") - number_in(before, "time_s")

@@ -1,4 +1,4 @@
-"""Terminal views of a run: `slipstream status`, and the launcher's live view."""
+"""Terminal views of a run: `slipstream status` and the launcher's live view."""
 
 import time
 from collections import Counter
@@ -18,24 +18,25 @@ from rich.text import Text
 
 from slipstream.buffer.control import _POLL_EVERY_S, NoAnswerError
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
-from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
+from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
-from slipstream.configs.run import RunConfig, read_config
-from slipstream.observe.run_status import RunSnapshot, RunStatus, StatusEvent, StatusReader, dead_end_cause
+from slipstream.configs.run import RunConfig
+from slipstream.observe.reader import RunReader
+from slipstream.observe.run_status import RunSnapshot, RunStatus, StatusEvent, dead_end_cause
 from slipstream.runtime.command_line import NO_ANSWER, add_row, exit_with_error, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from slipstream.runtime.process import on_stop_signal
-from slipstream.runtime.run_folder import find_run, is_held
+from slipstream.runtime.run_folder import find_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
 
 
 class LiveView:
-    """Shows snapshots of a run, inside `with view.shown():`."""
+    """Shows snapshots of a run inside `with view.shown():`."""
 
     def __init__(self, run: RunConfig, *, console: Console) -> None:
         self._run = run
@@ -56,7 +57,7 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Draw a snapshot, or print one line per new step."""
+        """Redraw the panel or, without a terminal, print one line per new step."""
         if self._live:
             self._live.update(self._panel(snapshot))
             return
@@ -66,13 +67,13 @@ class LiveView:
         if cause and cause != self._last_dead_end:
             self.print_line(f"dead end: {cause}")
         self._last_dead_end = cause
-        # Before the first step the waits are the only sign of progress.
+        # Before the first step, the waits are the only sign of progress.
         if not snapshot.rows and (waits := snapshot.describe_waits()) != self._last_wait:
             self._last_wait = waits
             self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
 
     def print_line(self, sentence: str) -> None:
-        """Print one line, above the panel if there is one."""
+        """Print one line, above the panel if it is shown."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     # --- the panel -----------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> 
 
 
 def sparkline(values: list[float], *, low: float, high: float) -> str:
-    """Format values as a row of bars, newest on the right."""
+    """Format values as bars, newest on the right."""
     span = max(high - low, 1e-9)
     levels = (min(max((value - low) / span, 0.0), 1.0) for value in values[-_SPARK_WIDTH:])
     return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
@@ -129,7 +130,7 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     grid = Table.grid(padding=(0, 2))
     last = snapshot.last
     rewards = [row["learner/reward_mean"] for row in snapshot.rows]
-    # Of the first held-out set: the sampled one, by default.
+    # The first held-out set, by default the sampled one.
     found = ([row[key] for key in row if key.startswith("eval/accuracy_")] for row in snapshot.rows)
     accuracies = [values[0] for values in found if values]
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
@@ -187,13 +188,13 @@ def duration(seconds: float) -> str:
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
 _MAX_GONE = 4
-"""Number of roles shown that have left, newest first."""
+"""Number of gone roles shown, newest first."""
 _NOTHING = "-"
 _GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
 
 
 def draw_status(status: RunStatus) -> RenderableType:
-    """Render the run, its roles, waits, groups and errors, from top to bottom."""
+    """Render the run, its roles, waits, buffer, and errors."""
     return Group(
         Text(f"{status.run} · {status.phase}" + f": {printable(status.detail)}" * bool(status.detail), style="bold"),
         _facts(_run_facts(status)),
@@ -232,7 +233,7 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
 
 
 def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    """Name several brokers with the generators that each serves, and the chief."""
+    """Name several brokers with their number of generators, and mark the chief."""
     brokers = [role for role in roles if role.role == "broker"]
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
     shown = [
@@ -244,7 +245,7 @@ def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
 
 
 def join_command(address: str) -> str:
-    """Return the command that starts a generator on another machine, in words."""
+    """Describe the command that starts a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
@@ -284,6 +285,7 @@ def _roles(status: RunStatus) -> RenderableType:
 
 
 def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
+    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
     return [
         role.name,
         f"{role.host}:{role.pid}" if role.host and role.pid else _NOTHING,
@@ -294,14 +296,9 @@ def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
         _NOTHING if role.progress_age_s is None else duration(role.progress_age_s),
         _cell(role.restarts),
         duration(role.report_age_s),
-        _state(role, is_waiting=is_waiting),
+        # The waits section already shows the reason of a wait.
+        f"{state}: {role.reason}" if role.reason and not is_waiting else state,
     ]
-
-
-def _state(role: RoleStatus, *, is_waiting: bool) -> str:
-    # The reason of a wait is shown among the waits already.
-    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
-    return f"{state}: {role.reason}" if role.reason and not is_waiting else state
 
 
 def _cell(value: float | None, form: str = "") -> str:
@@ -364,43 +361,48 @@ _REFRESH_EVERY_S = 1.0
 
 
 @contextmanager
-def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, RedisStore]]:
-    """Open the store of the run that `words` name, as for `find_run`: its folder, and the store, which is not started.
+def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
+    """Open the run that `words` name, as for `find_run`, without starting its store.
 
-    Raises ConfigError; exits with NO_ANSWER for an error of the store and a role that does not answer.
+    Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
     """
     folder = find_run(words, command=command)
-    try:
-        with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
-            yield folder, store
-    except NoAnswerError as error:
-        exit_with_error(error, code=NO_ANSWER)
-    except StoreUnavailableError as error:
-        exit_with_error(_describe_end(folder) or error, code=NO_ANSWER)
-    except ReplayBufferError as error:
-        exit_with_error(error, code=NO_ANSWER)
+    with RunReader(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as reader:
+        try:
+            yield reader
+        except StoreUnavailableError as error:
+            exit_with_error(_describe_end(reader) or error, code=NO_ANSWER)
+        except (NoAnswerError, ReplayBufferError) as error:
+            exit_with_error(error, code=NO_ANSWER)
 
 
-def _describe_end(folder: Path) -> str:
-    """Tell why the store of a run does not answer; empty for a run in progress."""
-    if (summary := folder / "summary.json").is_file():
-        return f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
-    if is_held(folder) or not isinstance(read_config(folder).buffer.store, EmbeddedRedisConfig):
+@contextmanager
+def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store]]:
+    """Open the folder and the store of a run, as `read_run` does."""
+    with read_run(words, command=command) as reader:
+        yield reader.folder, reader.store
+
+
+def _describe_end(reader: RunReader) -> str:
+    """Explain why the store of a run that is over does not answer; empty for a live run."""
+    name = reader.folder.name
+    if (summary := reader.folder / "summary.json").is_file():
+        return f"run {name!r} has ended and its store does not answer: its results are in {summary}."
+    if reader.is_live or not isinstance(reader.config.buffer.store, EmbeddedRedisConfig):
         return ""
     return (
-        f"no store answered, as run {folder.name!r} is not in progress here: `slipstream run name={folder.name} "
-        "resume=true`, with its settings, goes on with it."
+        f"no store answered, as run {name!r} is not in progress here: `slipstream run name={name} resume=true`, with "
+        "its settings, goes on with it."
     )
 
 
 # --- status ----------------------------------------------------------------------------------------------------------
 def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
-    """Show a run on one screen. Raises and exits as `_opened`, as do all commands below."""
+    """Print the status of a run. Raises and exits as `read_run` does."""
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
-    with _opened(words, command="status") as (folder, store):
-        reader = StatusReader(store, read_config(folder))
-        status = reader.read()
+    with read_run(words, command="status") as reader:
+        status = reader.status()
         if is_json:
             print(as_json(status))
         elif is_watching:
@@ -410,24 +412,21 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
 
 
 def as_json(status: RunStatus) -> str:
-    """Encode as one object; its keys are the fields of RunStatus and of the records in it."""
+    """Encode as one object with the fields of RunStatus and of its records."""
     return msgspec.json.encode(status).decode()
 
 
-def _watch(reader: StatusReader, status: RunStatus, *, console: Console) -> None:
-    """Refresh the screen until Ctrl-C. While the store does not answer, the error takes the place of the status."""
+def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
+    """Refresh the screen until Ctrl-C. Show the error while the store does not answer."""
     is_stopping = on_stop_signal(lambda: None)
     refresh_at = time.monotonic() + _REFRESH_EVERY_S
     with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while not is_stopping():
             time.sleep(_POLL_EVERY_S)
             if time.monotonic() >= refresh_at:
-                live.update(_draw(reader), refresh=True)
+                try:
+                    drawn = draw_status(reader.status())
+                except ReplayBufferError as error:
+                    drawn = Text(str(error), style="red")
+                live.update(drawn, refresh=True)
                 refresh_at = time.monotonic() + _REFRESH_EVERY_S
-
-
-def _draw(reader: StatusReader) -> RenderableType:
-    try:
-        return draw_status(reader.read())
-    except ReplayBufferError as error:
-        return Text(str(error), style="red")

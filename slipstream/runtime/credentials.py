@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,11 @@ def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
     if _SECRET_KEY.search(key) and value and not isinstance(value, int | float):
         return LEFT_OUT
     return without_secrets(value, known=known)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is reachable from this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -297,21 +297,6 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the undamaged rows of a run in order. Raises ConfigError if there are none."""
-    if not (rows := read_rows(path)):
-        raise ConfigError(
-            f"{path} must contain a complete step, but has none: name the folder of a run that finished a step."
-        )
-    return rows
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows as `read_metrics` does; empty without a file."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [row for line in lines if (row := parse_row(line)) is not None]
-
-
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Decode a metrics row; None if a crash or a power failure (which leaves NULs) damaged it."""
     try:

@@ -35,7 +35,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import NotReady, SamplingRules
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.observe.run_status import StatusReader
+from slipstream.observe.run_status import Monitor
 from slipstream.runtime.credentials import Keys, derive_keys, make_token
 from slipstream.runtime.process import LAUNCHER_VARIABLE
 from slipstream.runtime.run_folder import RunFolder
@@ -252,7 +252,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     scene.learner.announce(2)
     scene.await_(lambda: scene.learner.applied[2] >= len(GENERATORS), "an order reaches them where they are")
     scene.await_(lambda: len(list(scene.folder.archive.glob("*.parquet"))) > archived, "the new chief archives")
-    status = StatusReader(scene.store, scene.run).read()
+    status = Monitor(scene.store, scene.run).status()
     assert [role.name for role in status.roles if role.is_chief and role.is_alive] == [other]
 
     scene.start(chief)

@@ -21,7 +21,6 @@ import msgspec
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT, Event
-from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
@@ -33,13 +32,13 @@ from slipstream.launch.diagnose.install import installed_packages
 from slipstream.launch.diagnose.machine import Finding, Verdict
 from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.preflight import surroundings
+from slipstream.observe.metrics_rows import read_tail
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
 from slipstream.runtime.process import versions
-from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs, parse_row
+from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs
 
 _READ_BYTES = 2**18
-_STORE_TIMEOUT_S = 20.0
-"""Time for the embedded server of a finished run to start and load its data."""
 _EVENTS_SHOWN = 3
 _DEATH = re.compile(r" died \(| is abandoned|ends the run|was killed")
 _REMEDIES = {
@@ -68,9 +67,7 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
     deaths = [event for event in events if _DEATH.search(event.text)]
     fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
     whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
-    metrics = folder / "metrics.jsonl"
-    lines = log_tail(metrics) if metrics.is_file() else []
-    rows = [row for line in lines if (row := parse_row(f"{line}\n".encode()))]
+    rows = read_tail(folder / "metrics.jsonl")
     reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
     found = f"{folder.name} {whole}{reached}"
     if is_live or has_ended:
@@ -84,8 +81,8 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
     """Return the events of a run, oldest first, or none and the reason. Starts the store of a stopped run."""
     try:
-        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=not is_live) as store:
-            return store.events(limit=EVENTS_KEPT), ""
+        with RunReader(folder, starts_server=not is_live) as reader:
+            return reader.store.events(limit=EVENTS_KEPT), ""
     except (ConfigError, ReplayBufferError) as error:
         return [], str(error)
 

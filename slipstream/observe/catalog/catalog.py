@@ -1,4 +1,4 @@
-"""Catalog: the trajectories of a run, an archive or a file as one table to search, filter, sort and page."""
+"""Catalog: the trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
 
 import os
 import threading
@@ -19,26 +19,14 @@ from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.configs.base import ConfigError, Record
 from slipstream.observe.catalog.detail import TrajectoryDetail, describe
 from slipstream.observe.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
-from slipstream.observe.catalog.sources import (
-    ArchivePart,
-    ArchiveSource,
-    Block,
-    FilePart,
-    FileSource,
-    Part,
-    Source,
-    StorePart,
-    decoder_of,
-    open_source,
-    without,
-)
+from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_source, without
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
-"""Columns by which a query may sort."""
+"""Sortable columns."""
 _QUERIES_KEPT = 8
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
-"""Blocks that are searched at once: each has some million tokens in memory."""
+"""Blocks searched concurrently; each holds about a million tokens in memory."""
 
 
 class CatalogQuery(Record):
@@ -47,7 +35,7 @@ class CatalogQuery(Record):
     where: TrajectoryFilter = TrajectoryFilter()
     """Conditions that a row must meet."""
     sort_by: str = ""
-    """One of SORTABLE, unknown values last, equal ones as archived; empty: as archived, then what is in the store."""
+    """One of SORTABLE, unknown values last, ties in archive order; empty: archive order, then the store."""
     is_descending: bool = False
 
 
@@ -57,12 +45,12 @@ class Page(Record):
     num_rows: int
     """Rows of the whole result."""
     start: int
-    """Index of the first of these rows in the result."""
+    """Index of the first row in the result."""
     rows: list[CatalogRow]
 
 
 class _Snapshot:
-    """All blocks at one time; never changed, so that threads may share it and results may be kept with it."""
+    """All blocks at one moment. Immutable, so threads may share it and results may be cached with it."""
 
     def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
         self.blocks = blocks
@@ -71,19 +59,18 @@ class _Snapshot:
 
 
 class Catalog:
-    """The trajectories of a source. Threads may share it; `refresh` takes in what is new.
+    """The trajectories of a source. Threads may share it. `refresh` reads new trajectories.
 
     Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
     """
 
     def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
-        """Read the source. Raises ConfigError for a file that holds no trajectories, and as `refresh` does."""
+        """Read the source. Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
         self._source = source
-        self._parts = _parts_of(source)
         self._seen: list[Block] = []
         self._unread = ""
         self.decoder = decoder
-        """Tokenizer of the model, which conditions on text need; None if none was found."""
+        """Tokenizer of the model, which conditions on text require; None if not found."""
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
@@ -93,9 +80,7 @@ class Catalog:
     @property
     def notes(self) -> list[str]:
         """One sentence on each source that cannot be read in full."""
-        return [
-            note for note in dict.fromkeys((self._source.note, self._unread, *(p.note for p in self._parts))) if note
-        ]
+        return list(dict.fromkeys([*([self._unread] if self._unread else []), *self._source.notes]))
 
     @property
     def rows(self) -> pa.Table:
@@ -103,16 +88,17 @@ class Catalog:
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read what is new, and return whether anything was. Raises ArchiveError when a manifest is damaged."""
+        """Read new trajectories; return whether any were found. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # The store before the archive: a group that moves in between is found in both, and not in neither.
-            read = [part.blocks(step_versions) for part in reversed(self._parts)]
+            # The store before the archive: a group that moves in between is found in both, never in neither.
+            parts = self._source.parts
+            read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
             if list(map(id, seen)) == list(map(id, self._seen)):
                 return False
             self._seen = seen
-            blocks = seen if len(self._parts) == 1 else [*seen[:-1], without(seen[-1], seen[:-1])]
+            blocks = seen if len(parts) == 1 else [*seen[:-1], without(seen[-1], seen[:-1])]
             self._snapshot = _Snapshot(list(blocks), step_versions)
             self._select.cache_clear()
             return True
@@ -125,9 +111,9 @@ class Catalog:
         size: int = 50,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Page:
-        """Return at most `size` rows of the result from `start` on. Raises as `select` does.
+        """Return at most `size` rows of the result, from index `start`. Raises the errors of `select`.
 
-        A search in gigabytes of text takes minutes: once `is_cancelled` holds, SearchCancelledError is raised.
+        A search through gigabytes of text takes minutes. Raises SearchCancelledError once `is_cancelled` returns true.
         """
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
@@ -137,23 +123,23 @@ class Catalog:
     def select(self, query: CatalogQuery) -> pa.Table:
         """Return the rows of the result, in its order.
 
-        Raises ConfigError for a column that is none of SORTABLE, and for a condition on text without a tokenizer;
+        Raises ConfigError for a column that is not in SORTABLE and for a condition on text without a tokenizer,
         ArchiveError for files that can no longer be read.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group, by index; none if there is no such group. Raises ArchiveError."""
+        """Return the members of a group in index order; empty for an unknown group. Raises ArchiveError."""
         found = self._details(pc.field("group_id") == group_id)
         return sorted(found, key=lambda detail: detail.row.index)
 
     def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
-        """Return a trajectory token by token; None if there is none with this id. Raises ArchiveError."""
+        """Return a trajectory token by token; None for an unknown id. Raises ArchiveError."""
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
-        """Yield the trajectories of the result, block by block. Raises ConfigError as `select` does."""
+        """Yield the trajectories of the result, block by block. Raises the errors of `select`."""
         snapshot = self._snapshot
         indices = np.sort(self._indices(snapshot, query))
         start = 0
@@ -189,7 +175,7 @@ class Catalog:
     def _indices(
         self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
     ) -> np.ndarray:
-        """Return the rows of a result, in its order."""
+        """Return the row indices of a result, in its order, int64[n]."""
         if query.sort_by not in ("", *SORTABLE):
             raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
         text = query.where.text
@@ -197,7 +183,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # The search is kept apart from the rest, which is quick: another order does not search again.
+        # Search separately from the fast conditions, so that sorting differently does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -206,12 +192,12 @@ class Catalog:
     def _find_text(
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
-        """Return for each row whether its decoded tokens hold `text`, bool[N]."""
+        """Return whether the decoded tokens of each row contain `text`, bool[N]."""
         last, known = self._found
-        # That of the last text is kept by block, for the pages, the orders and the rows of a run that come next.
+        # Cache the last text's matches per block: other pages and orders reuse them, and new rows add blocks.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
-            # Made before the threads need it. Arrow works outside of the lock of Python: blocks are searched at once.
+            # Compute it before the threads need it. Arrow releases the GIL, so blocks are searched in parallel.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
@@ -225,7 +211,7 @@ class Catalog:
             found, self._unread = self._source.step_versions(), ""
             return found
         except ReplayBufferError as error:
-            # Of a store that does not answer, its part says so.
+            # If the store does not answer, its own note says so.
             self._unread = str(error) if isinstance(error, ArchiveError) else ""
             return self._snapshot.step_versions
 
@@ -233,7 +219,7 @@ class Catalog:
 # --- queries ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Map the errors of files that were readable before."""
+    """Map errors of files that were readable when they were opened."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -242,7 +228,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
-    """Return the rows that meet all conditions but that on text, in the query's order, int64[n]."""
+    """Return the rows that meet all conditions except the one on text, in the query's order, int64[n]."""
     rows, where = snapshot.rows, query.where
     mask = np.ones(rows.num_rows, dtype=bool)
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):
@@ -273,19 +259,9 @@ def open_catalog(
     tokenizer: Path | None = None,
     starts_server: bool = True,
 ) -> Iterator[Catalog]:
-    """Open the catalog of a run with its archive, of an archive, of a file or of a server; `where` as `open_source`.
+    """Open the catalog of a run and its archive, of an archive, a file, or a server. `where`: as for `open_source`.
 
     Raises ConfigError, ReplayBufferError.
     """
     with open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server) as source:
         yield Catalog(source, decoder=decoder_of(source, tokenizer))
-
-
-def _parts_of(source: Source) -> list[Part]:
-    """Return what a source consists of: its archive, then its store."""
-    if isinstance(source, FileSource):
-        return [FilePart(source)]
-    if isinstance(source, ArchiveSource):
-        return [ArchivePart(source.archive.folder)]
-    archive = [ArchivePart(source.run_folder / "archive")] if source.run_folder else []
-    return [*archive, StorePart(source.store)]

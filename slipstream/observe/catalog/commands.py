@@ -1,4 +1,4 @@
-"""The command line: one function per command, and the options they share."""
+"""`slipstream data`: one function per command, and their shared options."""
 
 import sys
 from collections.abc import Iterator
@@ -159,7 +159,7 @@ def fetch(
     uri: Annotated[str, typer.Argument(metavar="URI", help="Archive in `storage_uri`: s3://BUCKET/RUNS/NAME/archive.")],
     into: Annotated[Path, typer.Option("--into", metavar="FOLDER", help="Folder of the copy.")],
 ) -> None:
-    """Copy an archive out of an object store, or what the folder lacks of it."""
+    """Copy an archive from an object store, skipping files that the folder already has."""
     fetched = fetch_archive(uri, into)
     print(f"{fetched.groups} groups, {fetched.trajectories} trajectories in {into}")
 
@@ -176,7 +176,7 @@ def refused(
     with _open(where, run, runs_dir) as source:
         if not isinstance(source, StoreSource):
             raise ConfigError(f"SOURCE must be a run or a server, got {where}: only a store has rejected frames.")
-        # Refuses a run that the store does not know.
+        # Raises for a run that the store does not know.
         source.store.run_state()
         frames = source.store.quarantined_frames()
     if is_json:
@@ -211,17 +211,17 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
 # --- sources and decoders --------------------------------------------------------------------------------------------
 @contextmanager
 def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
-    """Open the source; exit with 1 at the end if a part of it could not be read."""
+    """Open the source; exit with 1 at the end if part of it could not be read."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
-        if source.note:
-            print(f"warning: {source.note}", file=sys.stderr)
+        if notes := source.notes:
+            print(f"warning: {' '.join(notes)}", file=sys.stderr)
         yield source
-    if source.note or source.num_unreadable:
+    if notes or source.num_unreadable:
         raise typer.Exit(_UNSOUND)
 
 
 def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
-    """Return a decoder if the filter needs one, that is for a condition on text."""
+    """Return a decoder if the filter has a condition on text."""
     if selected.text is None:
         return None
     decode = decoder_of(source, tokenizer)

@@ -1,4 +1,4 @@
-"""Details of a trajectory: its tokens with their numbers, its messages, and the steps that trained on it."""
+"""Details of a trajectory: tokens with per-token numbers, messages, and the steps that trained on it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,32 +18,32 @@ _CHATS = (
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
     re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
 )
-"""Messages in the templates of Qwen (ChatML) and of Llama 3."""
+"""Messages in the chat templates of Qwen (ChatML) and Llama 3."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _SINGLE = "biuf"
-"""Kinds of numpy types that are one real number."""
+"""numpy dtype kinds that are one real number."""
 
 
 class Message(Record):
-    """A message of the conversation, or a stretch of tokens by one writer where the template's messages are unknown.
+    """A message of the conversation, or consecutive tokens by one writer if the chat template is unknown.
 
     Example: Message(role="assistant", text="<tool_call>...", calls=["{...}"], first_token=40, num_tokens=18, ...)
     """
 
     role: str
-    """Role in the template; else `prompt`, `assistant` (the model) or `observation` (what came back to it)."""
+    """Role in the template; otherwise `prompt`, `assistant` (the model), or `observation` (input after a turn)."""
     text: str
     """Decoded text; empty without a tokenizer."""
     is_model: bool
     """Whether the model wrote the tokens."""
     first_token: int
-    """First token of the stretch that the message is in: messages between two turns of the model share one."""
+    """First token of the span with this message; messages between two model turns share a span."""
     num_tokens: int
-    """Tokens of that stretch."""
+    """Tokens in that span."""
     calls: list[str] = []
     """Tool calls in the text, between `<tool_call>` tags."""
     reward: float | None = None
-    """Share of the reward that this turn earned, where turns are scored."""
+    """Reward of this turn; None unless turns are scored."""
 
 
 class Use(Record):
@@ -51,13 +51,13 @@ class Use(Record):
 
     step: int
     version: int | None
-    """Learner's version at its start; None if it is not known here."""
+    """Learner's version at its start; None if unknown."""
     lag: int | None
-    """That version minus the oldest of the trajectory."""
+    """`version` minus the oldest version of the trajectory."""
 
 
 class TrajectoryDetail(Record):
-    """Everything stored of a trajectory, token by token, in plain values that JSON can hold."""
+    """Everything stored of a trajectory, token by token, as JSON-compatible values."""
 
     row: CatalogRow
     token_ids: list[int]
@@ -66,18 +66,18 @@ class TrajectoryDetail(Record):
     model_mask: list[bool]
     """True where the model wrote the token."""
     versions: list[int]
-    """Version that sampled each token; -1 where the model did not write it."""
+    """Version that sampled each token; -1 for tokens that the model did not write."""
     numbers: dict[str, list[float | None]]
-    """Numbers of each token by name, None where there is none: `logprob` of the generator; `lag`, in the last step that
-    trained on it; `learner_log_ratio` and `learner_entropy` in that step, where the learner recorded them; `advantage`;
-    and every stored array of one number per token, such as `ratio` or `entropy`."""
+    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag` in the last step that trained on
+    it; `learner_log_ratio` and `learner_entropy` of that step, if the learner recorded them; `advantage`; and every
+    stored array with one number per token, such as `ratio` or `entropy`."""
     messages: list[Message]
     uses: list[Use]
-    """In order."""
+    """In order of the steps."""
     reward: Reward
     sampling: Sampling
     context_starts: list[int]
-    """First token of each context but the first."""
+    """First token of each context after the first."""
     metrics: dict[str, float]
     """Numbers of the agent loop."""
     extras: dict[str, Any]
@@ -92,9 +92,10 @@ def describe(
     step_versions: Mapping[int, int],
     recorded: TokenNumbers,
 ) -> TrajectoryDetail:
-    """Build the details of a trajectory. `step_versions`: step -> the learner's version at its start, where known.
+    """Build the details of a trajectory.
 
-    `recorded`: numbers that the learner recorded of its tokens.
+    `step_versions`: step -> the learner's version at its start, for known steps. `recorded`: per-token numbers of the
+    learner.
     """
     trajectory = stored.trajectory
     return TrajectoryDetail(
@@ -153,14 +154,14 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
 
 
 def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Yield first token and end of each stretch by one writer within a context."""
+    """Yield (start, end) of consecutive tokens by one writer within a context."""
     borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
     starts = sorted({*borders.tolist(), *trajectory.context_bounds()})
     yield from pairwise(starts)
 
 
 def _chat(text: str) -> list[tuple[str, str]]:
-    """Split a text of the template's into (role, text), without a message that the model is to write."""
+    """Split templated text into (role, text), dropping an empty last message that the model is about to write."""
     found = next((matches for pattern in _CHATS if (matches := list(pattern.finditer(text)))), [])
     messages = [(match["role"], match["text"]) for match in found]
     return messages[:-1] if messages and messages[-1] == ("assistant", "") else messages

@@ -1,9 +1,7 @@
-"""Reads files of rollouts, written by `export` or another tool, and checks every trajectory.
+"""Reads and checks files of rollouts: trajectories of `export` or another tool, and verl's dumps.
 
-Rollouts as verl dumps them (`trainer.rollout_data_dir`): texts and scores, a line of JSON each.
-
-They hold neither tokens nor log-probabilities, so that they can be looked at and not trained on: a token stands for a
-byte of the text.
+verl dumps (`trainer.rollout_data_dir`) hold one JSON line of texts and a score per rollout, without tokens or
+log-probabilities. They can be viewed but not trained on: each byte of the text becomes a token.
 """
 
 from collections import Counter
@@ -40,7 +38,7 @@ from slipstream.observe.catalog.token_decoder import TokenDecoder
 _ROWS_AT_ONCE = 256
 _OVER = get_args(Outcome)
 _LARGEST = 2**31 - 1
-"""Limit of indices, attempts, versions and steps."""
+"""Largest index, attempt, version, and step."""
 _NOT_A_TRAJECTORY = (msgspec.MsgspecError, RecordRefusedError, OverflowError, TypeError, ValueError, KeyError)
 
 
@@ -54,26 +52,26 @@ class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trajectory as a line of JSON: the fields of Trajectory and of its group; those with a default may be left out.
+    """A trajectory as a JSON line: fields of Trajectory and of its group. Fields with a default are optional.
 
     Example: {"group_id": "17", "index": 0, "token_ids": [4, 8, 3], "model_mask": [false, false, true],
         "generator_logprobs": [0, 0, -0.1], "reward": {"total": 1.0}}
     """
 
     group_id: str
-    """A whole number, one for each prompt."""
+    """An integer, unique per prompt."""
     index: int
     token_ids: list[int]
     model_mask: list[bool]
     generator_logprobs: list[float]
     reward: Reward
     id: str = ""
-    """Must be `<group_id>-<attempt>-<index>`; empty: that."""
+    """Must be `<group_id>-<attempt>-<index>`, which is also the default."""
     attempt: int = 0
     prompt_uid: str = ""
-    """Name of the prompt's row in the training data; needed to score it again."""
+    """Name of the prompt's row in the training data; required for rescoring."""
     version_spans: list[VersionSpan] = []
-    """Versions that sampled the tokens; empty: version 0 sampled all."""
+    """Versions that sampled the tokens; empty if version 0 sampled all."""
     stop_reason: str = "stop"
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
     generator_id: str = "imported"
@@ -87,19 +85,19 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     media: list[Media] = []
     metrics: dict[str, float] = {}
     outcome: str = "retired"
-    """End of its group; a replay trains on retired groups."""
+    """Outcome of its group; a replay trains on retired groups."""
     reason: str = ""
-    """Reason of the end; empty for retired."""
+    """Reason of the outcome; empty for retired."""
     steps: list[int] = []
     """Steps that trained on it, in order."""
     schema_version: int = SCHEMA_VERSION
-    """Refused if newer than the reader's."""
+    """Rejected if newer than the reader's."""
     archived_at: float | None = None
     """Ignored: the import sets it."""
     prompt: str | None = None
-    """Ignored: the token ids count."""
+    """Ignored: only the token ids are read."""
     response: str | None = None
-    """Ignored: the token ids count."""
+    """Ignored: only the token ids are read."""
 
 
 _DECODER = msgspec.json.Decoder(RolloutLine)
@@ -109,14 +107,14 @@ class SourcedTrajectory(NamedTuple):
     """A trajectory and its position in a file."""
 
     source: str
-    """Position for messages, such as `rollouts.jsonl line 3`."""
+    """Position for error messages, such as `rollouts.jsonl line 3`."""
     stored: StoredTrajectory
 
 
 def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
     """Yield the trajectories of a .jsonl or .parquet file, in order.
 
-    Raises ConfigError that names the line (or row) and its defect.
+    Raises ConfigError with the line (or row) and its defect.
     """
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
@@ -163,7 +161,7 @@ def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield batches with the columns of an archive, cast to its types: other tools write wider or narrower ones."""
+    """Yield batches with an archive's columns, cast to its types: other tools write wider or narrower types."""
     with refusing_parquet(path):
         file = pq.ParquetFile(path)
         schema = _known_schema(path, file.schema_arrow)
@@ -172,13 +170,13 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def open_parquet(path: Path) -> ds.Dataset:
-    """Open a Parquet file with the columns of an archive, to be read where it lies. Raises ConfigError."""
+    """Open a Parquet file with the columns of an archive, without copying it. Raises ConfigError."""
     with refusing_parquet(path):
         return ds.dataset(path, format="parquet", schema=_known_schema(path, pq.read_schema(path)))
 
 
 def _known_schema(path: Path, schema: pa.Schema) -> pa.Schema:
-    """Return the columns of an archive that a file has, with an archive's types."""
+    """Return the archive columns that a file has, with the archive's types."""
     if reason := newer_schema(schema) or missing_columns(schema):
         raise ConfigError(f"{path} {reason}.")
     return pa.schema([SCHEMA.field(name) for name in known_columns(schema)])
@@ -198,7 +196,7 @@ def refusing_parquet(path: Path) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
 FORMATS = tuple(_READERS)
-"""Endings of the files that can be read."""
+"""Suffixes of readable files."""
 
 
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
@@ -211,7 +209,7 @@ def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTraje
 
 
 def _check(stored: StoredTrajectory) -> None:
-    # Through the codec, so that a file passes the very checks that the broker makes.
+    # Run the codec, so that a file passes the same checks as in the broker.
     trajectory = unpack(encode(stored.trajectory))
     if stored.state != "evaluated":
         _check_numbers(trajectory, stored.steps)
@@ -254,7 +252,7 @@ class VerlLine(msgspec.Struct, frozen=True):
     """Decoded response."""
     score: float
     step: int = 0
-    """Step that trained on it; 0 = none."""
+    """Step that trained on it; 0 if none."""
     gts: Any = None
     """Reference answer."""
 
@@ -263,7 +261,7 @@ _VERL_DECODER = msgspec.json.Decoder(VerlLine)
 
 
 class ByteDecoder(TokenDecoder):
-    """The decoder of texts of which each token is a byte."""
+    """Decodes texts stored with one byte per token."""
 
     def __init__(self) -> None:
         pass
@@ -273,12 +271,12 @@ class ByteDecoder(TokenDecoder):
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """Every byte, and nothing as the last entry."""
+        """Every byte, and an empty last entry."""
         return [*(bytes([byte]) for byte in range(256)), b""]
 
 
 def is_verl_dump(path: Path) -> bool:
-    """Whether the first line of a file is one of verl's."""
+    """Return whether the first line of a file is a verl rollout."""
     with path.open("rb") as file:
         try:
             _VERL_DECODER.decode(file.readline())
@@ -288,7 +286,7 @@ def is_verl_dump(path: Path) -> bool:
 
 
 def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
-    """Yield the rollouts; those of one step and prompt are a group. Raises ConfigError for a line that is none."""
+    """Yield the rollouts, grouped by step and prompt. Raises ConfigError for any other line."""
     groups: dict[tuple[int, str], int] = {}
     members: Counter[int] = Counter()
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Rows of a catalog: what is listed of each trajectory, in columns, without its tokens."""
+"""Rows of a catalog: one row of columns per trajectory, without its tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ ROWS = pa.schema(
         "seconds": pa.float64(),
     }
 )
-"""Columns of a catalog: those of an archive under their names there, then what follows from others."""
+"""Columns of a catalog: archive columns under the same names, then derived columns."""
 
 
 class CatalogRow(Record):
@@ -48,9 +48,9 @@ class CatalogRow(Record):
     data_source: str
     generator_id: str
     outcome: str
-    """State of its group, or how it ended."""
+    """State or outcome of its group."""
     reason: str
-    """Reason of that end."""
+    """Reason of the outcome."""
     reward_total: float
     reward_status: str
     is_correct: bool
@@ -59,7 +59,7 @@ class CatalogRow(Record):
     num_turns: int
     stop_reason: str
     oldest_version: int
-    """Least version that sampled one of its tokens."""
+    """Smallest version that sampled one of its tokens."""
     newest_version: int
     steps: list[int]
     """Steps that trained on it, in order."""
@@ -67,25 +67,26 @@ class CatalogRow(Record):
     """Seconds since 1970, as `finished_at` and `archived_at`."""
     finished_at: float
     archived_at: float | None
-    """None: it is in no archive."""
+    """None if it is not archived."""
     versions: list[int]
     """Versions of its tokens, in order."""
     advantage: float | None
-    """Reward minus the mean reward of its group's sampled members; None: it is greedy, failed, or an evaluation's."""
+    """Reward minus the mean reward of its group's sampled members; None if greedy, failed, or an evaluation."""
     uses: int
     """Number of steps that trained on it."""
     last_step: int | None
-    """The last of them."""
+    """Last step that trained on it."""
     lag: int | None
-    """Learner's version in that step, minus `oldest_version`; None where either is unknown."""
+    """Learner's version at the start of `last_step` minus `oldest_version`; None if either is unknown."""
     seconds: float
-    """Time that it took to make."""
+    """Generation time."""
 
 
 def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
-    """Return the rows of a dataset with an archive's columns, in order; whole groups, or their advantages are wrong.
+    """Return the rows of a dataset with an archive's columns, in order.
 
-    `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
+    The dataset must hold whole groups, otherwise advantages are wrong. `step_versions`: step -> the learner's version
+    at its start. Raises pa.ArrowException, OSError.
     """
     table = dataset.to_table(columns=_READ)
     columns = {name: table[name] for name in _AS_ARCHIVED}
@@ -101,7 +102,7 @@ def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table
 
 
 def read_stored(dataset: ds.Dataset, ids: list[str]) -> Iterator[StoredTrajectory]:
-    """Yield the trajectories with these ids that the dataset holds, in its order."""
+    """Yield the trajectories with these ids, in the dataset's order."""
     wanted = pc.field("id").isin(ids)
     columns = known_columns(dataset.schema)
     for batch in dataset.to_table(columns=columns, filter=wanted).to_batches():
@@ -114,7 +115,7 @@ def to_records(rows: pa.Table) -> list[CatalogRow]:
 
 
 def has_value_within(lists: pa.ChunkedArray, low: int | None, high: int | None) -> np.ndarray:
-    """Return for each list of whole numbers whether one of them is within the bounds, bool[N]."""
+    """Return for each list of integers whether any value is within the bounds, bool[N]."""
     masks = [np.empty(0, dtype=bool)]
     for chunk in lists.chunks:
         values = chunk.flatten().to_numpy(zero_copy_only=False)
@@ -144,7 +145,7 @@ def _advantages(table: pa.Table) -> pa.Array:
 
 
 def _last_steps(steps: pa.ListArray) -> np.ndarray:
-    """Last step of each row; -1 for none."""
+    """Return the last step of each row, -1 if it has none; int64[N]."""
     offsets = steps.offsets.to_numpy()
     values = np.append(steps.flatten().to_numpy(), -1)
     return np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
@@ -155,6 +156,6 @@ def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: dict[int, i
     for step, version in step_versions.items():
         if 0 <= step < len(known) - 1:
             known[step] = version
-    # A row without a step looks up the last entry, which no step has.
+    # Index -1, of a row without a step, selects the last entry, which stays -1.
     versions = known[last_steps]
     return pa.array(versions - oldest, mask=versions < 0)

@@ -1,4 +1,4 @@
-"""Sources of trajectories: a run's store, an archive or a file of rollouts, with the same methods."""
+"""Sources of trajectories: a run's store, an archive, or a file of rollouts, with the same methods."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from slipstream.buffer.archive.shards import open_shard
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError, ShardError
-from slipstream.buffer.records import StepEntry
+from slipstream.buffer.records import StepEntry, StoredGroup
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import GroupPlace, RedisStore
 from slipstream.buffer.trajectory import group_of, lease_of
@@ -34,58 +34,88 @@ from slipstream.observe.catalog.rollout_files import (
 )
 from slipstream.observe.catalog.rows import ROWS, read_rows
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_decoder
-from slipstream.runtime.run_folder import parse_row
+from slipstream.observe.metrics_rows import read_rows as read_metrics
+from slipstream.observe.reader import RunReader
 
 _STORE_TIMEOUT_S = 5.0
 """Limit for connecting to a server."""
-_START_TIMEOUT_S = 30.0
-"""Limit for a run's own server, which loads its data if it is started for this command."""
+
+
+class Block(NamedTuple):
+    """Whole groups: their rows and, in the same order, everything stored of them."""
+
+    rows: pa.Table
+    dataset: ds.Dataset
 
 
 class ArchiveSource:
-    """An archive, and the metrics and settings of its run folder if it still lies there."""
+    """An archive, with the metrics and settings of its run folder if they are still there.
+
+    The archive may grow while it is read. `blocks` reads each shard once.
+    """
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
-        """Open the archive in `folder`. Raises ArchiveError if it is none."""
+        """Open the archive in `folder`. `note`: why the run's store is not read. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
-        self.note = " ".join(filter(None, (note, self.archive.note)))
-        """Reason why the run's store, if that was asked for, or the end of the manifest is not read; else empty."""
+        self._note = note
+        self._blocks: dict[str, Block] = {}
+        self._refused: dict[str, str] = {}
         self._versions: dict[int, int] = {}
         self._ledger_bytes = -1
         self.num_unreadable = 0
-        """Shards that could not be read; each is reported on stderr."""
-        # Answers of `slipstream evaluate` and `generate` lie beside their settings.
+        """Shards that `read` could not read; each is reported on stderr."""
+        # The answers of `slipstream evaluate` and `generate` are next to their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
-        """Folder that holds the run's other files, if they are still there."""
+        """Folder with the run's other files, if they are still there."""
+
+    @property
+    def parts(self) -> "list[Source]":
+        return [self]
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence on each thing that cannot be read: the store, the end of the manifest, a shard."""
+        return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
+        """Yield the selected trajectories, group by group. A condition on text needs `decode`."""
         return self.archive.read(selected, decode=decode, on_refused=self._warn)
 
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return a block per readable shard. Raises ArchiveError for a damaged manifest."""
+        self.archive = Archive(self.archive.folder)
+        for shard in self.archive.shards:
+            if shard.file in self._blocks or shard.file in self._refused:
+                continue
+            try:
+                with open_shard(self.archive.folder, shard) as dataset:
+                    rows = read_rows(dataset, step_versions=dict(step_versions))
+                    self._blocks[shard.file] = Block(rows, dataset)
+            except ShardError as error:
+                self._refused[shard.file] = str(error)
+        return list(self._blocks.values())
+
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, of the steps that are known. Raises ArchiveError."""
+        """Return step -> the learner's version at its start, for the known steps. Raises ArchiveError."""
         ledger = self.archive.folder / LEDGER
-        # It only grows, and is long: read again only then.
+        # The ledger is long and only grows: read it again only when its size changes.
         size = ledger.stat().st_size if ledger.is_file() else 0
         if size != self._ledger_bytes:
             self._versions = {entry.step: entry.version for entry in self.archive.steps()}
             self._ledger_bytes = size
         if size:
             return self._versions
-        # A row of metrics holds the version after its step, with which the next step begins.
-        path = self.run_folder / "metrics.jsonl"
-        if not path.is_file():
-            return {}
-        rows = filter(None, map(parse_row, path.read_bytes().splitlines(keepends=True)))
-        return {1: 0} | {row["step"] + 1: row["version"] for row in rows if "version" in row}
+        # A metrics row holds the version after its step, which is the version at the start of the next step.
+        rows = read_metrics(self.run_folder / "metrics.jsonl")
+        return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
     def model_paths(self) -> list[Path]:
         """Return folders that may hold the run's model, and so its tokenizer."""
         try:
             return _model_paths(read_config(self.run_folder), self.run_folder)
         except ConfigError:
-            # There are no settings, or they are of another version of Slipstream: its archives are read all the same.
+            # The settings are missing or from another version of Slipstream; the archive is readable regardless.
             return [self.run_folder / "final_model"]
 
     def _warn(self, error: ShardError) -> None:
@@ -94,51 +124,91 @@ class ArchiveSource:
 
 
 class StoreSource:
-    """The store of a run, in progress or over, with the run's archive."""
+    """The store of a run, live or over, and the run's archive."""
 
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
-        """`run_folder` is None when only the server is known."""
+        """`run_folder`: None if only the server is known."""
         self.store = store
         self.run_folder = run_folder
-        is_archived = run_folder is not None and is_archive(run_folder / "archive")
-        self._archive = ArchiveSource(run_folder / "archive") if run_folder and is_archived else None
-        self.note = self._archive.note if self._archive else ""
+        self._problem = ""
+        self._archive: ArchiveSource | None = None
+        self._find_archive()
+        self._places: dict[str, GroupPlace] = {}
+        self._groups: dict[str, pa.Table] = {}
+        self._block = Block(ROWS.empty_table(), ds.dataset(SCHEMA.empty_table()))
         self._versions: dict[int, int] = {}
         self._newest: StepEntry | None = None
 
+    def _find_archive(self) -> ArchiveSource | None:
+        if self._archive is None and self.run_folder and is_archive(self.run_folder / "archive"):
+            self._archive = ArchiveSource(self.run_folder / "archive")
+        return self._archive
+
+    @property
+    def parts(self) -> "list[Source]":
+        """The archive, which a live run may create later, and the store."""
+        archive = self._find_archive()
+        return [archive, self] if archive else [self]
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence on each thing that cannot be read."""
+        return [*(self._archive.notes if self._archive else []), *([self._problem] if self._problem else [])]
+
     @property
     def archive(self) -> Archive | None:
-        """The run's archive, if it has one."""
+        """The run's archive; None without one."""
         return self._archive.archive if self._archive else None
 
     @property
     def num_unreadable(self) -> int:
-        """Shards of the archive that could not be read."""
+        """Shards of the archive that `read` could not read."""
         return self._archive.num_unreadable if self._archive else 0
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories: the archive's, which are over, after those of the store.
-
-        `decode` is needed for a condition on text.
-        """
+        """Yield the selected trajectories, the store's before the archive's. A condition on text needs `decode`."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
         seen = set()
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             seen.add(group.id)
-            for payload in group.payloads:
-                stored = StoredTrajectory(unpack(payload), group.state, group.reason, group.steps)
-                if selected.matches(stored, decode=decode):
-                    yield stored
-        # The archive last: a group that moves in between is found in both, and not in neither.
+            yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
+        # The archive last: a group that moves in between is found in both, never in neither.
         for stored in self._archive.read(selected, decode=decode) if self._archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
 
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return one block with the store's groups; the previous one while the store does not answer."""
+        try:
+            places = self.store.group_places()
+            changed = {
+                name for name, place in places.items() if self._places.get(name) != place or place.state == "open"
+            }
+            found = {group.id: group for group in self.store.groups(group_ids=changed)} if changed else {}
+        except ReplayBufferError as error:
+            self._problem = f"the store cannot be read: {error}"
+            return [self._block]
+        self._problem = ""
+        if changed or places.keys() != self._places.keys():
+            self._enter({name: _members(group) for name, group in found.items()}, places)
+            dataset = ds.dataset(pa.concat_tables([SCHEMA.empty_table(), *self._groups.values()]))
+            self._block = Block(read_rows(dataset, step_versions=dict(step_versions)), dataset)
+        return [self._block]
+
+    def _enter(self, changed: dict[str, list[StoredTrajectory]], places: dict[str, GroupPlace]) -> None:
+        table = tabulate([member for members in changed.values() for member in members])
+        start = 0
+        for name, members in changed.items():
+            self._groups[name] = table.slice(start, len(members))
+            start += len(members)
+        self._groups = {name: group for name, group in self._groups.items() if name in places}
+        self._places = places
+
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, of the steps that are known."""
-        # A step that is done again after a roll back, and so every step after it, has another fence.
+        """Return step -> the learner's version at its start, for the known steps."""
+        # A repeated step after a rollback, like every later step, has a new fence.
         first = self._newest.step if self._newest else 1
         entries = self.store.ledger(first_step=first)
         if self._newest and entries[:1] != [self._newest]:
@@ -152,7 +222,7 @@ class StoreSource:
         try:
             config = msgspec.json.decode(self.store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
-            # The run was begun by another version of Slipstream: its settings cannot be read.
+            # Another version of Slipstream began the run; its settings cannot be read.
             return [self.run_folder / "final_model"] if self.run_folder else []
         return _model_paths(config, self.run_folder)
 
@@ -161,21 +231,39 @@ class FileSource:
     """A file of rollouts, as `export` or verl writes it."""
 
     run_folder = None
-    """It belongs to no run."""
-    note, num_unreadable = "", 0
+    num_unreadable = 0
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.notes: list[str] = []
         self.is_verl = path.suffix == ".jsonl" and is_verl_dump(path)
-        """Whether it holds texts of verl, without tokens and log-probabilities."""
+        """Whether it holds verl's texts, without tokens and log-probabilities."""
+        self._block: Block | None = None
+
+    @property
+    def parts(self) -> "list[Source]":
+        return [self]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, in order. `decode` is needed for a condition on text."""
+        """Yield the selected trajectories, in order. A condition on text needs `decode`."""
         found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return one block. Parquet is read in place; JSON lines are checked and converted in memory.
+
+        Raises ConfigError for a file without trajectories.
+        """
+        if self._block is None:
+            if self.path.suffix == ".parquet":
+                dataset = open_parquet(self.path)
+            else:
+                dataset = ds.dataset(tabulate(list(self.read(TrajectoryFilter(), decode=None))))
+            self._block = Block(read_rows(dataset, step_versions={}), dataset)
+        return [self._block]
+
     def step_versions(self) -> dict[int, int]:
-        """Return nothing: a file holds no ledger."""
+        """Return nothing: a file has no ledger."""
         return {}
 
     def model_paths(self) -> list[Path]:
@@ -184,10 +272,17 @@ class FileSource:
 
 
 Source = ArchiveSource | StoreSource | FileSource
+"""`blocks` reads only new data and returns unchanged blocks as the same objects.
+
+`parts`: the sources that make up this one. A group that moves from the last to an earlier one may be in both."""
+
+
+def _members(group: StoredGroup) -> list[StoredTrajectory]:
+    return [StoredTrajectory(unpack(each), group.state, group.reason, group.steps) for each in group.payloads]
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer, else that of the source; None if there is none. Raises ConfigError."""
+    """Return the given tokenizer, otherwise the tokenizer of the source; None without one. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())
@@ -197,9 +292,9 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
     """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
 
-    Of a run whose store does not answer, the archive is opened, with a note. `starts_server`: start the embedded server
-    of a run that is over, and stop it at the end. Raises ConfigError when `where` is none of them, and as
-    `open_run_store` and `Archive` do.
+    If a run's store does not answer, its archive is opened with a note. `starts_server`: start the embedded server of a
+    run that is over, and stop it at the end. Raises ConfigError if `where` is none of these, and the errors of
+    `open_run_store` and `Archive`.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -213,12 +308,11 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
         yield FileSource(Path(where))
     else:
         source: Source
-        timeout_s = _START_TIMEOUT_S if starts_server else _STORE_TIMEOUT_S
         with ExitStack() as stack:
             try:
                 folder = _run_folder(where, runs_dir)
-                opened = open_run_store(folder, timeout_s=timeout_s, starts_server=starts_server)
-                source = StoreSource(stack.enter_context(opened), run_folder=folder)
+                store = stack.enter_context(RunReader(folder).open_store(starts_server=starts_server))
+                source = StoreSource(store, run_folder=folder)
             except (ConfigError, ReplayBufferError) as error:
                 archives = (each / "archive" for each in (Path(where), runs_dir / where))
                 archive = next((each for each in archives if is_archive(each)), None)
@@ -229,7 +323,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:
-    """Return a run folder, or that of a run of `runs_dir` by its name. Raises ConfigError."""
+    """Return a run folder, or the folder of a run of `runs_dir` by its name. Raises ConfigError."""
     for folder in (Path(where), runs_dir / where):
         if (folder / "config.yaml").is_file():
             return folder
@@ -240,118 +334,15 @@ def _run_folder(where: str, runs_dir: Path) -> Path:
 
 
 def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:
-    # A relative path holds from where the run was started: usually the folder that holds its `runs_dir`.
+    # A relative path starts at the run's working directory, usually the parent of its `runs_dir`.
     path = Path(config.model.path)
     if run_folder is None:
         return [path]
     return [path, run_folder.resolve().parent.parent / path, run_folder / "final_model"]
 
 
-class Block(NamedTuple):
-    """Whole groups: their rows, and in the same order all that is stored of them."""
-
-    rows: pa.Table
-    dataset: ds.Dataset
-
-
-class ArchivePart:
-    """The shards of an archive; the manifest only grows, so each is read once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._blocks: dict[str, Block] = {}
-        self._refused: dict[str, str] = {}
-        self._unfinished = ""
-
-    @property
-    def note(self) -> str:
-        return " ".join(filter(None, (self._unfinished, *self._refused.values())))
-
-    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return a block per readable shard, none before the first. Raises ArchiveError for a damaged manifest."""
-        if not is_archive(self._folder):
-            return []
-        archive = Archive(self._folder)
-        self._unfinished = archive.note
-        for shard in archive.shards:
-            if shard.file in self._blocks or shard.file in self._refused:
-                continue
-            try:
-                with open_shard(self._folder, shard) as dataset:
-                    rows = read_rows(dataset, step_versions=dict(step_versions))
-                    self._blocks[shard.file] = Block(rows, dataset)
-            except ShardError as error:
-                self._refused[shard.file] = str(error)
-        return list(self._blocks.values())
-
-
-class FilePart:
-    """A file of rollouts. Parquet is read where it lies; JSON lines are converted in memory, each one checked."""
-
-    note = ""
-
-    def __init__(self, source: FileSource) -> None:
-        """Raises ConfigError for a file that holds no trajectories."""
-        if source.path.suffix == ".parquet":
-            dataset = open_parquet(source.path)
-        else:
-            dataset = ds.dataset(tabulate(list(source.read(TrajectoryFilter(), decode=None))))
-        self._block = Block(read_rows(dataset, step_versions={}), dataset)
-
-    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        return [self._block]
-
-
-class StorePart:
-    """The groups of a live store. While it does not answer, those that it had last."""
-
-    def __init__(self, store: RedisStore) -> None:
-        self.note = ""
-        self._store = store
-        self._places: dict[str, GroupPlace] = {}
-        self._groups: dict[str, pa.Table] = {}
-        self._block = Block(ROWS.empty_table(), ds.dataset(SCHEMA.empty_table()))
-
-    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        try:
-            places = self._store.group_places()
-            changed = {name for name, place in places.items() if self._places.get(name) != place or _is_open(place)}
-            found = {group.id: group for group in self._store.groups(group_ids=changed)} if changed else {}
-        except ReplayBufferError as error:
-            self.note = f"the store cannot be read: {error}"
-            return [self._block]
-        self.note = ""
-        if changed or places.keys() != self._places.keys():
-            stored = {
-                name: [
-                    StoredTrajectory(unpack(each), group.state, group.reason, group.steps) for each in group.payloads
-                ]
-                for name, group in found.items()
-            }
-            self._enter(stored, places)
-            table = pa.concat_tables([SCHEMA.empty_table(), *self._groups.values()])
-            dataset = ds.dataset(table)
-            self._block = Block(read_rows(dataset, step_versions=dict(step_versions)), dataset)
-        return [self._block]
-
-    def _enter(self, changed: dict[str, list[StoredTrajectory]], places: dict[str, GroupPlace]) -> None:
-        table = tabulate([member for members in changed.values() for member in members])
-        start = 0
-        for name, members in changed.items():
-            self._groups[name] = table.slice(start, len(members))
-            start += len(members)
-        self._groups = {name: group for name, group in self._groups.items() if name in places}
-        self._places = places
-
-
-Part = ArchivePart | StorePart | FilePart
-"""`blocks` returns all that there are, those that have not changed being the same objects, and reads only what is new.
-
-`note`: one sentence on what of it cannot be read; empty when all can."""
-
-
 def without(live: Block, archived: list[Block]) -> Block:
-    """Leave out the groups that are archived."""
+    """Return the live block without the groups that are archived already."""
     groups = live.rows["group_id"].combine_chunks().unique()
     both = [block.rows["group_id"].filter(pc.is_in(block.rows["group_id"], groups)) for block in archived]
     moved = pa.chunked_array([chunk for column in both for chunk in column.chunks], pa.string())
@@ -359,7 +350,3 @@ def without(live: Block, archived: list[Block]) -> Block:
         return live
     is_kept = pc.invert(pc.is_in(live.rows["group_id"], moved.combine_chunks()))
     return Block(live.rows.filter(is_kept), ds.dataset(live.dataset.to_table().filter(is_kept)))
-
-
-def _is_open(place: GroupPlace) -> bool:
-    return place.state == "open"

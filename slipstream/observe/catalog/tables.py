@@ -1,4 +1,4 @@
-"""Tables of stored trajectories for the terminal, and their statistics."""
+"""Terminal tables of stored trajectories and their statistics."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,14 +18,14 @@ from slipstream.runtime.command_line import add_row, make_table
 
 
 def span(values: list[int]) -> str:
-    """Return the first and last of ordered values as `3-5`, a single one as `3`, none as nothing."""
+    """Format sorted values as `3-5`, a single value as `3`, and no values as an empty string."""
     if not values:
         return ""
     return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
 
 
 def distribution(values: list[float]) -> list[str]:
-    """Return mean, least, 10 %, median, 90 % and greatest value as text."""
+    """Return mean, minimum, 10 %, median, 90 %, and maximum as text."""
     points = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
     return [f"{value:.4g}" for value in (np.mean(values), *points)]
 
@@ -36,9 +36,10 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (a line per group, number of lines); counts and means are those of the selected members."""
+    """Return (table with a line per group, number of lines). Counts and means cover the selected members."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
-    for group in islice(_groups(found), limit):
+    groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
+    for group in islice(groups, limit):
         rewards = sum(member.trajectory.reward.total for member in group) / len(group)
         tokens = sum(member.trajectory.num_tokens for member in group) / len(group)
         versions = sorted({version for member in group for version in member.versions})
@@ -48,18 +49,13 @@ def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table
 
 
 def list_trajectories(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (a line per trajectory, number of lines)."""
+    """Return (table with a line per trajectory, number of lines)."""
     table = make_table("id", "reward", *_COMMON, numbers=_NUMBERS)
     for stored in islice(found, limit):
         trajectory = stored.trajectory
         reward = f"{trajectory.reward.total:.3f}" if trajectory.reward.status == "ok" else trajectory.reward.status
         _add(table, stored, trajectory.id, reward, tokens=trajectory.num_tokens, versions=stored.versions)
     return table, table.row_count
-
-
-def _groups(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
-    for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id):
-        yield list(members)
 
 
 def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
@@ -71,20 +67,21 @@ def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, 
 # --- refused ---------------------------------------------------------------------------------------------------------
 _HEX_BYTES = 16
 _TEXT_BYTES = 64
-"""First bytes in a line of the table, as numbers and as text."""
+"""First bytes shown in a line, as hex and as text."""
 
 
 def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
-    """Return a table with a line for each (reason, first bytes)."""
+    """Return a table with a line per (reason, first bytes)."""
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
     for reason, kept in frames:
         size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
-        add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), _as_text(kept[:_TEXT_BYTES]))
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept[:_TEXT_BYTES])
+        add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), text)
     return table
 
 
 def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
-    """Yield a line of JSON for each (reason, first bytes): how many are stored, whether there were more, and which."""
+    """Yield a JSON line per (reason, first bytes), with the stored bytes and whether the frame was longer."""
     for reason, kept in frames:
         frame = {"reason": reason, "num_bytes": len(kept), "is_cut": _is_cut(kept), "hex": kept.hex()}
         yield msgspec.json.encode(frame).decode()
@@ -92,11 +89,6 @@ def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
 
 def _is_cut(kept: bytes) -> bool:
     return len(kept) >= FRAME_BYTES_KEPT
-
-
-def _as_text(kept: bytes) -> str:
-    """Decode as ASCII, with a dot for every other byte."""
-    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept)
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -109,7 +101,7 @@ def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Ta
 
 
 def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Return a table of token ranges that one version sampled, or none: range, version, mean log-probability, text."""
+    """Return a table of token ranges by sampling version: range, version, mean log-probability, text."""
     table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
     for start, end, version in _segments(trajectory):
         tokens = trajectory.token_ids[start:end]
@@ -120,7 +112,7 @@ def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
 
 
 def show_tokens(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Return a table with a line for each token."""
+    """Return a table with a line per token."""
     table = make_table("index", "id", "written by", "logprob", "text", numbers=("index", "id", "logprob"))
     versions = trajectory.token_versions().tolist()
     logprobs = trajectory.generator_logprobs.tolist()
@@ -140,7 +132,9 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
     yield "prompt", f"{trajectory.prompt_uid} of {trajectory.data_source}"
     yield "outcome", stored.state + (f": {stored.reason}" if stored.reason else "")
     for step in stored.steps:
-        yield f"step {step}", _training(stored, step_versions.get(step))
+        version = step_versions.get(step)
+        lag = "" if version is None else f" at version {version}: lag {version - stored.oldest_version}"
+        yield f"step {step}", f"trained on it{lag}"
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts.items())
     yield "reward", f"{reward.total:g}{parts}, {'right' if reward.is_correct else 'not entirely right'}"
     if reward.status != "ok":
@@ -160,14 +154,8 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
         yield "extras", trajectory.extras
 
 
-def _training(stored: StoredTrajectory, version: int | None) -> str:
-    if version is None:
-        return "trained on it"
-    return f"trained on it at version {version}: lag {version - stored.oldest_version}"
-
-
 def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, token after the last, version or -1)."""
+    """Yield (start, end, version), with version -1 for tokens that the model did not write."""
     versions = trajectory.token_versions()
     borders = np.flatnonzero(np.diff(versions)) + 1
     for start, end in pairwise([0, *borders.tolist(), len(versions)]):
@@ -187,7 +175,7 @@ _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "qu
 
 
 def describe_audit(audit: Audit) -> list[str]:
-    """Return the sums of a store and its problems, a line each."""
+    """Return the totals of a store and its problems, one per line."""
     sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
     total = sum(getattr(audit, name) for name in _ADDENDS)
     return [
@@ -199,7 +187,7 @@ def describe_audit(audit: Audit) -> list[str]:
 
 
 def describe_check(check: ArchiveCheck) -> list[str]:
-    """Return the sums of an archive and its problems, a line each."""
+    """Return the totals of an archive and its problems, one per line."""
     return [
         f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
         f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",
@@ -212,7 +200,7 @@ _POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
 
 
 class _Totals:
-    """Numbers of one kind of trajectory: a few per trajectory, no tokens."""
+    """Totals of one kind of trajectory. Keeps a few numbers per trajectory, no tokens."""
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
@@ -223,13 +211,13 @@ class _Totals:
         self.tokens: list[float] = []
         self.response_tokens: list[float] = []
         self.lags: list[float] = []
-        """Lag of the oldest model-written token, once for each step that trained on the trajectory."""
+        """Lag of the oldest model-written token, once per step that trained on the trajectory."""
         self.lags_of_tokens = Counter[int]()
-        """Lag -> model-written tokens, each once for each step that trained on it, as `lag/histogram` has them."""
+        """Lag -> model-written tokens, once per step that trained on them, as in `lag/histogram`."""
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
-        # A trajectory trained on twice has two lags; one whose reward function failed has no reward. Rewards are those
-        # of sampled trajectories: greedy baselines would shift them.
+        # A trajectory that was trained on twice has two lags. Failed rewards are excluded, and so are greedy baselines,
+        # which would shift the mean.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
         is_ok = trajectory.reward.status == "ok"
@@ -251,7 +239,7 @@ class TrajectoryStats:
     """Totals of all trajectories, by outcome, by reason, and by data source."""
 
     def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
-        """Read `found` to its end."""
+        """Consume `found`."""
         self.all = _Totals()
         self.by_outcome: dict[str, _Totals] = {}
         self.by_reason: dict[str, _Totals] = {}
@@ -268,7 +256,7 @@ class TrajectoryStats:
                 totals.add(stored, step_versions=step_versions)
 
     def tables(self) -> list[Table]:
-        """Return counts by outcome, reason and data source, and the distributions; nothing if nothing was found."""
+        """Return counts by outcome, reason, and data source, and the distributions; empty without trajectories."""
         if not self.all.tokens:
             return []
         outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}

@@ -1,4 +1,4 @@
-"""TokenDecoder: token ids to text, whole or token by token, with the tokenizer of a run's model; and text search."""
+"""TokenDecoder: decodes and searches token ids with the tokenizer of a run's model."""
 
 import codecs
 from collections.abc import Callable, Iterator
@@ -16,21 +16,21 @@ from slipstream.configs.base import ConfigError
 
 _FILE = "tokenizer.json"
 _FIRST_SHIFTED = 256
-"""Byte-level tokenizers write the bytes that are no printable characters as the characters from here on, in order."""
+"""Byte-level tokenizers map non-printable bytes to consecutive characters starting here."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 _ROWS_TRIED = 16
-"""Rows whose text is compared with that of their pieces, before pieces are searched instead of texts."""
+"""Rows to decode and compare with their joined pieces before searching pieces instead of texts."""
 
 
 class TokenDecoder:
     """The decoding half of a tokenizer. Example: TokenDecoder(Path("models/mine/tokenizer.json"))(token_ids)."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file is no tokenizer."""
+        """Raises ConfigError if the file is not a tokenizer."""
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        # The library raises a bare Exception for every defect of the file.
+        # The library raises a bare Exception for any defect of the file.
         except Exception as error:
             raise ConfigError(
                 f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
@@ -41,7 +41,7 @@ class TokenDecoder:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """Bytes that each token stands for, by its id; unused ids, and the last entry, stand for nothing."""
+        """Bytes of each token by id; empty for unused ids and in the last entry."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         pieces = [b""] * (max(vocabulary.values(), default=-1) + 2)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -58,26 +58,26 @@ class TokenDecoder:
 
     @cached_property
     def piece_array(self) -> pa.BinaryArray:
-        """The pieces, to be taken by token ids."""
+        """The pieces as an Arrow array, indexed by token id."""
         return pa.array(self.pieces, pa.binary())
 
     def texts(self, tokens: np.ndarray) -> list[str]:
-        """Return the text of each token; a character of several tokens stands at the one that completes it."""
+        """Return the text of each token. A character of several tokens belongs to the token that completes it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         nothing = len(self.pieces) - 1
         return [decoder.decode(self.pieces[min(token, nothing)]) for token in tokens.tolist()]
 
     def joins_pieces(self, tokens: np.ndarray) -> bool:
-        """Whether the text of these tokens is that of their pieces in a row, as for every byte-level tokenizer."""
+        """Return whether the text equals the joined pieces, as with every byte-level tokenizer."""
         nothing = len(self.pieces) - 1
         joined = b"".join(self.pieces[min(token, nothing)] for token in tokens.tolist())
         return joined.decode(errors="replace") == self(tokens)
 
 
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
-    """Return the tokenizer of the folder (or file) `given`, else of the first candidate that has one, else None.
+    """Return the tokenizer of the folder or file `given`, otherwise of the first candidate that has one, or None.
 
-    Raises ConfigError when `given` has none, or a tokenizer cannot be read.
+    Raises ConfigError if `given` has none or a tokenizer cannot be read.
     """
     if given is None:
         paths = [folder / _FILE for folder in candidates]
@@ -89,7 +89,7 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder 
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return character -> byte of byte-level vocabularies: printable bytes are themselves, the others follow 256."""
+    """Return character -> byte of byte-level vocabularies: printable bytes map to themselves, others to 256 and up."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     plain = [byte for byte in range(256) if chr(byte) in alphabet]
     shifted = sorted(set(range(256)) - set(plain))
@@ -100,9 +100,9 @@ def _byte_characters() -> dict[str, int]:
 
 # --- search ----------------------------------------------------------------------------------------------------------
 def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:
-    """Return for each row whether its decoded tokens hold `text`, bool[N].
+    """Return whether the decoded tokens of each row contain `text`, bool[N].
 
-    Raises SearchCancelledError soon after `is_cancelled` holds; pa.ArrowException, OSError.
+    Raises SearchCancelledError soon after `is_cancelled` returns true, pa.ArrowException, OSError.
     """
     masks = [np.empty(0, dtype=bool)]
     for tokens in _chunks(dataset):
@@ -113,10 +113,10 @@ def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cance
 
 
 def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
-    """Yield the token ids of all rows, in order, a bounded number of tokens at a time."""
+    """Yield the token ids of all rows, in order, in chunks of bounded size."""
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
-        # The limit on rows bounds short rows, this one long rows.
+        # The row limit bounds chunks of short rows, this limit chunks of long rows.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
         yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))

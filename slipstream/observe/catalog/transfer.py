@@ -1,4 +1,4 @@
-"""Export of trajectories to one file, import of such files as an archive to train on, and copies of stored archives."""
+"""Exports trajectories to one file, imports such files as an archive, and copies archives from an object store."""
 
 import shutil
 import tempfile
@@ -32,10 +32,10 @@ _FORMATS = (".parquet", ".jsonl")
 
 
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
-    """Write `target` in the format of its suffix, whole or not at all; return the number of trajectories.
+    """Write `target` atomically in the format of its suffix; return the number of trajectories.
 
-    Parquet has the columns of an archive; JSON lines have the same fields (bytes in `extras` as base64), and the
-    decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or an existing file,
+    Parquet has the columns of an archive. JSON lines have the same fields (bytes in `extras` as base64) and, with
+    `decode`, the decoded texts. `import` reads both. Raises ConfigError for another suffix or an existing file,
     RecordRefusedError for a trajectory that does not fit the columns.
     """
     if target.suffix not in _FORMATS:
@@ -44,7 +44,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
         raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
-    # Renamed when it is whole: a reader never finds half a file.
+    # Renamed once complete, so that a reader never sees a partial file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -58,19 +58,16 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
 def _write_parquet(found: Iterable[StoredTrajectory], file: BinaryIO) -> int:
     with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
         count = 0
-        for rows in _chunks_to_export(found):
-            writer.write_table(_tabulate(rows))
+        remaining = iter(found)
+        while rows := list(islice(remaining, _ROWS_AT_ONCE)):
+            try:
+                writer.write_table(tabulate(rows))
+            except (pa.ArrowException, OverflowError) as error:
+                raise RecordRefusedError(
+                    "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
+                ) from None
             count += len(rows)
     return count
-
-
-def _tabulate(rows: list[StoredTrajectory]) -> pa.Table:
-    try:
-        return tabulate(rows)
-    except (pa.ArrowException, OverflowError) as error:
-        raise RecordRefusedError(
-            "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
-        ) from None
 
 
 def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Decode | None) -> int:
@@ -101,41 +98,35 @@ def _as_list(value: Any) -> Any:
     raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
 
 
-def _chunks_to_export(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
-    rows = iter(found)
-    while chunk := list(islice(rows, _ROWS_AT_ONCE)):
-        yield chunk
-
-
 # --- import ----------------------------------------------------------------------------------------------------------
 _SHARD_BYTES = 256 * 2**20
-"""Encoded trajectories in memory together, bytes."""
+"""Most bytes of encoded trajectories in memory."""
 _SHARD_GROUPS = 1024
 
 
 class Imported(Record):
-    """Content of an archive that was made or copied. Example: Imported(groups=1024, trajectories=8192)."""
+    """Size of an imported or copied archive. Example: Imported(groups=1024, trajectories=8192)."""
 
     groups: int
     trajectories: int
 
 
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
-    """Create the archive `where` from all trajectories in `files`, or nothing at all.
+    """Create the archive `where` from all trajectories in `files`, or leave nothing behind.
 
-    Raises ConfigError for a folder that cannot become one, and for the first line that is no trajectory.
+    Raises ConfigError for a folder that cannot become an archive and for the first line that is not a trajectory.
     """
     _check_no_run(where, runs_dir)
     into = Path(where)
     _check_target(into)
     found = chain.from_iterable(map(read_rollouts, files))
-    # Nothing is trained on answers to evaluations.
+    # Answers to evaluations are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
-    # Beside the target, so that the rename stays within one file system.
+    # In the target's parent, so that the rename stays within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
         imported = _write(groups, unfinished)
-        # `mkdtemp` gives rights to its user alone.
+        # `mkdtemp` restricts access to its user.
         unfinished.chmod(0o755)
         unfinished.rename(into)
     except BaseException:
@@ -160,7 +151,7 @@ def _content(shards: Iterable[ShardEntry]) -> Imported:
 
 
 def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
-    """Yield consecutive members as a group. Raises ConfigError when they do not fit each other."""
+    """Group consecutive members. Raises ConfigError if they are inconsistent."""
     seen: set[str] = set()
     members: list[SourcedTrajectory] = []
     for sourced in found:
@@ -252,10 +243,10 @@ _STORAGE_TIMEOUT_S = 60.0
 
 
 def fetch_archive(uri: str, into: Path) -> Imported:
-    """Copy an archive of an object store, or what `into` still lacks of it; the manifest comes last.
+    """Copy an archive from an object store, skipping files that `into` already has. The manifest is copied last.
 
-    Raises ConfigError for what is no archive, or a folder that is written by another; StorageError after a minute of
-    failures; DamagedObjectError for a shard that does not have its checksum; ArchiveError for another archive's folder.
+    Raises ConfigError if `uri` is not an archive or a run writes to `into`, StorageError after a minute of failures,
+    DamagedObjectError for a shard with a wrong checksum, ArchiveError if `into` holds a different archive.
     """
     require_storage("URI", uri, is_fit=True)
     if (into / LOCK).exists():

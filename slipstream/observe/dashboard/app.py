@@ -1,6 +1,6 @@
-"""The dashboard: a web application for all runs of a folder, and its server.
+"""The dashboard: a web application for all runs of a folder.
 
-GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, all one shell
+GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, one HTML shell
 GET  /static/...                                          scripts, styles
 GET  /api/meanings  /api/runs
 GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
@@ -12,7 +12,7 @@ import asyncio
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -31,23 +31,28 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
 from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
 from slipstream.observe.reader import RunLine, RunReader
+from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import find_run, list_runs
+
+_CONNECT_TIMEOUT_S = 1.0
+_IDLE_TIMEOUT_S = 30.0
+"""An embedded server that was started to be read stops after this time without clients."""
 
 
 class Runs:
-    """The runs that the command line names, else all of a folder, those that begin later included."""
+    """The runs named on the command line, or all runs of a folder, including later ones."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """`words`: any number of runs, each as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
+        """`words`: any number of runs, as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
         folders = [word for word in words if word.startswith("runs_dir=")]
         names = [word for word in words if word not in folders]
         self.runs_dir = Path(folders[-1].removeprefix("runs_dir=") if folders else "runs")
@@ -55,11 +60,11 @@ class Runs:
         self._readers: dict[str, RunReader] = {}
 
     def ids(self) -> list[str]:
-        """Return the ids, those of the newest runs first."""
+        """Return the ids, newest run first."""
         return list(self._folders())
 
     def _folders(self) -> dict[str, Path]:
-        # Runs of one name in different folders are told apart by a number.
+        # Runs with the same name in different folders get a number.
         found, same = {}, Counter[str]()
         for folder in self._named or list_runs(self.runs_dir):
             name = folder.resolve().name
@@ -69,14 +74,21 @@ class Runs:
         return found
 
     def reader(self, run_id: str) -> RunReader | None:
-        """Return the reader of a run, always the same; None for an id that there is not."""
+        """Return the one reader of a run; None for an unknown id."""
         folder = self._folders().get(run_id)
         return self._reader(run_id, folder) if folder else None
 
     def _reader(self, run_id: str, folder: Path) -> RunReader:
         known = self._readers.get(run_id)
         if known is None or known.folder != folder:
-            known = self._readers[run_id] = RunReader(run_id, folder)
+            known = self._readers[run_id] = RunReader(
+                folder,
+                run_id=run_id,
+                starts_server=True,
+                timeout_s=_CONNECT_TIMEOUT_S,
+                answer_timeout_s=COMMAND_TIMEOUT_S,
+                idle_timeout_s=_IDLE_TIMEOUT_S,
+            )
         return known
 
     def lines(self) -> list[RunLine]:
@@ -89,42 +101,52 @@ class Runs:
 
 STATIC = Path(__file__).with_name("static")
 PAGES = ("pipeline", "trajectories", "events", "settings")
-"""Pages of a run beside the first."""
+"""Pages of a run in addition to its first page."""
 _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
-"""Time in which the streams end after Ctrl-C; less than the server's own."""
+"""Time for the streams to end after Ctrl-C; below the server's own limit."""
 _WATCH_EVERY_S = 0.5
-"""Between two looks whether somebody still waits for a search."""
+"""Interval at which a search checks that its client is still connected."""
 
 
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request for another number of generators."""
+    """Body of a request to change the number of generators."""
 
     generators: Annotated[int, msgspec.Meta(ge=0)]
 
+    def act(self, store: Store, run: str) -> dict[str, int]:
+        return {"before": request_generators(store, self.generators, run=run)}
+
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request that a run pauses, or goes on."""
+    """Body of a request to pause or resume a run."""
 
     off: bool
 
+    def act(self, store: Store, run: str) -> None:
+        request_pause(store, is_off=self.off, run=run)
+
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request that a generator leaves."""
+    """Body of a request to drain a generator."""
 
     generator: str
+
+    def act(self, store: Store, run: str) -> None:
+        request_drain(store, self.generator, run=run)
 
 
 def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> Starlette:
     """Build the application; arguments as for Guard."""
     dashboard = Dashboard(runs)
-    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _refused_input, msgspec.MsgspecError: _bad_body}
+    bad_body = _answering(400, "400: the body must be the JSON of this action, got: ")
+    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _answering(409), msgspec.MsgspecError: bad_body}
     return Starlette(
         routes=dashboard.routes(),
         middleware=[Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)],
-        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _no_answer),
+        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _answering(503)),
         lifespan=dashboard.lifespan,
     )
 
@@ -139,8 +161,8 @@ class Dashboard:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Close the feeds and stores at the end."""
-        # Half a second, which no page has to wait for.
+        """Close the feeds and stores on shutdown."""
+        # Takes half a second: load it before a page needs it.
         preparing = asyncio.create_task(run_sync(read_setting_meanings))
         yield
         await preparing
@@ -162,9 +184,9 @@ class Dashboard:
             Route("/api/runs/{run}/groups/{group}", self._group),
             Route("/api/runs/{run}/settings", self._settings),
             Route("/api/runs/{run}/summary", self._summary),
-            Route("/api/runs/{run}/scale", partial(self._act, Scale, _scale), methods=["POST"]),
-            Route("/api/runs/{run}/drain", partial(self._act, Drain, _drain), methods=["POST"]),
-            Route("/api/runs/{run}/pause", partial(self._act, Pause, _pause), methods=["POST"]),
+            Route("/api/runs/{run}/scale", partial(self._act, Scale), methods=["POST"]),
+            Route("/api/runs/{run}/drain", partial(self._act, Drain), methods=["POST"]),
+            Route("/api/runs/{run}/pause", partial(self._act, Pause), methods=["POST"]),
         ]
 
     def _reader(self, request: Request) -> RunReader:
@@ -199,7 +221,7 @@ class Dashboard:
         feed = self._feed(request)
         await feed.refresh()
         table = feed.reader.table
-        # A copy made in one go: the next rows come after `position`.
+        # Copied without an await, so that the next rows follow `position`.
         found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
         return _json(found)
 
@@ -207,7 +229,7 @@ class Dashboard:
         position = request.headers.get("last-event-id") or request.query_params.get("after", "")
         ending = anyio.Event()
         messages = self._feed(request).messages(position, ending=ending)
-        # A stream that is cancelled is an error to the server, which would report it.
+        # The server reports a cancelled stream as an error, so end it by event.
         return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
 
     async def _settings(self, request: Request) -> Response:
@@ -231,7 +253,7 @@ class Dashboard:
         )
         listing = asyncio.ensure_future(run_sync(list_page))
         try:
-            # A search in many gigabytes ends when nobody waits for it any more.
+            # Cancel a search, which may scan gigabytes, when its client disconnects.
             while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
                 if await request.is_disconnected():
                     is_left.set()
@@ -250,31 +272,19 @@ class Dashboard:
         return _json(self._reader(request).summary)
 
     # --- actions -------------------------------------------------------------------------------------------------
-    async def _act(self, kind: type[Any], call: Callable[[Store, Any, str], object], request: Request) -> Response:
-        """Do what a body of this kind asks, by `call(store, body, run)`."""
+    async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
+        """Decode the body as `kind` and carry out its request."""
         reader, asked = self._reader(request), await _body(request, kind)
 
         def act() -> object:
             with reader.open_store() as store:
-                return call(store, asked, reader.id)
+                return asked.act(store, reader.id)
 
         return _json(await run_sync(act))
 
 
-def _scale(store: Store, asked: Scale, run: str) -> dict[str, int]:
-    return {"before": request_generators(store, asked.generators, run=run)}
-
-
-def _drain(store: Store, asked: Drain, run: str) -> None:
-    request_drain(store, asked.generator, run=run)
-
-
-def _pause(store: Store, asked: Pause, run: str) -> None:
-    request_pause(store, is_off=asked.off, run=run)
-
-
 async def _body(request: Request, kind: type[Any]) -> Any:
-    """Decode a body of JSON. Raises msgspec.MsgspecError, HTTPException."""
+    """Decode a JSON body. Raises msgspec.MsgspecError, HTTPException."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -288,32 +298,29 @@ def _json(value: object) -> Response:
 
 
 # --- errors: one sentence each ---------------------------------------------------------------------------------------
+def _answering(status: int, words: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return a handler that answers with the error, after `words`."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(f"{words}{error}\n", status)
+
+    return answer
+
+
 async def _refused(_: Request, error: HTTPException) -> Response:
     return PlainTextResponse(f"{error.status_code}: {error.detail}\n", error.status_code)
 
 
-async def _refused_input(_: Request, error: ConfigError) -> Response:
-    return PlainTextResponse(f"{error}\n", 409)
-
-
-async def _bad_body(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"400: the body must be the JSON of this action, got: {error}\n", 400)
-
-
-async def _no_answer(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"{error}\n", 503)
-
-
 PORT = 8420
-"""Taken unless another is asked for; the next free one if it is in use."""
+"""Default port. If it is in use, a free one is chosen."""
 _STOP_TIMEOUT_S = 2
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[str]) -> None:
-    """Serve the dashboard until Ctrl-C; `words` as for Runs, `names`: further names of this machine.
+    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: additional host names of this machine.
 
-    Raises ConfigError for a run, a token or an address that cannot be used.
+    Raises ConfigError for an unusable run, token, or address.
     """
     runs = Runs(words)
     is_open = not is_loopback(host)
@@ -340,7 +347,7 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """Listen at a port, by default PORT or else a free one. Raises ConfigError."""
+    """Listen on a port, by default PORT or a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in (PORT, 0) if port is None else (port,):
         listening = socket.socket(family)

@@ -1,4 +1,4 @@
-"""Feed: polls a run while somebody watches it, and sends what is new to all who do."""
+"""Feed: polls a run while clients watch it and sends them the changes as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,19 +13,19 @@ from slipstream.observe.reader import RunReader
 _ROWS_EVERY_S = 0.25
 _VIEW_EVERY_S = 1.0
 _MAX_ROWS = 200
-"""Rows sent one by one; whoever lacks more reads the columns again."""
+"""Most rows in one message; a client that lacks more reads the columns again."""
 _QUEUE_LENGTH = 64
-"""Messages that a slow client may be behind, before it is disconnected and has to begin anew."""
+"""Messages queued for a slow client before it is disconnected."""
 
 Message = dict[str, str]
 """Fields of a server-sent event."""
 
 
 class Feed:
-    """Feed of one run. Polls only while it has clients. Belongs to the event loop.
+    """Feed of one run. Polls only while it has clients. Runs in the event loop.
 
-    Messages: `rows` (first index, rows), `reset` (rows must be read again), `view` (RunView), `events` (all of them).
-    The id of a message of rows is `<generation>.<rows after it>`, where a client that reconnects goes on.
+    Messages: `rows` (first index, rows), `reset` (rows must be read again), `view` (RunView), `events` (all events).
+    The id of a `rows` message is `<generation>.<number of rows so far>`; a client that reconnects resumes there.
     """
 
     def __init__(self, reader: RunReader) -> None:
@@ -36,7 +36,7 @@ class Feed:
         self._events = b""
 
     async def refresh(self) -> None:
-        """Read the metrics that were added, and send them to all clients."""
+        """Read new metrics and send them to all clients."""
         async with self._lock:
             await self._refresh()
 
@@ -50,10 +50,7 @@ class Feed:
             self._send(self._rows(rows) if len(rows) <= _MAX_ROWS else self._reset())
 
     async def messages(self, position: str, *, ending: anyio.Event) -> AsyncIterator[Message]:
-        """Yield the messages of one client that has the rows up to `position`, an id of a message or empty.
-
-        They end when `ending` is set, as by a server that stops.
-        """
+        """Yield messages to one client until `ending` is set. `position`: id of the client's last message, or empty."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUE_LENGTH)
         async with self._lock:
             await self._refresh()
@@ -76,7 +73,7 @@ class Feed:
                     task.cancel()
 
     def _since(self, position: str) -> Message | None:
-        """Rows after a position; None without any."""
+        """Return a message with the rows after a position; None if the client has them all."""
         generation, _, number = position.partition(".")
         first, table = int(number) if number.isdecimal() else 0, self.reader.table
         if generation != str(table.generation) or not 0 <= len(table) - first <= _MAX_ROWS:
@@ -93,13 +90,13 @@ class Feed:
 
     @property
     def position(self) -> str:
-        """Id of a message after which nothing is missing."""
+        """Id of the newest message of rows."""
         return f"{self.reader.table.generation}.{len(self.reader.table)}"
 
     def _send(self, message: Message) -> None:
         for queue in list(self._queues):
             if queue.full():
-                # It reads too slowly: disconnected, its browser comes back and begins where it was.
+                # The client is too slow. Its browser reconnects and resumes at its last id.
                 self._disconnect(queue)
             else:
                 queue.put_nowait(message)
@@ -113,7 +110,7 @@ class Feed:
         while self._queues:
             view = await run_sync(self.reader.view)
             self._send({"event": "view", "data": msgspec.json.encode(view).decode()})
-            events = msgspec.json.encode(self.reader.events)
+            events = msgspec.json.encode(self.reader.events_seen)
             if events != self._events:
                 self._events = events
                 self._send({"event": "events", "data": events.decode()})

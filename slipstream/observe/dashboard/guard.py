@@ -1,12 +1,11 @@
-"""Guard: admits to the dashboard only browsers that were given its token, and only its own pages.
+"""Guard: admits only browsers that have the dashboard's token, and only requests from its own pages.
 
-The printed address holds the token. Its answer starts a session and removes the token from the address. The session's
-random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers do send it to every port of
-the host, so pages also carry a key, kept in storage that other ports cannot read: what a run contains is answered only
-with both. A request must name a host of the dashboard, which stops DNS rebinding.
+The printed address contains the token. Opening it starts a session and removes the token from the address. The
+session's random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers send cookies to
+every port of a host, so pages also send a key, kept in storage that other ports cannot read. Run data requires both.
+The Host header must name the dashboard, which stops DNS rebinding.
 """
 
-import hmac
 import os
 import secrets
 from collections import deque
@@ -19,14 +18,15 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.configs.base import ConfigError
+from slipstream.observe.http_guard import host_of, is_equal
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
-"""Environment variable with a token of the user's own; without it, every start makes another one."""
+"""Environment variable with the user's token; otherwise each start generates one."""
 KEY_HEADER = "x-slipstream-key"
 _MAX_SESSIONS = 64
-"""Sessions at a time; they end with the server, or when later ones take their place."""
+"""Most concurrent sessions. A new one replaces the oldest; all end with the server."""
 _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
-"""Characters of a token: on the loopback interface, and where other machines can try to guess it."""
+"""Shortest token on the loopback interface, and where other machines can guess it, in characters."""
 _READING = ("GET", "HEAD")
 _ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
 <meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
@@ -43,11 +43,11 @@ HEADERS = {
 
 
 def find_token(*, is_open: bool) -> str:
-    """Return the token of the environment, else a new one; `is_open`: other machines reach the dashboard.
+    """Return the token of the environment or a new one. `is_open`: other machines can reach the dashboard.
 
-    Raises ConfigError for one that is too short.
+    Raises ConfigError if the token is too short.
     """
-    # Taken out of the environment: no process that is started from here inherits it.
+    # Removed from the environment, so that no child process inherits it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
     if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
@@ -60,10 +60,10 @@ def find_token(*, is_open: bool) -> str:
 
 
 class Guard:
-    """ASGI middleware in front of everything. Answers 400, 401 and 403 by itself, and sets headers on all answers."""
+    """ASGI middleware for all requests. Answers 400, 401, and 403, and sets security headers on every response."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Iterable[str], cookie: str) -> None:
-        """`hosts`: names and addresses that requests may name, without a port. `cookie`: name of the cookie."""
+        """`hosts`: accepted names and addresses without a port. `cookie`: name of the session cookie."""
         self._app = app
         self._token = token
         self._hosts = {host.lower() for host in hosts}
@@ -76,7 +76,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = self._refuse_host(headers) or self._enter(scope) or self._refuse(scope, headers)
+        answer: Response | None
+        if host_of(headers.get("host", "")) in self._hosts:
+            answer = self._enter(scope) or self._refuse(scope, headers)
+        else:
+            words = "400: the dashboard does not answer under this name; see --allow-host.\n"
+            answer = PlainTextResponse(words, 400)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -88,20 +93,12 @@ class Guard:
 
         await (answer or self._app)(scope, receive, send_with_headers)
 
-    def _refuse_host(self, headers: Headers) -> Response | None:
-        name = headers.get("host", "").lower()
-        # [::1]:8420, ::1 in brackets alone, or name:port
-        host = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
-        if host in self._hosts:
-            return None
-        return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
-
     def _enter(self, scope: Scope) -> Response | None:
-        """Answer the address that was printed: start a session, and lead to an address without the token."""
-        if scope["path"] != "/" or not _is_equal(_query(scope, "token"), self._token):
+        """Answer the printed address: start a session and lead to an address without the token."""
+        if scope["path"] != "/" or not is_equal(_query(scope, "token"), self._token):
             return None
-        # A page rather than a redirect: where the address was clicked in another site, browsers would not send the
-        # strict cookie along to the target of a redirect.
+        # A page instead of an HTTP redirect: after a click on another site, browsers would not send the strict cookie
+        # to the target of a redirect.
         response = HTMLResponse(_ENTER.format(key=self._key))
         session = secrets.token_urlsafe(32)
         self._sessions.append(session)
@@ -115,21 +112,17 @@ class Guard:
         except CookieError:
             return PlainTextResponse(_NO_TOKEN, 401)
         given = cookies[self._cookie].value if self._cookie in cookies else ""
-        if not any(_is_equal(given, session) for session in self._sessions):
+        if not any(is_equal(given, session) for session in self._sessions):
             return PlainTextResponse(_NO_TOKEN, 401)
         if scope["method"] in _READING and not scope["path"].startswith("/api/"):
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
-        # In the query of a stream, for which a page cannot set headers.
-        if is_own and _is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
+        # A stream sends the key in its query, because a page cannot set its headers.
+        if is_own and is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)
 
 
 def _query(scope: Scope, name: str) -> str:
     return parse_qs(scope["query_string"].decode("latin-1")).get(name, [""])[0]
-
-
-def _is_equal(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode(), secret.encode())

@@ -1,4 +1,4 @@
-"""Payloads of the dashboard: meanings of metrics and settings, and trajectories."""
+"""Payloads of the dashboard: meanings of metrics and settings, and pages of trajectories."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, 
 from slipstream.observe.catalog.detail import TrajectoryDetail
 from slipstream.observe.catalog.rows import CatalogRow
 from slipstream.observe.reader import RunReader
-from slipstream.runtime.run_folder import ORIGINS, is_held
+from slipstream.runtime.run_folder import ORIGINS
 
 _PAGE = Path(__file__).with_name("metrics.md")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -28,13 +28,13 @@ _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
 class Meaning(Record):
-    """One row of a table.
+    """One metric in metrics.md.
 
     Example: Meaning("lag/max", section="Rows", meaning="largest lag of a model-written token", unit="versions")
     """
 
     key: str
-    """`<...>` stands for any text, such as a lag or a data source."""
+    """Metric key; `<...>` stands for any text, such as a lag or a data source."""
     section: str
     meaning: str
     unit: str = ""
@@ -43,7 +43,7 @@ class Meaning(Record):
 
 @cache
 def read_meanings() -> list[Meaning]:
-    """Return the metrics of a row in the order of the page."""
+    """Return the metrics of a row, in page order."""
     found, section, columns = [], "", list[str]()
     for line in _PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -51,18 +51,11 @@ def read_meanings() -> list[Meaning]:
         elif line.startswith("| key"):
             columns = [name.strip() for name in line.strip("|").split("|")]
         elif line.startswith("| `") and columns and section != "summary.json":
-            cells = [_plain(cell) for cell in line.strip("|").split("|")]
-            found.append(_meaning(dict(zip(columns, cells, strict=False)), section))
+            plain = (_LINK.sub(r"\1", cell).replace("`", "").strip() for cell in line.strip("|").split("|"))
+            cells = dict(zip(columns, plain, strict=False))
+            unit, _, healthy = cells.get("unit, healthy range", cells.get("unit", "")).partition("; ")
+            found.append(Meaning(cells["key"], section, cells["meaning"], unit, cells.get("healthy", healthy)))
     return found
-
-
-def _meaning(cells: dict[str, str], section: str) -> Meaning:
-    unit, _, healthy = cells.get("unit, healthy range", cells.get("unit", "")).partition("; ")
-    return Meaning(cells["key"], section, cells["meaning"], unit, cells.get("healthy", healthy))
-
-
-def _plain(cell: str) -> str:
-    return _LINK.sub(r"\1", cell).replace("`", "").strip()
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -75,12 +68,12 @@ class SettingRow(Record):
     key: str
     value: Any
     origin: str
-    """Preset file, `command line a.b=c` or `default`; empty where it was not recorded."""
+    """Preset file, `command line a.b=c`, or `default`; empty if not recorded."""
     meaning: str
 
 
 def read_settings(folder: Path) -> list[SettingRow]:
-    """Return every setting of the run in this folder, also one that this version of Slipstream does not know.
+    """Return every setting of the run in this folder, including settings unknown to this version of Slipstream.
 
     Raises ConfigError if config.yaml cannot be read.
     """
@@ -101,7 +94,7 @@ def read_settings(folder: Path) -> list[SettingRow]:
 
 @cache
 def read_setting_meanings() -> dict[str, str]:
-    """Return key -> meaning, from the records' sources."""
+    """Return key -> meaning, from the docstrings of the config records."""
     return {setting.key: setting.meaning for setting in settings()}
 
 
@@ -113,17 +106,17 @@ class TrajectoryPage(Record):
     """One page of a list."""
 
     num_rows: int
-    """Rows of the whole result."""
+    """Rows in the whole result."""
     num_stored: int
     """Trajectories of the run."""
     start: int
     rows: list[CatalogRow]
     notes: list[str]
-    """One sentence on each source that cannot be read in full."""
+    """One sentence per source that cannot be read completely."""
     columns: list[str]
-    """Columns by which a list may be sorted."""
+    """Sortable columns."""
     conditions: list[str]
-    """Names with which a condition may begin."""
+    """Names that a condition may start with."""
 
 
 class _Opened(NamedTuple):
@@ -133,7 +126,7 @@ class _Opened(NamedTuple):
 
 
 class Trajectories:
-    """Opens catalogs and keeps them. Threads may share it."""
+    """Opens one catalog per run and keeps it. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +142,7 @@ class Trajectories:
         start: int,
         is_cancelled: Callable[[], bool],
     ) -> TrajectoryPage:
-        """Return a page of those that meet the conditions. Raises ConfigError, ReplayBufferError."""
+        """Return a page of the trajectories that meet the conditions. Raises ConfigError, ReplayBufferError."""
         query = CatalogQuery(parse_conditions(conditions), sort_by=sort_by, is_descending=is_descending)
         catalog = self._catalog(reader)
         catalog.refresh()
@@ -159,24 +152,24 @@ class Trajectories:
             num_stored=catalog.rows.num_rows,
             start=start,
             rows=page.rows,
-            notes=catalog.notes + ([] if is_held(reader.folder) or reader.summary else [_IN_STORE]),
+            notes=catalog.notes + ([_IN_STORE] if reader.folder_phase == "stopped" else []),
             columns=list(SORTABLE),
             conditions=list(NAMES),
         )
 
     def group(self, reader: RunReader, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group; none if there is no such group. Raises ConfigError, ReplayBufferError."""
+        """Return the members of a group; empty for an unknown group. Raises ConfigError, ReplayBufferError."""
         return self._catalog(reader).group(group_id)
 
     def _catalog(self, reader: RunReader) -> Catalog:
-        is_live = is_held(reader.folder)
+        is_live = reader.is_live
         with self._lock:
             known = self._opened.get(reader.id)
-            # A run that ended has lost its store, one that was resumed has it again.
+            # Reopen when a run ends and its store goes away, or when it is resumed.
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # No server is started: of a run that is over, the archive has all that was trained on.
+            # Do not start a server: the archive of a run that is over has everything it trained on.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

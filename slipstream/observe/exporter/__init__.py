@@ -1,1 +1,1 @@
-"""Exporter: the metrics of a run for Prometheus, and recorded steps as spans for OpenTelemetry."""
+"""Exporter: metrics of a run for Prometheus, and recorded steps as OpenTelemetry spans."""

@@ -1,22 +1,20 @@
-"""python -m slipstream.observe.exporter [RUN]: serve a run's metrics to Prometheus, and send its steps as spans.
+"""python -m slipstream.observe.exporter [RUN]: serve a run's metrics to Prometheus and send its steps as spans.
 
-Consumes: the run's store; profile/trace.json.gz of its folder.
+Consumes: the run's store; profile/trace.json.gz in its folder.
 Produces: `/metrics` at `exporter.port`; spans at `exporter.otlp_endpoint`.
-Invariant: a scrape reads nothing but memory: it costs neither the store nor a role anything.
+Invariant: a scrape reads memory only, so it does not load the store or a role.
 """
 
-import hmac
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
@@ -24,32 +22,31 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, store_url
-from slipstream.buffer.store import Store
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.observe.exporter.families import Context, metrics_of, unreachable
 from slipstream.observe.exporter.spans import send_trace
-from slipstream.observe.run_status import StatusReader
+from slipstream.observe.http_guard import host_of, is_equal
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
-from slipstream.runtime.credentials import find_token
+from slipstream.runtime.credentials import find_token, is_loopback
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _TIMEOUT_S = 10.0
-"""Longest wait for a request, so that one that never comes holds no thread for ever."""
+"""Limit for receiving a request, so that an idle connection does not hold a thread."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsServer:
-    """Serves `/metrics` in threads of its own. Life: set* -> close; `set` may be called by one thread."""
+    """Serves `/metrics` on its own threads. Life: set* -> close. One thread may call `set`."""
 
     def __init__(self, host: str, port: int, *, token: str) -> None:
-        """Listen; port 0 chooses one. An empty `token` asks for none. Raises ConfigError."""
+        """Listen on `port`; 0 chooses a free one. An empty `token` disables authentication. Raises ConfigError."""
         self._metrics: list[Metric] = []
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
@@ -70,7 +67,7 @@ class MetricsServer:
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        """Return what is answered now; for the registry."""
+        """Return the current metrics; the registry calls this."""
         return self._metrics
 
     def close(self) -> None:
@@ -79,7 +76,10 @@ class MetricsServer:
 
 
 def guarded(application: Application, *, token: str, is_local: bool) -> Application:
-    """Let through GET of /metrics alone; with the token, or by a local name: other pages in a browser are strangers."""
+    """Admit only GET /metrics, with the token and, for a local server, under a local host name.
+
+    The host name check stops other web pages in a local browser (DNS rebinding).
+    """
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         refusal = _refusal(environ, token=token, is_local=is_local)
@@ -93,20 +93,13 @@ def guarded(application: Application, *, token: str, is_local: bool) -> Applicat
 
 def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | None:
     given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-    if token and not hmac.compare_digest(given.encode(), token.encode()):
+    if token and not is_equal(given, token):
         return "401 Unauthorized"
-    if is_local and not is_loopback(_host_of(environ)):
+    if is_local and not is_loopback(host_of(environ.get("HTTP_HOST", ""))):
         return "400 Bad Request"
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return "405 Method Not Allowed"
     return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
-
-
-def _host_of(environ: Mapping[str, Any]) -> str:
-    """Name by which the server was asked, without its port; empty for one that cannot be."""
-    with suppress(ValueError):
-        return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
-    return ""
 
 
 class _Server(ThreadingWSGIServer):
@@ -121,12 +114,12 @@ class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a request every few seconds is no event."""
+        """Log nothing: scrapes arrive every few seconds."""
 
 
 _POLL_EVERY_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
-"""Time for spans that are on their way when the exporter ends."""
+"""Limit for sending the last spans when the exporter stops."""
 _NICENESS = 10
 
 log = structlog.get_logger(__name__)
@@ -148,45 +141,40 @@ def main(arguments: list[str]) -> None:
     if config.port is not None:
         server = MetricsServer(config.host, config.port, token=find_token(run) if config.is_open else "")
         log.info("serving", address=f"http://{config.host}:{server.port}/metrics", needs_token=config.is_open)
-    url = store_url(run, folder)
-    timeout_s = run.buffer.retry_timeout_s
-    with (
-        open_run_store(url, run.name, timeout_s=timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S) as store,
-        closing(Outbox(folder, run)) as outbox,
-    ):
-        reader = Reader(store, run)
+    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    with reader.connect(), closing(Outbox(folder, run)) as outbox:
+        scraped = RunMetrics(reader)
         while not is_stopping():
             if server:
-                server.set(reader.read())
+                server.set(scraped.read())
             outbox.poll()
             time.sleep(_POLL_EVERY_S)
     if server:
         server.close()
 
 
-class Reader:
-    """Reads the state of a run as metrics."""
+class RunMetrics:
+    """Reads the state of a run as Prometheus metrics."""
 
-    def __init__(self, store: Store, run: RunConfig) -> None:
-        self._store = store
-        self._run = run
-        self._reader = StatusReader(store, run)
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
         self._accepted = -1
         self._arrived_at = time.monotonic()
 
     def read(self) -> list[Metric]:
-        """Return the metrics of now; without an answer of the store, that alone."""
+        """Return the current metrics; only `up 0` while the store does not answer."""
+        run = self._reader.config
         try:
-            status, roles = self._reader.read(), self._store.roles()
+            status, roles = self._reader.status(), self._reader.store.roles()
         except ReplayBufferError:
-            return unreachable(self._run.name)
+            return unreachable(run.name)
         if status.counts.accepted != self._accepted:
             self._accepted, self._arrived_at = status.counts.accepted, time.monotonic()
-        return metrics_of(status, Context(self._run, roles, time.monotonic() - self._arrived_at))
+        return metrics_of(status, Context(run, roles, time.monotonic() - self._arrived_at))
 
 
 class Outbox:
-    """Sends each recorded trace once, on a thread: a slow receiver makes no metric old. Life: poll* -> close."""
+    """Sends each recorded trace once, on its own thread, so that it delays no metric. Life: poll* -> close."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._path = folder / "profile" / "trace.json.gz"
@@ -195,7 +183,7 @@ class Outbox:
         self._sending: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Begin to send the trace of the run's folder if it is new, and the one before has been sent."""
+        """Start sending the run's trace if it is new and the previous one has been sent."""
         endpoint = self._run.exporter.otlp_endpoint
         if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
             return
@@ -206,16 +194,16 @@ class Outbox:
         self._sending.start()
 
     def _send(self, endpoint: str) -> None:
-        """Send the trace; an error is a line of the log, and not tried again."""
+        """Send the trace. Log an error without retrying."""
         try:
             num_spans, is_whole = send_trace(self._path, run=self._run.name, endpoint=endpoint)
             log.info("spans_sent" if is_whole else "spans_refused", spans=num_spans, endpoint=endpoint)
-        # Also what the transport of the library raises: the next trace may find its receiver again.
+        # The library's transport may raise anything; the next trace may succeed.
         except Exception as error:
             log.warning("spans_not_sent", error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Send what was recorded of the last steps: it is written as the learner ends."""
+        """Send the trace of the last steps, which the learner writes when it ends."""
         ends_at = time.monotonic() + _CLOSE_TIMEOUT_S
         for _ in range(2):
             self.poll()

@@ -1,6 +1,6 @@
-"""Families: the names under which Prometheus knows what a run reports, and their samples from its status.
+"""Families: Prometheus metric families of a run and their samples, from its status.
 
-A row's key `learner/ess` becomes `slipstream_learner_ess`; what a key holds besides the name becomes a label:
+The row key `learner/ess` becomes `slipstream_learner_ess`. Variable parts of a key become labels:
 `learner/by_lag/4-7/ess` is `slipstream_learner_by_lag_ess{lag="4-7"}`, `eval/accuracy_greedy` is
 `slipstream_eval_accuracy{set="greedy"}`.
 """
@@ -26,10 +26,10 @@ _ROW = "`{key}` of the newest step, see docs/metrics.md"
 
 
 class Family(NamedTuple):
-    """Name of samples and their meaning. Example: Family("step", "steps committed", is_counter=False)."""
+    """Name and meaning of a metric family. Example: Family("step", "steps committed", is_counter=False)."""
 
     name: str
-    """Without the prefix and a counter's `_total`."""
+    """Name without the prefix and without `_total`."""
     help: str
     is_counter: bool = False
 
@@ -84,11 +84,11 @@ FAMILIES = {
         Family("time_share", "share of a role's wall time by phase"),
     )
 }
-"""Families that every run has beside those of its rows."""
+"""Metric families exported for every run, regardless of its metric rows."""
 
 
 class Context(NamedTuple):
-    """Sources of samples beside the status."""
+    """Sources of samples in addition to the status."""
 
     run: RunConfig
     roles: Roles
@@ -96,11 +96,11 @@ class Context(NamedTuple):
 
 
 Sample = tuple[str, Mapping[str, str], float]
-"""(name of the family, labels, value)."""
+"""(family name, labels, value)."""
 
 
 def family_of(key: str) -> tuple[Family, dict[str, str]]:
-    """Return the family of a key of a row, and the labels that the key holds."""
+    """Return the family of a row key and the labels in the key."""
     labels: dict[str, str] = {}
     if found := _KEY.fullmatch(key):
         labels, name = {found["kind"]: found["value"]}, f"learner_by_{found['kind']}_{found['name']}"
@@ -114,7 +114,7 @@ def family_of(key: str) -> tuple[Family, dict[str, str]]:
 
 
 def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
-    """Return all families with samples, each sample with the run's name as a label."""
+    """Return all families with samples. Every sample has the run's name as a label."""
     families: dict[str, Metric] = {}
     known = dict(FAMILIES)
     for key, value in status.last_row.items():
@@ -128,7 +128,7 @@ def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
 
 
 def unreachable(run: str) -> list[Metric]:
-    """Return what is known of a run whose store does not answer."""
+    """Return the metrics of a run without a responding store: `up 0`."""
     families: dict[str, Metric] = {}
     _add(families, FAMILIES["up"], {}, 0.0, run=run)
     return list(families.values())
@@ -201,17 +201,17 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
         yield "ready_groups", {"lag": str(lag)}, number
     ends: Counter[tuple[str, str]] = Counter()
     for reason, number in status.counts.reasons.items():
-        # What follows is told of single groups: as labels it would be as many series.
+        # Drop the rest of the reason, which differs per group and would create a series each.
         outcome, why, *_ = f"{reason}: ".split(": ")
         ends[outcome, why] += number
     yield from (("group_ends", {"outcome": outcome, "reason": why}, number) for (outcome, why), number in ends.items())
-    # Groups that were trained on are over without a reason.
+    # Groups that were trained on end without a reason.
     yield "group_ends", {"outcome": "retired", "reason": ""}, status.counts.outcomes.get("retired", 0)
     for kind in ("accepted", "duplicates", "superseded", "trained"):
         yield "trajectories", {"kind": kind}, counts[kind]
     for kind in ("accepted", "superseded", "wasted", "trained"):
         yield "tokens", {"kind": kind}, counts[f"{kind}_tokens"]
-    # 0 before the first, so that the increase to 1 can be seen.
+    # Start at 0, so that the first increase is visible.
     for reason, number in ({"": 0} | status.counts.refused).items():
         yield "refused_frames", {"reason": reason}, number
 

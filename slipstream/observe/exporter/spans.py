@@ -1,4 +1,4 @@
-"""Spans: a recorded trace of a run as OTLP, one trace per trajectory, under the id of the trajectory."""
+"""Sends a recorded trace of a run over OTLP: one trace per trajectory, with ids derived from the trajectory id."""
 
 import gzip
 import hashlib
@@ -17,14 +17,14 @@ from opentelemetry.trace import SpanContext, TraceFlags
 _BATCH = 512
 _TIMEOUT_S = 10.0
 ID = "slipstream.trajectory"
-"""Attribute of every span with the id of its trajectory."""
+"""Span attribute with the trajectory id."""
 
 
 def send_trace(path: Path, *, run: str, endpoint: str) -> tuple[int, bool]:
-    """Send the trajectories of a `trace.json.gz`; return the number of spans, and whether all were taken.
+    """Send the trajectories of a `trace.json.gz`; return the number of accepted spans and whether all were accepted.
 
-    Blocks for the time of the requests, ten seconds each at most. Raises OSError, EOFError, KeyError and msgspec's
-    errors for a damaged file.
+    Blocks during the requests, at most ten seconds each. Raises OSError, EOFError, KeyError, and msgspec's errors for a
+    damaged file.
     """
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
     spans, num_spans = read_spans(path, run=run), 0
@@ -39,7 +39,7 @@ def send_trace(path: Path, *, run: str, endpoint: str) -> tuple[int, bool]:
 
 
 def read_spans(path: Path, *, run: str) -> Iterator[ReadableSpan]:
-    """Yield the spans of every trajectory of a trace, each below one of the whole trajectory."""
+    """Yield a root span per trajectory of a trace, followed by its child spans."""
     with gzip.open(path) as file:
         trace = msgspec.json.decode(file.read())
     began_at = trace["otherData"]["began_at_ns"]
@@ -79,7 +79,7 @@ def _spans_of(
 
 
 def _context(run: str, trajectory: str, name: str) -> SpanContext:
-    """Ids that follow from the names: what is sent twice is the same span."""
+    """Derive span ids from names, so that a resent span has the same id."""
     trace = int.from_bytes(hashlib.sha256(f"{run}/{trajectory}".encode()).digest()[:16])
     span = int.from_bytes(hashlib.sha256(f"{run}/{trajectory}/{name}".encode()).digest()[:8])
     return SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

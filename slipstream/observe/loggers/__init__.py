@@ -1,1 +1,1 @@
-"""Loggers: pass the metrics of a run on to trackio, Weights & Biases, TensorBoard, or a class of the user's own."""
+"""Loggers: send the metrics of a run to trackio, Weights & Biases, TensorBoard, or a user-defined class."""

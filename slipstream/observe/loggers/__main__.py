@@ -1,8 +1,8 @@
-"""python -m slipstream.observe.loggers LOGGER [RUN]: pass the metrics of a run on to a logger, until SIGTERM.
+"""python -m slipstream.observe.loggers LOGGER [RUN]: pass the metrics of a run to a logger until SIGTERM.
 
-Consumes: rows of metrics and answers in the run's store, or its metrics.jsonl.
-Produces: calls of the logger; the gauges of the role `logger-NAME`; `loggers/` in the run folder.
-Invariant: no role sends it anything or waits for it, so that the logger may do what it likes.
+Consumes: metrics rows and answers from the run's store, or its metrics.jsonl.
+Produces: calls to the logger; gauges of the role `logger-NAME`; `loggers/` in the run folder.
+Invariant: no role sends to it or waits for it, so a logger may hang or crash without affecting the run.
 """
 
 import os
@@ -10,18 +10,18 @@ import socket
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import structlog
 
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.cluster.observers import LOGGERS, check_loggers, role_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
-from slipstream.configs.run import RunConfig, read_config
+from slipstream.configs.run import read_config
 from slipstream.observe.loggers.feed import Bookmark, Delivery, Feed
 from slipstream.observe.loggers.logger import LoggedRun, make_logger
-from slipstream.observe.loggers.sources import RowSource, open_rows
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.command_line import TRY_AGAIN, exit_after_help, exit_with_error, fail_cleanly
 from slipstream.runtime.credentials import TOKEN_VARIABLE, without_secrets
 from slipstream.runtime.logs import configure_logs
@@ -31,56 +31,56 @@ from slipstream.runtime.run_folder import find_run
 _POLL_EVERY_S = 1.0
 _REPORT_EVERY_S = 5.0
 _REPORT_TIME_S = 1.0
-"""Part of `logging.close_timeout_s` for the last report."""
+"""Part of `logging.close_timeout_s` that is reserved for the last report."""
 _NICENESS = 10
-"""Below the roles, which share the machine's cores with it."""
+"""Lower priority than the roles, which share the machine."""
 
 log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(ReplayBufferError)
 def main(arguments: list[str]) -> None:
-    """Run until SIGTERM or SIGINT, then until the logger has taken what waits for it."""
+    """Run until SIGTERM or SIGINT, then deliver the queued entries."""
     exit_after_help(arguments, __doc__)
     if not arguments or "=" in arguments[0]:
         raise ConfigError(f"the first word must name a logger: {', '.join(LOGGERS)} or module:Class.")
     name, *words = arguments
     is_stopping = on_stop_signal(lambda: None)
-    # A logger is not the run's code: it has no use for the run's secret.
+    # The logger is third-party code and does not need the run's secret.
     os.environ.pop(TOKEN_VARIABLE, None)
     os.nice(_NICENESS)
     configure_logs(role_of(name))
     folder = find_run(words, command="loggers")
     run = read_config(folder)
     check_loggers(run)
-    with open_rows(run, folder, timeout_s=run.buffer.retry_timeout_s) as source:
-        passing = Passing(name, run, folder, source)
+    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    with reader.connect():
+        process = LoggerProcess(name, reader)
         while not is_stopping():
-            passing.turn()
+            process.turn()
             time.sleep(_POLL_EVERY_S)
-        is_whole = passing.close()
+        is_whole = process.close()
     if not is_whole:
-        # Its thread would keep this process alive.
+        # The logger's thread would keep this process alive.
         os._exit(TRY_AGAIN)
 
 
-class Passing:
+class LoggerProcess:
     """One logger of one run. Life: turn* -> close."""
 
-    def __init__(self, name: str, run: RunConfig, folder: Path, source: RowSource) -> None:
+    def __init__(self, name: str, reader: RunReader) -> None:
         self._name = name
-        self._run = run
-        self._folder = folder
-        self._source = source
+        self._reader = reader
+        self._run = reader.config
         self._role = role_of(name)
-        self._bookmark = Bookmark(folder / "loggers" / f"{self._role}.json")
+        self._bookmark = Bookmark(reader.folder / "loggers" / f"{self._role}.json")
         self._bookmark.save(self._bookmark.cursor)
         self._delivery: Delivery | None = None
         self._feed: Feed | None = None
         self._report_at = 0.0
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Read what is new, pass it on, report. An outage of the store passes by; ends the process without a logger."""
+        """Pass on new rows and report. Waits out a store outage; exits if the logger cannot start."""
         try:
             if self._feed is None:
                 self._start()
@@ -89,7 +89,7 @@ class Passing:
             if time.monotonic() >= self._report_at:
                 self._report_at = time.monotonic() + _REPORT_EVERY_S
                 self._report("ready")
-        # The store is away, or does not know the run before the broker has begun it.
+        # The store is down, or the broker has not begun the run yet.
         except (StoreUnavailableError, RunConflictError) as error:
             log.info("waiting", reason=str(error))
         if self._delivery is None:
@@ -99,27 +99,27 @@ class Passing:
         self._keep(self._delivery.cursor or self._bookmark.cursor)
 
     def _start(self) -> None:
-        """Build the logger once there is a row, with whose step it begins."""
-        run, news = self._run, self._source.read(self._bookmark.cursor)
-        if not news.rows:
-            # A resume has cut the rows: those that come again are told apart from the ones that were passed on.
-            self._keep(news.cursor)
+        """Build the logger once the first row arrives, because the logger needs its step."""
+        run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
+        if not changes.rows:
+            # A resume may have truncated the file: continue at its end, so that repeated steps are passed on.
+            self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
-        logged = LoggedRun(run.name, identity, self._folder.resolve(), settings, news.rows[0]["step"])
+        logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         options = run.logging.options.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
-        # The rows of before wait in any case: they come at once, and say nothing of how fast the logger is.
-        self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(news.rows))
-        self._feed = Feed(self._source, self._delivery, config=run.logging, name=run.name, cursor=cursor)
+        # The backlog arrives in one read, which says nothing about the logger's speed.
+        self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))
+        self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
 
     def _keep(self, cursor: int) -> None:
         if cursor != self._bookmark.cursor:
             self._bookmark.save(cursor)
 
     def close(self) -> bool:
-        """Pass on the last rows and close the logger within its time; return whether it did."""
+        """Pass on the last rows and close the logger; return whether it closed in time."""
         ends_at = time.monotonic() + self._run.logging.close_timeout_s - _REPORT_TIME_S
         self.turn(is_last=True)
         is_whole, gauges = True, {}
@@ -137,7 +137,10 @@ class Passing:
     def _report(self, state: str) -> None:
         where = {"role": "logger", "state": state, "host": socket.gethostname(), "pid": os.getpid()}
         gauges = self._delivery.gauges() if self._delivery else {"reason": "waiting for the first step"}
-        self._source.report(self._role, where | gauges | {"lost": self._feed.num_lost if self._feed else 0})
+        if self._reader.has_store:
+            self._reader.store.report_role(
+                self._role, where | gauges | {"lost": self._feed.num_lost if self._feed else 0}
+            )
 
     def _give_up(self, error: Exception | SystemExit) -> None:
         if isinstance(error, ConfigError | TypeError):

@@ -1,4 +1,4 @@
-"""Feed: reads the rows of a run and turns them into entries for a logger: numbers, the curve, tables of samples."""
+"""Feed: turns the rows of a run into entries for a logger: metrics, the curve, and tables of samples."""
 
 import json
 import threading
@@ -12,23 +12,30 @@ from typing import Any
 
 import structlog
 
+from slipstream.buffer.archive.trajectory_filter import Decode
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.broker import LoggingConfig
-from slipstream.observe.loggers.logger import Entry, RunLogger, numbers_of
-from slipstream.observe.loggers.sources import SAMPLE_COLUMNS, RowSource
+from slipstream.observe.catalog.token_decoder import find_decoder
+from slipstream.observe.loggers.logger import Cell, Entry, RunLogger, numbers_of
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.logs import LogLimiter
+from slipstream.runtime.model_files import find_file
 
+SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "reward", "ended by", "lag")
+_MAX_TEXT = 4000
+"""Characters of one cell."""
 _SLOW_S = 10.0
-"""Duration of one call from which on it is reported."""
+"""A call that takes longer than this is reported."""
 
 log = structlog.get_logger(__name__)
 
 
 class Delivery:
-    """A bounded queue before a logger that may hang or raise. Life: put* -> close. Belongs to one thread."""
+    """A bounded queue in front of a logger that may hang or raise. Life: put* -> close. Used by one thread."""
 
     def __init__(self, make: Callable[[], RunLogger], *, max_queue: int, clock: Clock = time.monotonic) -> None:
-        """`make` builds the logger, in its thread."""
+        """`make` builds the logger and is called in the logger's thread."""
         self._make = make
         self._clock = clock
         self._max_queue = max_queue
@@ -39,16 +46,16 @@ class Delivery:
         self._since = clock()
         self._limiter = LogLimiter(log.warning, clock=clock)
         self.num_sent = self.num_failed = self.num_dropped = 0
-        """Entries that were taken | raised in the logger | left out of the full queue."""
+        """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position in the source up to which entries were taken or given up; 0 before the first."""
+        """Position after the last row that was delivered or dropped; 0 before the first."""
         self.error: Exception | SystemExit | None = None
-        """Exception with which the logger could not start."""
+        """Exception that the logger raised on start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        """Queue an entry. Never blocks."""
+        """Queue an entry without blocking. A full queue drops its oldest entry."""
         with self._changed:
             if len(self._waiting) >= self._max_queue:
                 self._waiting.popleft()
@@ -57,7 +64,7 @@ class Delivery:
             self._changed.notify()
 
     def gauges(self) -> dict[str, Any]:
-        """Return the counters, and what the logger does at present."""
+        """Return the counters and the current call of the logger if it is slow."""
         busy_s = self._clock() - self._since if self._call else 0.0
         reason = f"{self._call} has taken {busy_s:.0f} s so far" if busy_s >= _SLOW_S else ""
         counts = {"sent": self.num_sent, "failed": self.num_failed, "dropped": self.num_dropped}
@@ -66,7 +73,7 @@ class Delivery:
         return {**counts, "queued": len(self._waiting), "reason": reason}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Let the logger take what waits and close, for that long; return whether it did."""
+        """Deliver the queued entries and close the logger. Return whether that took less than `timeout_s`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -87,7 +94,7 @@ class Delivery:
 
     def _next(self) -> Entry | None:
         with self._changed:
-            # No deadline: the logger has nothing to do until there is an entry.
+            # No deadline: an idle logger waits for the next entry or for close.
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
 
@@ -100,12 +107,12 @@ class Delivery:
         self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
-        """Call the logger; a method that it lacks has nothing to do."""
+        """Call the logger; return whether it succeeded. A missing method counts as success."""
         self._since, self._call = self._clock(), name
         try:
             if call:
                 call()
-        # Whatever a library raises, or its wish to exit: one entry is lost, and the next may fare better.
+        # A library may raise anything or exit: only this entry is lost.
         except (Exception, SystemExit) as error:
             self._limiter.log("logger_failed", name, error=f"{type(error).__name__}: {error}")
             return False
@@ -115,19 +122,19 @@ class Delivery:
 
 
 class Bookmark:
-    """Position up to which a logger has the rows, and the run's id in its eyes; kept in the run folder."""
+    """Position after the last row that a logger has, and the run's id for the logger. Stored in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         known: dict[str, Any] = {}
-        # A file that a crash cut short is none.
+        # A crash may leave a truncated file.
         with suppress(OSError, ValueError):
             known = json.loads(path.read_bytes())
         self.cursor = int(known.get("cursor", 0))
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """Keep a position; on a full disk the one before stays, and the rows in between come twice after a restart."""
+        """Store a position. On a full disk the previous one stays, and a restart repeats the rows in between."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -137,42 +144,41 @@ class Bookmark:
 
 
 class Feed:
-    """Life: turn*. Belongs to one thread."""
+    """Passes new rows to a Delivery. Life: turn*. Used by one thread."""
 
     def __init__(
         self,
-        source: RowSource,
+        reader: RunReader,
         delivery: Delivery,
         *,
         config: LoggingConfig,
-        name: str,
         cursor: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`name`: of the run; `cursor`: position up to which the logger has the rows."""
-        self._source = source
+        """`cursor`: position after the last row that the logger has."""
+        self._reader = reader
         self._delivery = delivery
         self._config = config
         self._clock = clock
         self._cursor = cursor
         self._drawn_at = clock()
-        self._curve = _make_curve(source, title=name, cursor=cursor) if config.curve_every_s else None
+        self._curve = _make_curve(reader, cursor=cursor) if config.curve_every_s else None
         self.num_lost = 0
-        """Rows that the source did not have any more."""
+        """Rows that the store dropped before they were read."""
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Pass on what is new; with `is_last` also the curve, however new the one before. Raises as StoreRows."""
-        news = self._source.read(self._cursor)
-        self.num_lost += news.num_lost
-        self._cursor = news.cursor
-        for row in news.rows:
-            # With the last one, the logger has them all.
-            cursor = news.cursor if row is news.rows[-1] else 0
+        """Pass on new rows and, when it is due or `is_last`, the curve. Raises ConfigError, ReplayBufferError."""
+        changes = self._reader.changes(after=self._cursor)
+        self.num_lost += changes.num_lost
+        self._cursor = changes.position
+        for row in changes.rows:
+            # After the last row, the logger has all of them.
+            cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         if self._curve:
-            self._curve.add(news.rows)
-        # The last read: where the store goes away meanwhile, no row is missing.
-        self._put_samples([row["step"] for row in news.rows])
+            self._curve.add(changes.rows)
+        # Read samples last: if the store fails here, no row is lost.
+        self._put_samples([row["step"] for row in changes.rows])
         if self._curve:
             is_due = is_last or self._clock() - self._drawn_at >= self._config.curve_every_s
             if is_due and self._curve.has_undrawn:
@@ -182,20 +188,42 @@ class Feed:
 
     def _put_samples(self, steps: list[int]) -> None:
         every = self._config.samples_every_steps
-        # Of one step at a time: a backlog has no answers in the store any more.
+        # Only the newest step: the store has dropped the answers of a backlog.
         due = [step for step in steps if every and step % every == 0][-1:]
         for step in due:
-            if rows := self._source.samples(step, limit=self._config.num_samples):
+            if rows := read_samples(self._reader, step, limit=self._config.num_samples):
                 self._delivery.put(Entry(step, "table", ("samples", SAMPLE_COLUMNS, rows)))
 
 
-def _make_curve(source: RowSource, *, title: str, cursor: int) -> Any:
-    """Return a Curve that begins with the run, and not with this process."""
-    # Imported here, because it imports matplotlib, which a logger without a curve does without.
+def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
+    """Return answers of a step as rows of SAMPLE_COLUMNS; none if the store has dropped them.
+
+    Raises ConfigError, ReplayBufferError.
+    """
+    entry = reader.find_step(step) if reader.has_store else None
+    if entry is None:
+        return []
+    decode = find_decoder(find_file(reader.config.model.path, "tokenizer.json"), candidates=[])
+    groups = [reader.group(group_id) for group_id in entry.group_ids[:limit]]
+    return [_sample(group[0], decode, step=step, version=entry.version) for group in groups if group]
+
+
+def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version: int) -> list[Cell]:
+    ids, first = trajectory.token_ids, int(trajectory.model_mask.argmax())
+    texts = [decode(part) if decode else str(part.tolist()) for part in (ids[:first], ids[first:])]
+    prompt, answer = (text[:_MAX_TEXT] for text in texts)
+    lag = version - min(span.version for span in trajectory.version_spans)
+    origin: list[Cell] = [step, trajectory.id, trajectory.data_source]
+    return [*origin, prompt, answer, trajectory.reward.total, trajectory.stop_reason, lag]
+
+
+def _make_curve(reader: RunReader, *, cursor: int) -> Any:
+    """Return a Curve that begins with the run, not with this process."""
+    # matplotlib is imported only if the curve is drawn.
     from slipstream.observe.plot import Curve
 
-    curve = Curve(title=title)
-    rows = source.read(0).rows if cursor else []
-    curve.add(rows[: max(0, len(rows) - len(source.read(cursor).rows))])
+    curve = Curve(title=reader.config.name)
+    rows = reader.changes(after=0).rows if cursor else []
+    curve.add(rows[: max(0, len(rows) - len(reader.changes(after=cursor).rows))])
     curve.has_undrawn = False
     return curve

@@ -1,4 +1,4 @@
-"""RunLogger: a destination of a run's metrics; LoggedRun: the run, as a logger is told of it."""
+"""RunLogger: a destination for a run's metrics. LoggedRun: the run as loggers see it."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -19,36 +19,36 @@ class LoggedRun(Record):
 
     name: str
     id: str
-    """The same after a restart or a resume, and in no other run."""
+    """Unique to the run; unchanged by a restart or resume."""
     folder: Path
     """Run folder."""
     settings: dict[str, Any]
-    """Resolved settings, without what may be secret."""
+    """Resolved settings without secrets."""
     first_step: int
-    """Step of the first row to come: above 1 after a restart or a resume."""
+    """Step of the first row that follows: above 1 after a restart or resume."""
 
 
 class RunLogger(Protocol):
-    """Destination of a run's metrics. Life: (log | image | table)* -> close.
+    """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A class of the user's own is called with the LoggedRun and its `logging.options`, and needs `log` alone. It runs in
-    a thread of a process of its own: it may block and raise.
+    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It runs in a
+    thread of its own process, so it may block and raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of a step; after a rollback the same step comes again."""
+        """Log the metrics of a step. A step is repeated after a rollback."""
         ...
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Take an image, such as `curve`."""
+        """Log an image, such as `curve`."""
         ...
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Take a table, such as `samples`. Its texts are a model's: they may hold markup."""
+        """Log a table, such as `samples`. Texts come from a model and may contain markup."""
         ...
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Flush and release resources."""
         ...
 
 
@@ -56,19 +56,19 @@ Kind = Literal["log", "image", "table"]
 
 
 class Entry(Record):
-    """One call of a logger. Example: Entry(3, "log", ({"learner/reward_mean": 0.4},), cursor=3)."""
+    """One call to a logger. Example: Entry(3, "log", ({"learner/reward_mean": 0.4},), cursor=3)."""
 
     step: int
     kind: Kind
     arguments: tuple[Any, ...]
-    """Those behind the step."""
+    """Arguments after the step."""
     cursor: int = 0
-    """Position in the source up to which a logger has the rows with this entry; 0: no news of that."""
+    """Position after the last row that a logger has with this entry; 0 if unchanged."""
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
-    """Build a logger by its name in `loggers`. Raises ConfigError, and whatever its library raises."""
-    # Imported by name, as each needs a package that may not be installed.
+    """Build a logger by its name in `loggers`. Raises ConfigError, and any error of its library."""
+    # Imported by name: each needs an optional package.
     in_the_box = {
         "trackio": "slipstream.observe.loggers.trackio_logger:TrackioLogger",
         "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
@@ -79,7 +79,7 @@ def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLog
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row of metrics; those of `times` as `times/ROLE/PHASE`, shares of its wall time."""
+    """Return the numbers of a metrics row; `times` become `times/ROLE/PHASE`, shares of the wall time."""
     numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
     for role in row.get("times", {}).get("roles", ()):
         numbers |= {f"times/{role['role']}/{phase}": share for phase, share in role["shares"].items()}
@@ -87,6 +87,6 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_text(text: str) -> str:
-    """Return Markdown that shows the text as it is: what a model writes is no markup."""
+    """Escape a text for Markdown, so that markup in a model's answer is shown literally."""
     escaped = "".join(f"&#{ord(each)};" if each in "\\`*_{}[]()#+-.!|~" else html.escape(each) for each in text)
     return escaped.replace("\n", "<br>")

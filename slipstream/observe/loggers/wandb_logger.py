@@ -1,4 +1,4 @@
-"""WandbLogger: Weights & Biases. The door to wandb."""
+"""WandbLogger: logs to Weights & Biases. Only this module imports wandb."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -11,15 +11,15 @@ from slipstream.observe.loggers.logger import Cell, LoggedRun
 
 
 class WandbLogger:
-    """A run in a project of wandb, continued after a resume. `mode`: online, offline or disabled."""
+    """A run in a wandb project. A resume continues it. `mode`: online, offline, or disabled."""
 
     def __init__(self, run: LoggedRun, *, project: str = "slipstream", mode: str | None = None, **options: Any) -> None:
-        """`options`: further arguments of `wandb.init`, such as `entity`, `group` and `tags`."""
+        """`options`: more arguments for `wandb.init`, such as `entity`, `group`, and `tags`."""
         given = {"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": run.settings}
-        # The output is that of this process, which says nothing; nor does it belong to the code of a repository.
+        # wandb would record this process, which prints nothing and is not the user's code.
         settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
         self._run = wandb.init(project=project, mode=mode, settings=settings, **(given | options))
-        # A step may come again after a rollback, which wandb's own counter would drop.
+        # A rollback repeats steps, which wandb's own step counter would drop.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,4 +1,4 @@
-"""ViewerApp: `slipstream view`; ListScreen: a catalog as a list that is searched, filtered and sorted."""
+"""ViewerApp: `slipstream view`. ListScreen: a catalog as a list to search, filter, and sort."""
 
 import sys
 from collections.abc import Callable
@@ -33,11 +33,7 @@ from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScr
 from slipstream.runtime.command_line import printable, run_app
 
 _ROWS_READ = 256
-"""Rows read at a time, so that scrolling by lines reads seldom."""
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%m-%d %H:%M:%S")
+"""Rows read per request, so that scrolling by lines rarely reads."""
 
 
 def _number(value: float | None, form: str = "g") -> str:
@@ -62,15 +58,15 @@ COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
     "generator_id": ("generator", 12, lambda row: row.generator_id),
     "data_source": ("source", 14, lambda row: row.data_source),
     "prompt_uid": ("prompt", 20, lambda row: row.prompt_uid),
-    "finished_at": ("finished", 14, lambda row: _moment(row.finished_at)),
+    "finished_at": ("finished", 14, lambda row: f"{datetime.fromtimestamp(row.finished_at, UTC):%m-%d %H:%M:%S}"),
     "reason": ("reason", 20, lambda row: row.reason),
 }
-"""Column of a catalog -> its heading, its width, and its text in a row."""
+"""Catalog column -> (heading, width, text of a row)."""
 WIDTH = sum(width + 1 for _, width, _ in COLUMNS.values())
 
 
 class RowList(ScrollView, can_focus=True):
-    """Rows with a cursor. `show` gives it a result; it asks `read` for the rows that it draws."""
+    """Rows with a cursor. `show` sets the result; drawing reads the visible rows with `read`."""
 
     DEFAULT_CSS = "RowList { height: 1fr; }"
     BINDINGS = [
@@ -87,7 +83,7 @@ class RowList(ScrollView, can_focus=True):
         """The row under the cursor was chosen."""
 
     def __init__(self, read: Callable[[int, int], Page]) -> None:
-        """`read(start, size)` returns rows of the result that is shown."""
+        """`read(start, size)` returns rows of the current result."""
         super().__init__()
         self._read = read
         self._page = Page(0, 0, [])
@@ -96,7 +92,7 @@ class RowList(ScrollView, can_focus=True):
         """Index of the row under the cursor in the result."""
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result, of which `first` is the beginning, below the headings of its columns."""
+        """Show a new result, starting with the rows of `first`, below its column headings."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
@@ -117,7 +113,7 @@ class RowList(ScrollView, can_focus=True):
         return self._page.rows[offset] if offset < len(self._page.rows) else None
 
     def render_line(self, y: int) -> Strip:
-        """Draw one line of the screen: the headings stay at the top."""
+        """Draw one screen line. The headings stay at the top."""
         scrolled_x, scrolled_y = self.scroll_offset
         index = scrolled_y + y - 1
         row = self.row(index) if y else None
@@ -133,14 +129,14 @@ class RowList(ScrollView, can_focus=True):
         self._go(self.cursor + pages * max(1, self.scrollable_content_region.height - 2))
 
     def action_go(self, index: int) -> None:
-        """Move the cursor to a row; -1 is the last one."""
+        """Move the cursor to a row; -1 is the last row."""
         self._go(self.num_rows - 1 if index < 0 else index)
 
     def action_choose(self) -> None:
         self.post_message(self.Chosen())
 
     def on_click(self, event: Click) -> None:
-        """Move the cursor to the row that was clicked, or choose it when it is there."""
+        """Move the cursor to the clicked row, or open the row under the cursor."""
         index = self.scroll_offset.y + event.y - 1
         if index == self.cursor:
             self.action_choose()
@@ -149,19 +145,19 @@ class RowList(ScrollView, can_focus=True):
 
     def _go(self, index: int) -> None:
         self.cursor = max(0, min(index, self.num_rows - 1))
-        # Two lines high: the headings cover the one above.
+        # Two lines high, because the headings cover the line above.
         self.scroll_to_region(Region(self.scroll_offset.x, self.cursor, 1, 2), animate=False, force=True)
         self.refresh()
 
 
 def line_of(row: CatalogRow) -> str:
-    """Return the texts of a row in columns of fixed width, cut where they are longer."""
+    """Format a row in columns of fixed width, truncating longer texts."""
     cells = ((text(row), width) for _, width, text in COLUMNS.values())
     return " ".join(f"{printable(cell)[:width]:<{width}}" for cell, width in cells)
 
 
 def headings(sort_by: str, *, is_descending: bool) -> str:
-    """Return the headings in the same columns, with an arrow at the one that sorts."""
+    """Format the headings in the same columns, with an arrow at the sort column."""
     arrow = "↓" if is_descending else "↑"
     names = (
         (heading + arrow if column == sort_by else heading, width) for column, (heading, width, _) in COLUMNS.items()
@@ -170,14 +166,14 @@ def headings(sort_by: str, *, is_descending: bool) -> str:
 
 
 _REFRESH_S = 2.0
-"""Time between two looks for what is new."""
+"""Interval between refreshes."""
 _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread: keys are answered while a search reads gigabytes."""
+    """The list of a catalog. Queries run in a thread, so keys work while a search reads gigabytes."""
 
-    # Not CSS, which Textual does not load for the screen that an application begins with.
+    # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
     ListScreen #status { height: 1; }
     ListScreen #line { display: none; }
@@ -240,7 +236,7 @@ class ListScreen(Screen[None]):
         self._tell("")
 
     def _tell(self, state: str) -> None:
-        """Show what is on the screen, and in which state."""
+        """Show the source, the number of rows, the conditions, and `state`."""
         where = format_conditions(self._query.where)
         total = self._catalog.rows.num_rows
         parts = [self._source, f"{self._list.num_rows:,} of {total:,}", where, state, *self._catalog.notes]
@@ -324,7 +320,7 @@ class ListScreen(Screen[None]):
             self.app.push_screen(DetailScreen(found, self._find_beside, self.show_group))
 
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
-        """Move the cursor of the list, and return the trajectory there; None beyond its ends, or when it is gone."""
+        """Move the cursor by `rows` and return that trajectory; None beyond the ends, or if it is gone."""
         index = self._list.cursor + rows
         row = self._list.row(index)
         if row is None:
@@ -338,13 +334,13 @@ class ListScreen(Screen[None]):
 
 
 class ViewerApp(App[None]):
-    """The list of a catalog, and the screens over it."""
+    """The list of a catalog and the screens above it."""
 
     TITLE = "slipstream view"
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, catalog: Catalog, *, name: str) -> None:
-        """`name` is that of the source."""
+        """`name`: shown as the source."""
         super().__init__()
         self._catalog = catalog
         self._source = name
@@ -357,7 +353,7 @@ class ViewerApp(App[None]):
 
 
 def data(ctx: typer.Context) -> None:
-    """List, show, export, import and verify stored trajectories."""
+    """List, show, export, import, and verify stored trajectories."""
     from slipstream.observe.catalog.commands import app
 
     run_app(app, ctx.args, program=ctx.command_path)
@@ -389,7 +385,7 @@ def view(
         raise ConfigError(
             "slipstream view must run in a terminal, got a pipe or a file: `slipstream data ls` prints trajectories."
         )
-    # Imported here: Textual and Arrow take half a second, which other commands do without.
+    # Imported here: Arrow takes half a second, which other commands do not need.
     from slipstream.observe.catalog.catalog import open_catalog
 
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:

@@ -1,4 +1,4 @@
-"""Screens over the list: one trajectory, a group side by side, the choice of a column, help."""
+"""Screens above the list: one trajectory, a group side by side, the sort column, and help."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,18 +17,18 @@ from slipstream.observe.catalog.detail import Message, TrajectoryDetail
 from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
-"""Tokens on one page: laying out more takes longer than a key should."""
+"""Tokens per page; laying out more would delay key presses."""
 CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
-"""Numbers with two sides, and the value between them; all others are shown from their least to their greatest."""
+"""Two-sided numbers -> center value; all others are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
-"""Backgrounds far below and far above the centre; one-sided numbers go towards the second."""
+"""Backgrounds far below and far above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
 def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = TOKENS_AT_ONCE) -> Text:
-    """Return `size` tokens from `first` on, coloured by the number `name`; those that the model did not write are dim.
+    """Return `size` tokens starting at `first`, colored by the number `name`. Tokens of other writers are dim.
 
-    Without a tokenizer they are shown as ids.
+    Without a tokenizer, tokens are shown as ids.
     """
     texts = detail.texts or [f"{token} " for token in detail.token_ids]
     numbers = detail.numbers.get(name, [None] * len(texts))
@@ -36,12 +36,14 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
     page = Text(no_wrap=False)
     for index in range(first, min(first + size, len(texts))):
         is_model = detail.model_mask[index]
-        page.append(_visible(texts[index]), scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
+        # Control characters and line ends become visible; lines still break.
+        text = printable(texts[index]).replace("\n", "↵\n")
+        page.append(text, scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
     return page
 
 
 def legend(detail: TrajectoryDetail, *, name: str) -> Text:
-    """Return the name of a number and its range, on the backgrounds of its ends."""
+    """Return the name and range of a number, with the background colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colours: press c to choose a number" if detail.numbers else "no numbers are stored")
@@ -53,7 +55,7 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
 
 
 class _Scale:
-    """Number -> style."""
+    """Maps a number to a style."""
 
     def __init__(self, name: str, numbers: Sequence[float]) -> None:
         self._centre = CENTRES.get(name, min(numbers, default=0.0))
@@ -64,23 +66,18 @@ class _Scale:
             return Style()
         share = (number - self._centre) / self._reach
         colour = _HIGH if share > 0 else _LOW
-        # Half of the colour at the centre: small differences stay visible on light and dark terminals.
+        # Start at a third of the color, so that small differences stay visible on light and dark terminals.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in colour)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
 
 
-def _visible(text: str) -> str:
-    """Make line ends and control characters visible; a line still ends where it did."""
-    return printable(text).replace("\n", "↵\n")
-
-
 PLAIN = ""
-"""The name of no number: tokens without colours."""
+"""Name for tokens without colors."""
 
 
 class TokenScreen(Screen[None]):
-    """Trajectories as tokens in colours, or as messages."""
+    """Trajectories as colored tokens or as messages."""
 
     BINDINGS = [
         Binding("escape,q", "app.pop_screen", "back"),
@@ -90,7 +87,7 @@ class TokenScreen(Screen[None]):
     ]
 
     def __init__(self, detail: TrajectoryDetail) -> None:
-        """`detail` has the numbers that are chosen from."""
+        """`detail`: trajectory that provides the selectable numbers."""
         super().__init__()
         self._detail = detail
         self._number = next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
@@ -114,7 +111,7 @@ class TokenScreen(Screen[None]):
 
 
 class DetailScreen(TokenScreen):
-    """One trajectory: where it comes from, its tokens in colours or its messages."""
+    """One trajectory: its origin, and its colored tokens or messages."""
 
     CSS = "DetailScreen #facts { height: auto; padding: 0 1 1 1; } DetailScreen #tokens { padding: 0 1; }"
     BINDINGS = [
@@ -131,7 +128,7 @@ class DetailScreen(TokenScreen):
         find: Callable[[int], TrajectoryDetail | None],
         show_group: Callable[[str], None],
     ) -> None:
-        """`find(offset)` returns the trajectory so many rows from the last one found; None beyond the list."""
+        """`find(offset)` moves by `offset` rows and returns that trajectory; None beyond the list."""
         super().__init__(detail)
         self._find = find
         self._show_group = show_group
@@ -168,7 +165,7 @@ class DetailScreen(TokenScreen):
 
 
 def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
-    """Return origin, reward and use of a trajectory, a line each, and the legend of the colours."""
+    """Return lines with origin, reward, and use of a trajectory, and the color legend."""
     row, reward = detail.row, detail.reward
     parts = "".join(f", {part} {value:g}" for part, value in reward.parts.items())
     uses = [
@@ -191,7 +188,7 @@ def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
 
 
 def messages_of(detail: TrajectoryDetail) -> Text:
-    """Return the conversation, each message below its role and place."""
+    """Return the conversation, each message with its role and token range."""
     return Text("\n\n").join(map(_message, detail.messages))
 
 
@@ -205,7 +202,7 @@ def _message(message: Message) -> Text:
 
 
 class GroupScreen(TokenScreen):
-    """The members of a group beside each other."""
+    """The members of a group side by side."""
 
     CSS = """
     GroupScreen #members { height: 1fr; overflow-x: auto; }
@@ -225,7 +222,7 @@ class GroupScreen(TokenScreen):
         yield Footer()
 
     def draw(self) -> None:
-        # Together the members have as many tokens on the screen as one trajectory.
+        # All members together show as many tokens as one trajectory.
         size = max(1, TOKENS_AT_ONCE // len(self._members))
         for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
             row = detail.row
@@ -239,7 +236,7 @@ class GroupScreen(TokenScreen):
 
 
 class SortScreen(ModalScreen[str | None]):
-    """Choice of the column that sorts."""
+    """Selects the sort column."""
 
     CSS = "SortScreen { align: center middle; } SortScreen OptionList { width: 40; height: 80%; }"
     BINDINGS = [Binding("escape,q", "dismiss(None)", "back")]
@@ -248,12 +245,12 @@ class SortScreen(ModalScreen[str | None]):
         yield OptionList(Option("order of archiving", id="stored"), *(Option(name, id=name) for name in SORTABLE))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Return the chosen column; empty for the order of archiving."""
+        """Return the selected column; empty for archive order."""
         self.dismiss("" if event.option_id == "stored" else event.option_id)
 
 
 class HelpScreen(ModalScreen[None]):
-    """The keys, and the form of conditions."""
+    """The keys and the syntax of conditions."""
 
     CSS = """
     HelpScreen { align: center middle; }

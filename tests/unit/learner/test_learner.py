@@ -19,7 +19,7 @@ from slipstream.learner.checkpoint import BestEntry
 from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics_log import MetricsLog
-from slipstream.observe.run_status import StatusReader
+from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore
@@ -183,7 +183,7 @@ def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
     store = make_store()
     train(run, store)
     rows = [msgspec.json.decode(line) for line in RunFolder(run).metrics.read_bytes().splitlines()]
-    status = StatusReader(store, run).read()
+    status = Monitor(store, run).status()
     assert msgspec.json.decode(msgspec.json.encode(status.last_row)) == rows[-1]
     assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
 

@@ -16,7 +16,7 @@ from slipstream.notebook import Run, Trainer, load_run, path_of, replay_override
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
 from tests.shape.tree import ROOT
-from tests.unit.buffer.catalog.test_catalog import ALL, GROUPS, byte_tokenizer
+from tests.unit.slipstream.observe.catalog.test_catalog import ALL, GROUPS, byte_tokenizer
 
 
 def test_the_package_loads_nothing_until_a_name_is_used() -> None:

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from slipstream.configs.base import ConfigError
 from slipstream.observe.dashboard.app import Runs, make_app
+from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import KEY_HEADER
 from slipstream.runtime.run_folder import RunFolder
 from tests.recorded_run import append_rows, make_config, make_row, record_run
@@ -198,8 +199,6 @@ def test_reading_has_no_other_method_and_acting_no_get(client):
 
 # --- the feed --------------------------------------------------------------------------------------------------------
 def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_path):
-    from slipstream.observe.dashboard.feed import Feed
-
     folder = record_run(tmp_path, steps=3)
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
 
@@ -225,8 +224,6 @@ def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_
 
 
 def test_a_stream_ends_with_the_server(tmp_path):
-    from slipstream.observe.dashboard.feed import Feed
-
     record_run(tmp_path)
     feed = Feed(Runs([f"runs_dir={tmp_path}"]).reader("mine"))
 
@@ -242,8 +239,6 @@ def test_a_stream_ends_with_the_server(tmp_path):
 
 @pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
 def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
-    from slipstream.observe.dashboard.feed import Feed
-
     record_run(tmp_path, steps=300)
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
 

@@ -4,7 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from slipstream.observe.metrics_rows import MetricsTable, read_tail
+import pytest
+
+from slipstream.observe.metrics_rows import MetricsFile, MetricsTable, read_tail
 
 
 def write(path: Path, *rows: dict, end: str = "\n") -> None:
@@ -53,15 +55,16 @@ def test_damaged_lines_are_left_out_and_numbers_that_are_not_finite_are_null(tmp
     assert table.series(["a"]) == {"a": [None, None]}
 
 
-def test_a_replaced_file_is_read_anew(tmp_path):
+@pytest.mark.parametrize("steps", [[1], [1, 12, 13]])
+def test_a_replaced_file_is_read_again_whether_it_is_shorter_or_longer(tmp_path, steps):
     # A run that resumes rewrites its file without the steps that are rolled back.
     table = MetricsTable(tmp_path / "metrics.jsonl")
     write(table.path, {"step": 1}, {"step": 2})
     table.poll()
-    write(tmp_path / "new", {"step": 1})
+    write(tmp_path / "new", *({"step": step} for step in steps))
     os.replace(tmp_path / "new", table.path)  # noqa: PTH105
-    assert [row["step"] for row in table.poll()] == [1]
-    assert (len(table), table.generation) == (1, 1)
+    assert [row["step"] for row in table.poll()] == steps
+    assert (len(table), table.generation) == (len(steps), 1)
 
 
 def test_a_file_system_that_does_not_answer_is_asked_again(tmp_path, monkeypatch):
@@ -105,3 +108,18 @@ def test_the_tail_is_read_without_the_rest(tmp_path):
     tail = read_tail(path)
     assert tail[-1]["step"] == 1000
     assert len(tail) < 300
+
+
+def test_a_file_is_read_on_from_its_position_and_after_a_resume_that_cut_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    assert file.read(0).rows == []
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(lines) + '{"step": 4')
+    changes = file.read(0)
+    assert [each["step"] for each in changes.rows] == [1, 2, 3]
+    path.write_text("".join(lines[:2]))
+    assert file.read(changes.position).rows == []
+    cut = file.read(changes.position).position
+    path.write_text("".join([*lines[:2], '{"step": 3, "again": 1}\n']))
+    assert file.read(cut).rows == [{"step": 3, "again": 1}]

@@ -9,9 +9,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
 from slipstream.observe.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
+from slipstream.runtime.credentials import is_loopback
 
 TOKEN = "a-token-of-sixteen-and-more"
 COOKIE = "slipstream-8420"

@@ -1,4 +1,4 @@
-"""The provenance chain, read from a store, and from an archive where that is gone."""
+"""`slipstream explain step` and `version`, from a store and from an archive without a store."""
 
 import re
 from collections.abc import Callable
@@ -7,46 +7,34 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
-from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
+from slipstream.buffer.records import make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
-from slipstream.observe.explain import Books, explain_step, explain_version, find_entry, open_books, table_of_step
-from tests.builders import make_finished, make_packed, make_run, write_archive
+from slipstream.observe.explain import explain_step, explain_version, find_entry, missing_store, table_of_step
+from slipstream.observe.reader import RunReader
+from tests.builders import make_finished, write_archive
 from tests.memory_store.store import MemoryStore
-from tests.recorded_run import append_rows, record_run
+from tests.recorded_run import append_rows, record_run, record_step
 
 
 def make_store(*, is_retired: bool = False, clock: Callable[[], float] = lambda: 1.0) -> MemoryStore:
-    """One group of two, trained on in step 1."""
-    store = MemoryStore(clock=clock)
-    store.open_run("run", config_json="{}", num_rows=5, seed=7)
-    store.record_version(VersionEntry(0, 0, "aaaa"))
-    store.lease(owner="generator-0", max_groups=1, group_size=2, lease_s=60, admission_limit=9)
-    store.insert([make_packed("0", index, group_size=2) for index in (0, 1)])
-    claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
-    assert isinstance(claim, Claim)
-    store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
-    store.record_version(VersionEntry(1, 1, "bbbb"))
-    if is_retired:
-        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
-    return store
+    return record_step(MemoryStore(clock=clock), run="run", is_retired=is_retired)
 
 
-def books_of(store: MemoryStore, folder: Path = Path("nowhere")) -> Books:
-    return Books(make_run(), folder, store=store)
+def read(store: MemoryStore, folder: Path = Path("nowhere")) -> RunReader:
+    return RunReader(folder, store=store)
 
 
-def on_step(books: Books) -> str:
-    entry = find_entry(books, 1)
-    members = books.members(entry)
+def on_step(reader: RunReader) -> str:
+    entry = find_entry(reader, 1)
+    members = reader.members(entry)
     cells = [cell for column in table_of_step(entry, members).columns for cell in column.cells]
-    return "\n".join([*explain_step(books, entry, members), *map(str, cells)])
+    return "\n".join([*explain_step(reader, entry, members), *map(str, cells)])
 
 
 def test_a_step_names_its_trajectories_and_the_weights_after_it():
-    printed = on_step(books_of(make_store()))
+    printed = on_step(read(make_store()))
     for part in (
         "2 trajectories in 1 groups, learner at version 0",
         "seed 7, settings cfg",
@@ -67,37 +55,36 @@ def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in():
     claim = msgspec.structs.replace(claim, weights=[0.5], reused=[True])
     names = {"version": 0, "seed": 7, "config_hash": "cfg", "mixed_group_ids": ["8", "9"]}
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), **names))
-    printed = on_step(books_of(store))
+    printed = on_step(read(store))
     for line in ("used again: 0\n", "losses weighted: 0 x 0.5\n", "mixed in: 8, 9\n"):
         assert line in printed
 
 
 def test_a_step_whose_trajectories_are_stored_no_more_is_explained_from_the_ledger():
-    assert "2 of them: its tokens are stored no more" in on_step(books_of(make_store(is_retired=True)))
+    assert "2 of them: its tokens are stored no more" in on_step(read(make_store(is_retired=True)))
 
 
 def test_trajectories_that_left_the_store_are_read_from_the_archive(tmp_path):
-    archive = Archive(write_archive(tmp_path / "archive", [make_finished("0", steps=[1])]))
-    books = Books(make_run(), tmp_path, store=make_store(is_retired=True), archive=archive)
-    assert "2 answers to 1 prompts" in on_step(books)
+    write_archive(tmp_path / "archive", [make_finished("0", steps=[1])])
+    assert "2 answers to 1 prompts" in on_step(read(make_store(is_retired=True), tmp_path))
 
 
 def test_a_run_whose_store_is_gone_is_explained_from_its_folder(tmp_path):
     folder = record_run(tmp_path)
     archive = write_archive(folder / "archive", [make_finished("0", steps=[1])])
     LedgerWriter(archive, ManifestWriter(archive)).append(make_store().ledger())
-    with open_books(folder) as books:
-        printed = on_step(books)
+    with RunReader(folder, starts_server=True) as reader:
+        printed = on_step(reader)
         assert "2 answers to 1 prompts" in printed
         assert "weights after it: not known without the store" in printed
-        assert (len(books.rows), books.events(), books.versions()) == (30, {}, [])
-        assert "it was deleted" in books.note
+        assert (reader.events_by_step(reader.rows()), reader.versions()) == ({}, [])
+        assert "it was deleted" in missing_store(reader)
         with pytest.raises(ConfigError, match=r"must be read from the store, .*, got 1\."):
-            list(explain_version(books, 1))
+            list(explain_version(reader, 1))
 
 
 def test_a_version_names_its_step_and_checksum():
-    assert [*explain_version(books_of(make_store()), 1)] == ["version 1: the weights after step 1, checksum bbbb"]
+    assert [*explain_version(read(make_store()), 1)] == ["version 1: the weights after step 1, checksum bbbb"]
 
 
 def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
@@ -109,7 +96,7 @@ def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
     # The last step ended at 1000 s of the store's clock; step 1 was made by an earlier process.
     for now[0], text in ((975.0, "died"), (975.5, "restarted"), (1001.0, "later")):
         store.record_event("generator-0", text)
-    assert books_of(store, folder).events() == {2: ["generator-0: died", "generator-0: restarted"]}
+    assert read(store, folder).events_by_step(rows) == {2: ["generator-0: died", "generator-0: restarted"]}
 
 
 @pytest.mark.parametrize(
@@ -121,4 +108,4 @@ def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
 )
 def test_an_unknown_part_is_refused(explain, which, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        list(explain(books_of(make_store()), which))
+        list(explain(read(make_store()), which))

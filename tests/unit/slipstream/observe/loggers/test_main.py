@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.observe.loggers.__main__ import Passing
-from slipstream.observe.loggers.sources import FileRows
-from tests.builders import make_run
+from slipstream.observe.loggers.__main__ import LoggerProcess
+from slipstream.observe.reader import RunReader
+from tests.recorded_run import record_run
 
 LOGGER = """
 class Kept:
@@ -24,16 +24,17 @@ class Kept:
 
 class Scene:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         (folder / "kept_logger.py").write_text(LOGGER)
         self.name = f"{folder}/kept_logger.py:Kept"
-        self.run = make_run(loggers=[self.name], logging={"curve_every_s": 0, "max_queue": 2})
+        serial = {"mode": "serial", "weights": {"transport": "memory"}}
+        logging = {"curve_every_s": 0, "max_queue": 2}
+        self.folder = record_run(folder, steps=0, loggers=[self.name], logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
         (self.folder / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in steps))
 
-    def start(self) -> Passing:
-        return Passing(self.name, self.run, self.folder, FileRows(self.folder / "metrics.jsonl"))
+    def start(self) -> LoggerProcess:
+        return LoggerProcess(self.name, RunReader(self.folder))
 
     def kept(self) -> list[int]:
         file = self.folder / "kept.txt"
@@ -58,28 +59,28 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 def test_a_logger_that_starts_before_a_resume_cuts_its_rows_gets_the_steps_that_come_again(scene):
     scene.write(*range(1, 7))
-    passing = scene.start()
-    passing.turn()
-    assert passing.close()
-    passing = scene.start()
-    passing.turn()
+    process = scene.start()
+    process.turn()
+    assert process.close()
+    process = scene.start()
+    process.turn()
     scene.write(1, 2)
-    passing.turn()
+    process.turn()
     scene.write(1, 2, 3)
-    passing.turn()
+    process.turn()
     until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3])
-    passing.turn()
+    process.turn()
     scene.write(1, 2, 3, 4)
     # Its process ends without taking leave.
     again = scene.start()
     again.turn()
     until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3, 4])
-    assert (passing.close(), again.close()) == (True, True)
+    assert (process.close(), again.close()) == (True, True)
 
 
 def test_the_rows_before_a_logger_was_named_do_not_overflow_its_queue(scene):
     scene.write(*range(1, 50))
-    passing = scene.start()
-    passing.turn()
-    assert passing.close()
+    process = scene.start()
+    process.turn()
+    assert process.close()
     assert scene.kept() == list(range(1, 50))

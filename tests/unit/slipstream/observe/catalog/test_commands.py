@@ -11,10 +11,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from slipstream.buffer.archive.index import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.slipstream.observe.catalog.data_command import run
 
 LETTERS = "abcdefghijkl"
 """The tokenizer: token `n` is the `n`-th letter."""
@@ -141,12 +140,6 @@ def test_show_prints_origin_and_versions_of_a_trajectory(archive, capsys):
         assert expected in lines
 
 
-def test_rows_of_metrics_that_a_power_failure_damaged_are_passed_over(archive, capsys):
-    metrics = archive.parent / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes() + b"\0\0\0\n" + b'{"step": 7, "ver')
-    assert "step 5 trained on it at version 4: lag 2" in printed(capsys, "show", archive, "0-0-1")
-
-
 def test_show_prints_each_token_when_asked(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
     assert lines[-12] == "0 0 a"
@@ -270,12 +263,6 @@ def test_an_archive_of_a_run_of_another_version_is_read_with_the_tokenizer_of_it
 def test_a_broken_tokenizer_is_refused(archive, capsys):
     Path("models/test/tokenizer.json").write_text("{}")
     assert "must be a tokenizer of the `tokenizers` library" in complaint(capsys, "show", archive, "0-0-0")
-
-
-def test_a_damaged_manifest_is_refused(archive, capsys):
-    manifest = archive / MANIFEST
-    manifest.write_bytes(b"noise\n" + manifest.read_bytes())
-    assert "line 1 of" in complaint(capsys, "ls", archive)
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(archive, capsys):

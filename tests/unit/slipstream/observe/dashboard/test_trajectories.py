@@ -4,7 +4,7 @@ import pytest
 
 from tests.builders import make_finished, write_archive
 from tests.recorded_run import record_run
-from tests.unit.slipstream.dashboard.test_app import make_client
+from tests.unit.slipstream.observe.dashboard.test_app import make_client
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -6,12 +6,14 @@ import pytest
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.broker import LoggingConfig
-from slipstream.observe.loggers.feed import Bookmark, Feed
+from slipstream.observe.loggers import feed as feed_module
+from slipstream.observe.loggers.feed import SAMPLE_COLUMNS, Bookmark, Feed
 from slipstream.observe.loggers.logger import Entry, numbers_of
-from slipstream.observe.loggers.sources import SAMPLE_COLUMNS, FileRows, StoreRows
+from slipstream.observe.reader import RunReader
 from tests.contract.stores import claim, commit, make_ready, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
+from tests.recorded_run import record_run
 
 
 class Kept:
@@ -38,15 +40,19 @@ def store() -> MemoryStore:
     return found
 
 
-def make_feed(store: MemoryStore, clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
-    kept = Kept()
-    source = StoreRows(store, model="nowhere")
-    settings = LoggingConfig(**config)
-    return Feed(source, kept, config=settings, name="mine", cursor=cursor, clock=clock), kept  # type: ignore[arg-type]
+@pytest.fixture
+def make_feed(tmp_path: Path, store: MemoryStore) -> Callable[..., tuple[Feed, Kept]]:
+    reader = RunReader(record_run(tmp_path, steps=0), store=store)
+
+    def make(clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
+        kept = Kept()
+        return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept  # type: ignore[arg-type]
+
+    return make
 
 
-def test_each_row_comes_once_and_the_last_one_carries_the_position(store):
-    feed, kept = make_feed(store, FakeClock(0.0))
+def test_each_row_comes_once_and_the_last_one_carries_the_position(store, make_feed):
+    feed, kept = make_feed(FakeClock(0.0))
     for step in (1, 2):
         store.append_metrics(row(step))
     feed.turn()
@@ -56,11 +62,11 @@ def test_each_row_comes_once_and_the_last_one_carries_the_position(store):
     assert [(entry.step, entry.cursor) for entry in kept.of("log")] == [(1, 0), (2, 2), (3, 3)]
 
 
-def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store):
+def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store, make_feed):
     for step in (1, 2, 3):
         store.append_metrics(row(step))
     clock = FakeClock(0.0)
-    feed, kept = make_feed(store, clock, cursor=2, curve_every_s=60.0)
+    feed, kept = make_feed(clock, cursor=2, curve_every_s=60.0)
     clock.now = 61.0
     feed.turn()
     assert [entry.step for entry in kept.of("log")] == [3]
@@ -70,9 +76,9 @@ def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store):
     assert len(feed._curve._rows) == 3
 
 
-def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store):
+def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store, make_feed):
     clock = FakeClock(0.0)
-    feed, kept = make_feed(store, clock, curve_every_s=60.0)
+    feed, kept = make_feed(clock, curve_every_s=60.0)
     store.append_metrics(row(1))
     feed.turn()
     assert kept.of("image") == []
@@ -82,22 +88,23 @@ def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store):
     assert len(kept.of("image")) == 1, "nothing is new"
 
 
-def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(store, monkeypatch):
-    feed, kept = make_feed(store, FakeClock(0.0), samples_every_steps=1, curve_every_s=60.0)
+def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(store, make_feed, monkeypatch):
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, curve_every_s=60.0)
     store.append_metrics(row(1))
+    gone = StoreUnavailableError("gone")
     with monkeypatch.context() as patch:
-        patch.setattr(feed._source, "samples", lambda *_, **__: (_ for _ in ()).throw(StoreUnavailableError("gone")))
+        patch.setattr(feed_module, "read_samples", lambda *_, **__: (_ for _ in ()).throw(gone))
         with pytest.raises(StoreUnavailableError):
             feed.turn()
     feed.turn(is_last=True)
     assert [entry.step for entry in kept.of("log")] == [entry.step for entry in kept.of("image")] == [1]
 
 
-def test_a_table_holds_the_answers_of_a_step_as_they_are(store):
+def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed):
     make_ready(store, 2)
     commit(store, claim(store, 1, 2))
     store.append_metrics(row(1))
-    feed, kept = make_feed(store, FakeClock(0.0), samples_every_steps=1, num_samples=1)
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, num_samples=1)
     feed.turn()
     (table,) = kept.of("table")
     name, columns, rows = table.arguments
@@ -105,8 +112,8 @@ def test_a_table_holds_the_answers_of_a_step_as_they_are(store):
     assert len(rows[0]) == len(SAMPLE_COLUMNS)
 
 
-def test_rows_that_the_store_dropped_are_counted(store, monkeypatch):
-    feed, _ = make_feed(store, FakeClock(0.0), curve_every_s=0.0)
+def test_rows_that_the_store_dropped_are_counted(store, make_feed):
+    feed, _ = make_feed(FakeClock(0.0), curve_every_s=0.0)
     for step in range(1, 1011):
         store.append_metrics({"step": step})
     feed.turn()
@@ -121,21 +128,6 @@ def test_numbers_of_a_row_are_flat():
     assert found["times/learner/waiting"] == 0.25
 
 
-def test_a_file_is_read_on_from_its_position_and_after_a_resume_that_cut_it(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    source = FileRows(path)
-    assert source.read(0).rows == []
-    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
-    path.write_text("".join(lines) + '{"step": 4')
-    news = source.read(0)
-    assert [each["step"] for each in news.rows] == [1, 2, 3]
-    path.write_text("".join(lines[:2]))
-    assert source.read(news.cursor).rows == []
-    cut = source.read(news.cursor).cursor
-    path.write_text("".join([*lines[:2], '{"step": 3, "again": 1}\n']))
-    assert source.read(cut).rows == [{"step": 3, "again": 1}]
-
-
 def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path: Path):
     path = tmp_path / "loggers" / "logger-wandb.json"
     first = Bookmark(path)
@@ -143,11 +135,3 @@ def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path:
     assert (Bookmark(path).cursor, Bookmark(path).id) == (17, first.id)
     path.write_text('{"id": "a')
     assert Bookmark(path).cursor == 0
-
-
-def test_a_damaged_line_of_a_file_is_passed_over_and_a_number_may_be_none(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "learner/ess": NaN}\n\0\0\0\n"learner/ess": 1}\n{"step": 2}\n')
-    news = FileRows(path).read(0)
-    assert [each["step"] for each in news.rows] == [1, 2]
-    assert news.cursor == path.stat().st_size

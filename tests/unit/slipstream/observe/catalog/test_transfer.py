@@ -15,7 +15,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.slipstream.observe.catalog.data_command import run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)
 MINIMAL = {

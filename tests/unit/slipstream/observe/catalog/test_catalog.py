@@ -22,7 +22,7 @@ from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, 
 from slipstream.observe.catalog.rows import ROWS, CatalogRow
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 from tests.builders import make_run, make_trajectory, write_archive
-from tests.unit.buffer.cli.run import run
+from tests.unit.slipstream.observe.catalog.data_command import run
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
@@ -130,22 +130,17 @@ def test_a_row_shows_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
     assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")
 
 
-def test_greedy_and_failed_members_are_no_part_of_the_mean(tmp_path: Path) -> None:
+def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path: Path) -> None:
     members = [
         make_trajectory("0", 0, reward=Reward(1.0)),
         make_trajectory("0", 1, reward=Reward(0.0, status="timeout")),
         make_trajectory("0", 2, reward=Reward(0.0), sampling=GREEDY),
         make_trajectory("0", 3, reward=Reward(0.5)),
     ]
-    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], list(map(encode, members)))])
-    with open_catalog(str(folder)) as catalog:
-        assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25]
-
-
-def test_answers_to_evaluations_have_no_advantage(tmp_path: Path) -> None:
-    folder = write_archive(tmp_path / "a", [group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")])
-    with open_catalog(str(folder)) as catalog:
-        assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [None, None]
+    evaluated = group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")
+    retired = FinishedGroup("0", "retired", "", [1], list(map(encode, members)))
+    with open_catalog(str(write_archive(tmp_path / "a", [retired, evaluated]))) as catalog:
+        assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25, None, None]
 
 
 def test_a_search_can_be_given_up(tmp_path: Path, folder: Path) -> None:
@@ -324,14 +319,6 @@ def test_a_repeated_text_search_reads_only_new_rows(
         assert len(searched) == shards + 1
         assert found(catalog, text="hg") == []
         assert found(catalog, text="gh", step=8) == [*ALL[2:5], "3-0-0"]
-
-
-def test_a_damaged_shard_is_named_and_the_others_are_read(folder: Path) -> None:
-    (folder / "shard-00000001.parquet").write_bytes(b"PAR1")
-    with open_catalog(str(folder)) as catalog:
-        assert found(catalog) == ALL[2:]
-        (note,) = catalog.notes
-    assert note.startswith("shard-00000001.parquet must have")
 
 
 def test_a_file_that_holds_no_trajectories_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from slipstream.observe.viewer.screens import (
     page_of,
 )
 from tests.builders import make_finished, write_archive
-from tests.unit.buffer.catalog.test_catalog import byte_tokenizer, group
+from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer, group
 
 LETTERS = (*"abcdefgh", "[red]", "Ċ", "ě", "l")
 """Pieces of the tokens: markup of Textual, a line end and an escape character among them."""

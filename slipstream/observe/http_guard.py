@@ -1,0 +1,14 @@
+"""Checks shared by the dashboard and the exporter: secrets, and the Host header against DNS rebinding."""
+
+import hmac
+
+
+def is_equal(given: str, secret: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+def host_of(header: str) -> str:
+    """Return the host name of a Host header in lower case, without the port: `[::1]:8420`, `[::1]`, or `name:port`."""
+    name = header.lower()
+    return name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
