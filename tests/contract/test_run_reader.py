@@ -37,7 +37,7 @@ SCENES = {
     "finished": Scene("finished", source="store"),
     "store gone": Scene("finished", problem="it was deleted"),
     "archive only": Scene("finished", source="archive", problem="it was deleted"),
-    "damaged": Scene("stopped", problem="must be a run's configuration of this version", is_readable=False),
+    "damaged": Scene("stopped", problem="must be a run configuration of this version", is_readable=False),
 }
 
 

@@ -169,7 +169,7 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
 @pytest.mark.parametrize(
     ("metric", "heldout", "message"),
     [
-        ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss here"),
+        ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss with mode=sft"),
         ("eval/loss", "", "sft.heldout_path must be set"),
     ],
 )
