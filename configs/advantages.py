@@ -58,7 +58,7 @@ class OpoConfig(AdvantageConfig, tag="opo"):
 class GpgConfig(AdvantageConfig, tag="gpg"):
     """Rewards minus the group mean, scaled up for groups without a signal."""
 
-    normaliser: Positive = 1.0
+    normalizer: Positive = 1.0
     """Factor F_norm of the paper."""
 
 

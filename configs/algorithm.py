@@ -54,7 +54,7 @@ class DistillationConfig(Config):
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture; for `jsd_topk`."""
-    renormalise: bool = False
+    renormalize: bool = False
     """Whether to renormalize over the most likely tokens; false = treat all other tokens as one additional outcome."""
 
     @property
@@ -109,7 +109,7 @@ class RewardShapingConfig(Config):
     overlong_buffer: Annotated[int, Meta(ge=1)] | None = None
     """Soft overlong penalty of DAPO: over the last N tokens of the longest response, the reward falls linearly by up to
     1; null = off."""
-    normalise: Literal["none", "batch", "group"] = "none"
+    normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
     epsilon: Positive = 1e-6
     """Added to that standard deviation."""
@@ -166,7 +166,7 @@ class CorrectionConfig(Config):
     """Smallest weight; null = unbounded."""
     high: Positive | None = 2.0
     """Largest weight; null = unbounded."""
-    normalise: bool = False
+    normalize: bool = False
     """Divide bounded weights by their batch mean: over tokens for `level=token`, otherwise over trajectories."""
     reject: list[RejectionConfig] = []
     """Rejections; a token stays in the loss if every entry accepts it."""
@@ -182,9 +182,9 @@ class CorrectionConfig(Config):
 
     def __post_init__(self) -> None:
         bounds = self.low is not None or self.high is not None or self.bound == "mask"
-        if self.level == "none" and (bounds or self.normalise):
+        if self.level == "none" and (bounds or self.normalize):
             raise ConfigError(
-                "algorithm.correction: low, high, bound=mask and normalise need a level, got level=none: there are no "
+                "algorithm.correction: low, high, bound=mask and normalize need a level, got level=none: there are no "
                 "weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
             )
         check_order("algorithm.correction: low, high", self.low, self.high)
@@ -198,7 +198,7 @@ class CorrectionConfig(Config):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the weights of a microbatch depend on the rest of the batch."""
-        return self.normalise or (self.rejects and (self.rebaseline or self.denominator == "kept"))
+        return self.normalize or (self.rejects and (self.rebaseline or self.denominator == "kept"))
 
 
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
@@ -322,7 +322,7 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         )
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
-            "algorithm.correction.normalise, rebaseline and denominator=kept need weights of the whole batch before "
+            "algorithm.correction.normalize, rebaseline and denominator=kept need weights of the whole batch before "
             f"the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
     if config.proximal == "interpolate" and not config.policy_loss.has_ratio:

@@ -247,7 +247,7 @@ TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
     "files: a device of this machine is visible": lambda _: bool(set(os.listdir("/dev")) - _DEVICES),
     "secrets: the environment of the generator can be read": _read_environment,
     "secrets: a descriptor of the generator or of bubblewrap can be opened": _use_inherited_descriptor,
-    "processes: another of this machine can be signalled": _signal_other_process,
+    "processes: another of this machine can be signaled": _signal_other_process,
     "processes: others of this machine are visible": lambda _: len(list(_each_process("stat"))) > 10,
     "network: a port of this machine can be reached": lambda around: bool(
         socket.create_connection(("127.0.0.1", around["port"]), 2)

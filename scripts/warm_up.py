@@ -79,7 +79,7 @@ def read_problems(
             f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
         )
     rows = [make_row(row, uid="", file_name="", folder=path.parent) for row in pq.read_table(path).to_pylist()]
-    problems = [_tokenise(str(row.prompt), row.ground_truth, tokenizer) for row in rows]
+    problems = [_tokenize(str(row.prompt), row.ground_truth, tokenizer) for row in rows]
     if not vision:
         return problems
     return [_add_pictures(problem, row.images, vision) for problem, row in zip(problems, rows, strict=True)]
@@ -93,7 +93,7 @@ def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) ->
     return Problem(prompt, problem.response, Pictures(patches, [grid for _, grid in grids], positions))
 
 
-def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
+def _tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
     # A character tokenizer drops unknown characters silently.
     if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
@@ -102,7 +102,7 @@ def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64 [B, T], padded on the right; prompts and padding are labelled IGNORED."""
+    """Return token ids and labels, int64 [B, T], padded on the right; prompts and padding are labeled IGNORED."""
     length = max(len(problem.prompt) + len(problem.response) for problem in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)

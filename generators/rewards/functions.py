@@ -81,21 +81,21 @@ def qa_sub_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
 
 def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_score: float) -> Reward:
     texts = truth_texts(sample, grader="question answering")
-    golden = [text for text in map(normalised, texts) if text]
+    golden = [text for text in map(normalized, texts) if text]
     if not golden:
         raise ValueError(f"a golden answer must contain more than articles and punctuation, got {texts!r:.60}")
     text = model_text(sample)
     answers = _ANSWER.findall(text)
     if not answers:
         return Reward(total=0.0)
-    answer = normalised(answers[-1])
+    answer = normalized(answers[-1])
     if not any(matches(answer, text) for text in golden):
         return Reward(total=format_score, detail=answer)
     is_guess = max(text.count("<answer>"), text.count("</answer>")) > _MAX_TAGS
     return Reward(total=0.25 if is_guess else 1.0, is_correct=not is_guess, detail=answer)
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Lowercase a text and remove punctuation, articles, and repeated blanks: `The  U.S.` -> `us`."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 

@@ -163,12 +163,12 @@ def dapo_math(sample: RewardInput) -> Reward:
     Source: DAPO, arXiv:2503.14476, section 3.4 and its prompt; normalization of Minerva, arXiv:2206.14858, appendix D.
     """
     found = _last(_ANSWER_LINE, sample.response[-_TAIL:])
-    answer = normalised(found.group(1)) if found else None
-    is_correct = answer == normalised(truth_text(sample, grader="dapo_math"))
+    answer = normalized(found.group(1)) if found else None
+    is_correct = answer == normalized(truth_text(sample, grader="dapo_math"))
     return Reward(total=1.0 if is_correct else -1.0, is_correct=is_correct, detail=answer or "")
 
 
-def normalised(answer: str) -> str:
+def normalized(answer: str) -> str:
     """Remove units, boxes, and shorthand from an answer by Minerva's rules: `x=\\frac12` -> `frac{1}{2}`."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:

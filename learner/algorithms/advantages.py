@@ -23,7 +23,7 @@ def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
     Source: DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.2.
     """
-    return segments.standardised(inputs.rewards, inputs.groups, epsilon=epsilon)
+    return segments.standardized(inputs.rewards, inputs.groups, epsilon=epsilon)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
@@ -33,7 +33,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
     Source: Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
-    return segments.centred(inputs.rewards, inputs.groups)
+    return segments.centered(inputs.rewards, inputs.groups)
 
 
 def rloo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
@@ -44,7 +44,7 @@ def rloo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     Source: Back to Basics (RLOO), arXiv:2402.14740, eq. 7.
     """
     sizes = segments.own_sizes(inputs.groups).to(inputs.rewards.dtype)
-    return segments.centred(inputs.rewards, inputs.groups) * sizes / (sizes - 1).clamp(min=1)
+    return segments.centered(inputs.rewards, inputs.groups) * sizes / (sizes - 1).clamp(min=1)
 
 
 def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
@@ -57,7 +57,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """
     batch_deviation = segments.deviations(inputs.rewards, torch.zeros_like(inputs.groups))
-    return segments.centred(inputs.rewards, inputs.groups) / (batch_deviation + epsilon)
+    return segments.centered(inputs.rewards, inputs.groups) / (batch_deviation + epsilon)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
@@ -71,7 +71,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
     """
     has_baseline = segments.own_sizes(inputs.groups) > 1
     weights = (inputs.num_trained * has_baseline).to(inputs.rewards.dtype)
-    return segments.whiten(segments.centred(inputs.rewards, inputs.groups), epsilon=epsilon, weights=weights)
+    return segments.whiten(segments.centered(inputs.rewards, inputs.groups), epsilon=epsilon, weights=weights)
 
 
 def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
@@ -88,18 +88,18 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return above - (weighted / tokens.clamp(min=1))[groups]
 
 
-def gpg(inputs: AdvantageInputs, *, normaliser: float) -> Float[Tensor, "B"]:
+def gpg(inputs: AdvantageInputs, *, normalizer: float) -> Float[Tensor, "B"]:
     """Rewards minus the group mean, scaled up to compensate for trajectories without gradient.
 
-    A_i = alpha * (r_i - mean(r)) / normaliser, alpha = B / (trajectories in groups of unequal rewards)
+    A_i = alpha * (r_i - mean(r)) / normalizer, alpha = B / (trajectories in groups of unequal rewards)
 
-    Source: GPG, arXiv:2504.02546, accurate gradient estimation; normaliser is its F_norm.
+    Source: GPG, arXiv:2504.02546, accurate gradient estimation; normalizer is its F_norm.
     """
     rewards, groups, num_groups = inputs.rewards, inputs.groups, segments.count(inputs.groups)
     lowest = segments.minima(rewards, groups, num_segments=num_groups)
     differs = segments.maxima(rewards, groups, num_segments=num_groups) > lowest
     alpha = len(rewards) / differs[groups].to(rewards.dtype).sum().clamp(min=1)
-    return alpha * segments.centred(rewards, groups) / normaliser
+    return alpha * segments.centered(rewards, groups) / normalizer
 
 
 def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
@@ -111,8 +111,8 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
     """
     groups = inputs.groups
     means = segments.means(inputs.rewards, groups, num_segments=segments.count(groups))[groups]
-    centred = segments.centred(inputs.rewards, groups)
-    return torch.where(means > 0, centred / (means + epsilon), torch.zeros_like(centred))
+    centered = segments.centered(inputs.rewards, groups)
+    return torch.where(means > 0, centered / (means + epsilon), torch.zeros_like(centered))
 
 
 def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
@@ -145,7 +145,7 @@ def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) 
             f"algorithm.advantage=gdpo needs reward parts that every answer has ({', '.join(names)}), got "
             f"{', '.join(inputs.parts) or 'none'}, or answers that lack some of them: check the reward function."
         )
-    parts = [segments.standardised(inputs.parts[name], inputs.groups, epsilon=epsilon) for name in names]
+    parts = [segments.standardized(inputs.parts[name], inputs.groups, epsilon=epsilon) for name in names]
     factors = inputs.rewards.new_tensor([weights.get(name, 1.0) for name in names])
     summed = (torch.stack(parts, dim=1) * factors).sum(1)
     return summed / (summed.std(correction=0) + epsilon)

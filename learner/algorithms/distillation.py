@@ -2,7 +2,7 @@
 
 `teacher_advantages` and `sampled_k3` use the log-probability of the sampled token. The other functions use the
 log-probabilities of K candidates per token (the teacher's most likely tokens), and are exact with K = V. The remaining
-probability counts as one more outcome or, with `renormalise`, is dropped from both distributions.
+probability counts as one more outcome or, with `renormalize`, is dropped from both distributions.
 """
 
 import math
@@ -43,11 +43,11 @@ def sampled_k3(
 
 
 def forward_kl_topk(
-    learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, renormalise: bool
+    learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, renormalize: bool
 ) -> Float[Tensor, "N"]:
     """KL(teacher || learner) over K candidates plus the rest, or over the renormalized K candidates.
 
-    loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalise; q = teacher, p = learner
+    loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalize; q = teacher, p = learner
 
     Nonnegative, and 0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
 
@@ -55,16 +55,16 @@ def forward_kl_topk(
     Differs: includes the rest or renormalizes. A plain sum over K candidates is not a divergence, because equal
     policies would have a nonzero gradient.
     """
-    teacher = _closed(teacher_logprobs.detach(), renormalise=renormalise)
-    return kl.exact(teacher, _closed(learner_logprobs, renormalise=renormalise))
+    teacher = _closed(teacher_logprobs.detach(), renormalize=renormalize)
+    return kl.exact(teacher, _closed(learner_logprobs, renormalize=renormalize))
 
 
-def generalised_jsd(
+def generalized_jsd(
     learner_logprobs: Float[Tensor, "N K"],
     teacher_logprobs: Float[Tensor, "N K"],
     *,
     beta: float,
-    renormalise: bool,
+    renormalize: bool,
 ) -> Float[Tensor, "N"]:
     """Generalized Jensen-Shannon divergence between learner p and teacher q, 0 < beta < 1.
 
@@ -75,17 +75,17 @@ def generalised_jsd(
 
     Source: GKD, arXiv:2306.13649, section 2.
     """
-    teacher = _closed(teacher_logprobs.detach(), renormalise=renormalise)
-    learner = _closed(learner_logprobs, renormalise=renormalise)
+    teacher = _closed(teacher_logprobs.detach(), renormalize=renormalize)
+    learner = _closed(learner_logprobs, renormalize=renormalize)
     mixture = torch.logaddexp(teacher + math.log(beta), learner + math.log1p(-beta))
     return beta * kl.exact(teacher, mixture) + (1 - beta) * kl.exact(learner, mixture)
 
 
-def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
+def _closed(logprobs: Float[Tensor, "N K"], *, renormalize: bool) -> Float[Tensor, "N C"]:
     """Complete log-probabilities to a distribution: append the rest (at least epsilon), or renormalize."""
     # Widen before the subtraction: 1 - sum is only rounding error in half precision.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
-    if renormalise:
+    if renormalize:
         return wide.log_softmax(-1)
     rest = (1 - wide.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(wide.dtype).eps)
     return torch.cat([wide, rest.log()], dim=-1)

@@ -4,7 +4,7 @@ All ratio arithmetic uses clamped log-ratios in at least float32. A non-finite l
 
 Importance weights correct for drift, log pi_proximal - log pi_generator. They have no gradient, because grad(w log pi)
 would add an unwanted term log pi * grad w. They are computed in up to three steps, each with one number per token: a
-level (LEVELS), bounds (`truncate` or `mask`), and optionally `normalise`.
+level (LEVELS), bounds (`truncate` or `mask`), and optionally `normalize`.
 
 Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator (`log_ratio` of the inputs).
 Each function returns one bool per token, True = keep, to be combined by `&`. A statistic is evaluated per token
@@ -162,7 +162,7 @@ def one_per_sequence(weights: Float[Tensor, "N"], inputs: RatioInputs) -> Float[
     return values[segments.sizes(inputs.sequences, num_segments=inputs.num_sequences) > 0]
 
 
-def normalise(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[Tensor, "N"]:
+def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[Tensor, "N"]:
     """Weights divided by their mean, so that bounds do not shrink the step. Unchanged if all are 0.
 
     w = w / mean(w)

@@ -51,7 +51,7 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
     return values - minima(values, segments, num_segments=count(segments))[segments]
 
 
-def centred(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment; exactly 0 if the difference is within rounding error.
 
     |x_i - mean(x)| <= (n / 2 + 1) * machine epsilon * (max(x) - min(x)) counts as 0: the n - 1 sums, the division, and
@@ -66,13 +66,13 @@ def centred(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Ten
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """For each value, the standard deviation of its segment; exactly 0 if all values are equal."""
-    squares = centred(values, segments).square()
+    squares = centered(values, segments).square()
     return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
 
 
-def standardised(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
+def standardized(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment, divided by its standard deviation + epsilon, with epsilon > 0."""
-    return centred(values, segments) / (deviations(values, segments) + epsilon)
+    return centered(values, segments) / (deviations(values, segments) + epsilon)
 
 
 def whiten(
@@ -94,9 +94,9 @@ def whiten(
     if not counts.any():
         return torch.zeros_like(values)
     above = torch.where(counts, values - values[counts].min(), 0)
-    centre = above - (weights * above).sum() / weights.sum()
-    variance = (weights * centre.square()).sum() / weights.sum()
-    return torch.where(counts, centre / (variance.sqrt() + epsilon), 0)
+    center = above - (weights * above).sum() / weights.sum()
+    variance = (weights * center.square()).sum() / weights.sum()
+    return torch.where(counts, center / (variance.sqrt() + epsilon), 0)
 
 
 def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Float[Tensor, "S L"]:

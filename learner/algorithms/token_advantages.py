@@ -105,12 +105,12 @@ def gae(
     `length_adaptive` is its alpha, section 4.2.
     """
     policy_lam = lam if length_adaptive is None else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive)
-    advantages = generalised_advantages(inputs, gamma=gamma, lam=policy_lam)
-    returns = generalised_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
+    advantages = generalized_advantages(inputs, gamma=gamma, lam=policy_lam)
+    returns = generalized_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
     return advantages if epsilon is None else segments.whiten(advantages, epsilon=epsilon), returns
 
 
-def generalised_advantages(
+def generalized_advantages(
     inputs: AdvantageInputs, *, gamma: float, lam: float | Float[Tensor, "B"]
 ) -> Float[Tensor, "N"]:
     """A_t of `gae`, with one `lam` or one per trajectory."""

@@ -58,8 +58,8 @@ def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
     logprobs, advantages = inputs.learner_logprobs, inputs.advantages
     is_finite = logprobs.isfinite()
     counted = logprobs[is_finite & inputs.is_counted]
-    centred = torch.where(is_finite, logprobs - counted.sum() / max(1, len(counted)), 0.0)
-    return (advantages - advantages[inputs.is_counted].mean()) * centred
+    centered = torch.where(is_finite, logprobs - counted.sum() / max(1, len(counted)), 0.0)
+    return (advantages - advantages[inputs.is_counted].mean()) * centered
 
 
 def clip_cov_mask(

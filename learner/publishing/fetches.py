@@ -143,9 +143,9 @@ class Lenders:
         tree.machines.add(state.machine)
         # Use only as many lenders as needed, because each keeps a version in memory.
         is_inner = tree.num_members < ceil(self._members.num_elsewhere / self._fan_out)
-        has_neighbours = is_first and self._members.num_on[state.machine] > 1
+        has_neighbors = is_first and self._members.num_on[state.machine] > 1
         tree.num_members += 1
-        is_lent = bool(state.lends_at) and self._may_lend(member) and (is_inner or has_neighbours)
+        is_lent = bool(state.lends_at) and self._may_lend(member) and (is_inner or has_neighbors)
         if is_lent:
             depth = sources[0].depth + 1 if sources else 1
             tree.nodes[member] = _Node(member, state.machine, state.lends_at, depth)

@@ -59,10 +59,10 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     low, high = _bounds(config)
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
-    if config.normalise:
+    if config.normalize:
         # Sequence-level weights are repeated for each token, but the mean must count each sequence once.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
-        weights = importance.normalise(weights, mean=counted.mean())
+        weights = importance.normalize(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
 
 
@@ -111,7 +111,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
 
     `kl_coefficient` applies if the KL is charged in the reward. `max_tokens` is the maximum response length.
     """
-    rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    rewards = _normalized(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
@@ -136,15 +136,15 @@ def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Te
     return rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
 
 
-def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
+def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
     """Normalize over group members only. Non-members get a reward of 0."""
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
-    if shaping.normalise == "batch":
+    if shaping.normalize == "batch":
         shaped[members] = segments.whiten(shaped[members], epsilon=shaping.epsilon)
-    elif shaping.normalise == "group":
+    elif shaping.normalize == "group":
         groups = batch.trajectories.groups[members]
-        shaped[members] = segments.standardised(shaped[members], groups, epsilon=shaping.epsilon)
+        shaped[members] = segments.standardized(shaped[members], groups, epsilon=shaping.epsilon)
     return shaped
 
 

@@ -293,13 +293,13 @@ def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
         losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs), max_loss=config.bound)
     elif config.divergence == "forward_kl_topk":
         losses = distillation.forward_kl_topk(
-            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalise=config.renormalise
+            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalize=config.renormalize
         )
     else:
-        losses = distillation.generalised_jsd(
+        losses = distillation.generalized_jsd(
             measured["candidate_logprobs"],
             measured["teacher_candidate_logprobs"],
             beta=config.beta,
-            renormalise=config.renormalise,
+            renormalize=config.renormalize,
         )
     return config.coefficient * losses

@@ -223,7 +223,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
             raise TypeError(f"{name} is no model of transformers")
     quantized = getattr(config, "quantization_config", None)
     why = "its weights are no plain numbers"
-    require(not quantized, str(folder), "describe a model without quantisation", got="a quantization_config", why=why)
+    require(not quantized, str(folder), "describe a model without quantization", got="a quantization_config", why=why)
     with _reading(f"{source} must hold the weights of the {name} in {folder}"):
         weights = _without_prefix(weights, kind, config)
         module, found = kind.from_pretrained(

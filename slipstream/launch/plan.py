@@ -52,7 +52,7 @@ _SHARED_FRACTION = 0.92
 _SPARE_CACHE_GIB = 0.25
 """KV cache beyond the size of all sequences, for partly used blocks."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-_QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
+_QUANTIZED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
 
 _ADVICE = {
@@ -287,7 +287,7 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
     if isinstance(engine, HfEngineConfig):
         weights = Need(name, f"gpu {gpus[0]}" if gpus else HOST, "engine: weights", _num_elements(model) * width / GIB)
         return [*needs, weights]
-    weight_bytes = _QUANTISED_BYTES.get(engine.quantization, 1) if engine.quantization else width
+    weight_bytes = _QUANTIZED_BYTES.get(engine.quantization, 1) if engine.quantization else width
     own = {
         "engine: weights": _num_elements(model) * weight_bytes / engine.num_workers / GIB,
         "engine: logits of a step": engine.max_num_seqs * text.vocab_size * _FLOAT * 2 / GIB,

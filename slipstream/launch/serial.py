@@ -67,7 +67,7 @@ class SerialPeer:
 
 
 class Pump:
-    """Runs broker and generator whenever the learner waits. Fulfils the learner's Inbox.
+    """Runs broker and generator whenever the learner waits. Fulfills the learner's Inbox.
 
     Life: start -> (turn | get)* -> stop -> close.
     """

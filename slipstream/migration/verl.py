@@ -144,7 +144,7 @@ def translate_correction(config: Translation) -> None:
             _rejection(name, bound) for name, bound in _paired(str(rejections), str(bounds))
         ])  # fmt: skip
     if config.take(f"{key}.rollout_is_batch_normalize"):
-        config.put("algorithm.correction.normalise", True)
+        config.put("algorithm.correction.normalize", True)
     if is_bypass:
         config.put("algorithm.proximal", "generator")
         if config.take(f"{key}.loss_type") == "reinforce":

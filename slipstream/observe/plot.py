@@ -35,7 +35,7 @@ STYLE: Any = {
 ACCURACY = "eval/accuracy_"
 MISMATCH = re.compile("learner/by_lag/([^/]+)/mismatch_k3")
 SHADES = ("#2563a8", "#2f8f5b", "#c9a227", "#d9741a", "#b3372b", "#6b2d5c")
-SET_COLOURS = (BLUE, ORANGE, GREEN, *SHADES)
+SET_COLORS = (BLUE, ORANGE, GREEN, *SHADES)
 RATES = {
     "generators/tokens_per_s": ("generators", BLUE),
     "learner/tokens_per_s": ("learner", ORANGE),
@@ -78,10 +78,10 @@ def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
     axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
     axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
     found = [key.removeprefix(ACCURACY) for row in rows for key in row if key.startswith(ACCURACY)]
-    for label, colour in zip(dict.fromkeys(found or ["sampled", "greedy"]), itertools.cycle(SET_COLOURS), strict=False):
+    for label, color in zip(dict.fromkeys(found or ["sampled", "greedy"]), itertools.cycle(SET_COLORS), strict=False):
         positions, values = _series(rows, f"{ACCURACY}{label}", over)
         name = f"{label}, {values[-1]:.3f} at the end" if values else label
-        axes.plot(positions, values, color=colour, marker="o", markersize=3.5, label=name)
+        axes.plot(positions, values, color=color, marker="o", markersize=3.5, label=name)
     axes.legend(loc="lower right")
 
 
@@ -106,9 +106,9 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
     found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
     # Buckets look like 3, 4-7, or 16+.
     buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
-    for bucket, colour in zip(buckets, SHADES, strict=False):
+    for bucket, color in zip(buckets, SHADES, strict=False):
         positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
-        axes.plot(positions, values, color=colour, linewidth=1.2, label=bucket)
+        axes.plot(positions, values, color=color, linewidth=1.2, label=bucket)
     axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
     if buckets:
         axes.set_yscale("log", nonpositive="mask")
@@ -116,8 +116,8 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_rates(axes: Axes, rows: Rows) -> None:
-    for key, (label, colour) in RATES.items():
-        axes.plot(*_series(rows, key, "step"), color=colour, label=label)
+    for key, (label, color) in RATES.items():
+        axes.plot(*_series(rows, key, "step"), color=color, label=label)
     axes.set(title="Tokens per second", xlabel="step")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")

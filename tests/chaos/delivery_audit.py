@@ -1,6 +1,6 @@
-"""Delivery audit: compare acknowledgements with accounted trajectories, using the journals of all processes.
+"""Delivery audit: compare acknowledgments with accounted trajectories, using the journals of all processes.
 
-Each rule compares two records that do not share the code under test: the acknowledgements that a generator received,
+Each rule compares two records that do not share the code under test: the acknowledgments that a generator received,
 and the archive; the content before sending, and the input of the learner's step; leases granted, and leases released.
 Rules that depend on time exclude what a strike explains.
 """
@@ -83,7 +83,7 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
                 there = f"in its place is {other.id}, sent later" if other else "nothing is in its place"
                 yield f"{trajectory_id} was acknowledged to {life.role} and is not stored: {there}"
         for entry in life.of("put"):
-            # An acknowledgement after offering an undamaged copy may belong to the copy.
+            # An acknowledgment after offering an undamaged copy may belong to the copy.
             offers = (each["t"] for each in life.of("offered") if each["id"] == entry["id"])
             if entry["spoiled"] and acks.get(entry["id"], float("inf")) < min(offers, default=float("inf")):
                 yield f"{entry['id']} arrived damaged and was acknowledged to {life.role}"

@@ -92,7 +92,7 @@ def genuine(life: Life) -> dict[str, Entry]:
 
 
 def first_acks(life: Life) -> dict[str, float]:
-    """Time of the first acknowledgement of each id."""
+    """Time of the first acknowledgment of each id."""
     acks: dict[str, float] = {}
     for entry in life.of("acked"):
         for trajectory_id in entry["ids"]:

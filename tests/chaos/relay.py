@@ -1,6 +1,6 @@
 """`python -m tests.chaos.relay LISTEN CONNECT SEED`: a relay between two unix sockets that cuts connections.
 
-It cuts after forwarding a trajectory and before the acknowledgement returns, or instead of forwarding an answer. It
+It cuts after forwarding a trajectory and before the acknowledgment returns, or instead of forwarding an answer. It
 only sees encrypted bytes, so it decides by size.
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _LARGE = 500
-"""Larger chunks count as trajectories or prompts; heartbeats and acknowledgements are smaller."""
+"""Larger chunks count as trajectories or prompts; heartbeats and acknowledgments are smaller."""
 _CUT_SHARE = {"up": 0.03, "down": 0.02}
 """Fraction of large chunks that cut their connection: trajectories going up, prompts going down."""
 _DEAF_S = 0.06

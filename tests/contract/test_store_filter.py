@@ -116,7 +116,7 @@ def test_rejected_groups_are_neither_claimed_nor_waited_for(fresh_store):
 
 
 @pytest.mark.parametrize("keeps_finished", [False, True])
-def test_a_repeat_of_an_answer_to_a_rejected_group_is_recognised(fresh_store, keeps_finished):
+def test_a_repeat_of_an_answer_to_a_rejected_group_is_recognized(fresh_store, keeps_finished):
     store = open_run(fresh_store, group_filter=ZeroSignalConfig(), keeps_finished=keeps_finished)
     first, second = leased(store, 2)
     packed = pack(first, rewards(0.5, 0.5, 0.5))

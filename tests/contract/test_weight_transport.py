@@ -100,7 +100,7 @@ def make_weights(seed: int = 0) -> Named:
         ("embed.weight", torch.randn(32, 16, generator=generator)),
         ("norm.weight", torch.randn(16, generator=generator).to(torch.bfloat16)),
         ("table", torch.randint(-(2**60), 2**60, (7, 3), generator=generator)),
-        ("quantised", torch.randint(-128, 128, (5,), generator=generator, dtype=torch.int8)),
+        ("quantized", torch.randint(-128, 128, (5,), generator=generator, dtype=torch.int8)),
         ("scale", torch.tensor(0.5 + seed)),
     ]
 

@@ -23,7 +23,7 @@ FEW = [
     "loss-clip_cov",
     "m2po",
     "rejected",
-    "normalised",
+    "normalized",
     "kl-full",
 ]
 FEW_SLICED = [

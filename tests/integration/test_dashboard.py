@@ -218,8 +218,8 @@ def test_a_trajectory_opens_with_its_group_token_by_token(watched: Watched):
     watched.shows("group 7", "4 members", "step 1", "assistant")
     assert watched.page.evaluate("document.querySelectorAll('.member').length") == 4
     watched.page.click("button[data-name='logprob']")
-    coloured = "document.querySelectorAll('.tokens span[style*=background]').length"
-    watched.until(lambda: watched.page.evaluate(coloured) > 3, "tokens must be coloured")
+    colored = "document.querySelectorAll('.tokens span[style*=background]').length"
+    watched.until(lambda: watched.page.evaluate(colored) > 3, "tokens must be colored")
     watched.page.keyboard.press("Escape")
     watched.shows("120 stored")
 

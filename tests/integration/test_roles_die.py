@@ -190,7 +190,7 @@ import pathlib, time
 steps, fallen = [], pathlib.Path("fallen")
 saved = pathlib.Path("runs/faulty/checkpoints/step-00000005")
 
-def centred(inputs):
+def centered(inputs):
     steps.append(1)
     if len(steps) == 7 and not fallen.exists():
         # It is written beside the steps that follow.
@@ -205,7 +205,7 @@ def centred(inputs):
 @pytest.mark.long
 def test_a_learner_that_falls_over_an_error_is_restarted_from_its_checkpoint(folder: Path) -> None:
     (folder / "faulty.py").write_text(FAULTY)
-    own = ["algorithm/advantage=custom", "algorithm.advantage.function=faulty:centred"]
+    own = ["algorithm/advantage=custom", "algorithm.advantage.function=faulty:centered"]
     with Run(folder, "faulty", *own, "learner.max_steps=12").ended_at_last() as run:
         assert run.await_end() == 0, run.printed[-3000:]
     assert re.search(r"learner died \(exit code 1\).* RuntimeError: not a verdict .*; restarting in 1 s", run.printed)
@@ -230,7 +230,7 @@ def step_to_nan(self, **settings):
 TorchEngine.step = step_to_nan
 
 
-def centred(inputs):
+def centered(inputs):
     return inputs.rewards - inputs.rewards.mean()
 """
 
@@ -238,7 +238,7 @@ def centred(inputs):
 @pytest.mark.parametrize("mode", ["async", "serial"])
 def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not_saved(folder: Path, mode: str) -> None:
     (folder / "planted.py").write_text(PLANTED)
-    own = ["algorithm/advantage=custom", "algorithm.advantage.function=planted:centred", "learner.max_steps=8"]
+    own = ["algorithm/advantage=custom", "algorithm.advantage.function=planted:centered", "learner.max_steps=8"]
     own += ["learner.checkpoint.every_steps=2", *(["experiment=digits_serial"] if mode == "serial" else [])]
     base = [word for word in SMALL if mode == "async" or ("scripted" not in word and "seconds_per_token" not in word)]
     with Run(folder, f"nan-{mode}", *own, base=base).ended_at_last() as run:

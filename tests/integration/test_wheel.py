@@ -141,8 +141,8 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
     vendored = {name for name in names if "/vendor/" in name and not name.endswith(".LICENSE")}
     assert vendored
     for name in vendored:
-        licence = Path(name).with_name(Path(name).name.split(".")[0] + ".LICENSE")
-        assert f"slipstream-{VERSION}.dist-info/licenses/{licence}" in names
+        license = Path(name).with_name(Path(name).name.split(".")[0] + ".LICENSE")
+        assert f"slipstream-{VERSION}.dist-info/licenses/{license}" in names
     assert f"slipstream-{VERSION}.dist-info/licenses/LICENSE" in names
 
 

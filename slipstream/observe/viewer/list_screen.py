@@ -374,7 +374,7 @@ def view(
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
-    Search, filter and sort; tokens coloured by advantage or lag; a group side by side. Reads alone, whichever role of
+    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads alone, whichever role of
     the run is dead.
 
     \b

@@ -18,7 +18,7 @@ from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
 """Tokens per page; laying out more would delay key presses."""
-CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
+CENTERS = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Two-sided numbers -> center value; all others are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
 """Backgrounds far below and far above the center; one-sided numbers use the second."""
@@ -46,7 +46,7 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
     """Return the name and range of a number, with the background colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
-        return Text("no colours: press c to choose a number" if detail.numbers else "no numbers are stored")
+        return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
     scale = _Scale(name, numbers)
     low, high = min(numbers), max(numbers)
     return Text.assemble(
@@ -58,17 +58,17 @@ class _Scale:
     """Maps a number to a style."""
 
     def __init__(self, name: str, numbers: Sequence[float]) -> None:
-        self._centre = CENTRES.get(name, min(numbers, default=0.0))
+        self._centre = CENTERS.get(name, min(numbers, default=0.0))
         self._reach = max((abs(number - self._centre) for number in numbers), default=0.0) or 1.0
 
     def style(self, number: float | None) -> Style:
         if number is None or number == self._centre:
             return Style()
         share = (number - self._centre) / self._reach
-        colour = _HIGH if share > 0 else _LOW
+        color = _HIGH if share > 0 else _LOW
         # Start at a third of the color, so that small differences stay visible on light and dark terminals.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
-        red, green, blue = (round(part * strength) for part in colour)
+        red, green, blue = (round(part * strength) for part in color)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
 
 
@@ -81,7 +81,7 @@ class TokenScreen(Screen[None]):
 
     BINDINGS = [
         Binding("escape,q", "app.pop_screen", "back"),
-        Binding("c", "colour", "colour"),
+        Binding("c", "color", "color"),
         Binding("t", "messages", "tokens/messages"),
         Binding("question_mark", "app.help", "help", key_display="?"),
     ]
@@ -99,7 +99,7 @@ class TokenScreen(Screen[None]):
     def on_mount(self) -> None:
         self.draw()
 
-    def action_colour(self) -> None:
+    def action_color(self) -> None:
         names = [*self._detail.numbers, PLAIN]
         after = names.index(self._number) + 1 if self._number in names else 0
         self._number, self._shows_messages = names[after % len(names)], False
@@ -278,7 +278,7 @@ HELP = f"""The list
   q                              leave
 
 A trajectory, a group
-  c                              colour by the next number of the tokens
+  c                              color by the next number of the tokens
   t                              tokens, or messages with tool calls
   n, p                           next and previous trajectory of the list
   ], [                           later and earlier tokens of a long one
@@ -289,8 +289,8 @@ Conditions, all of which must hold
   with >=, <= and =:  reward, tokens, version, step
   with =:  {", ".join(name for name in NAMES if name not in ("reward", "tokens", "version", "step"))}
 
-Colours
+Colors
   Green is above and red below 0 (advantage) or 1 (ratio). Other numbers
-  go from their least, without colour, to their greatest, green. Dim
+  go from their least, without color, to their greatest, green. Dim
   tokens were not written by the model.
 """

@@ -1,8 +1,8 @@
 """WatchedChannel: a peer's channel that journals all messages and misbehaves on purpose.
 
-It sits between the real client and its socket, so the journal records the acknowledgements that this process received,
+It sits between the real client and its socket, so the journal records the acknowledgments that this process received,
 independent of the client. It repeats, delays, and reorders outgoing trajectories and returned leases. After an
-acknowledgement it offers copies that a correct broker distinguishes: an exact copy, the same id with other content,
+acknowledgment it offers copies that a correct broker distinguishes: an exact copy, the same id with other content,
 another id for the same place, and an unknown group. A liar also impersonates other peers.
 """
 

@@ -122,7 +122,7 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
     peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
     put = as_plain(Put([header for header, _ in packed]))
-    put["headers"][1]["colour"] = "red"
+    put["headers"][1]["color"] = "red"
     answers = peer.exchange(put, *(payload for _, payload in packed))
     assert [(nack.id, nack.lease_id, nack.is_fatal) for nack in answers] == [
         ("0-0-0", "0-0", True),

@@ -53,7 +53,7 @@ def test_what_waits_though_it_may_go_is_reported(kept: Credit, tmp_path: Path):
     assert reports(tmp_path) == ["overdue"]
 
 
-def test_an_acknowledgement_frees_credit(kept: Credit, tmp_path: Path):
+def test_an_acknowledgment_frees_credit(kept: Credit, tmp_path: Path):
     kept.add("a", 90)
     kept.send("a", 90)
     kept.add("b", 90)

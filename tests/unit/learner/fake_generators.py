@@ -71,11 +71,11 @@ class FakeGenerators:
     def send(self, message) -> None:
         self.sent.append(message)
         for name in (m.peer_id for m in message.members):
-            behaviour = self.members.get(name, "silent")
-            if isinstance(message, OpenEpoch) and behaviour != "silent":
+            behavior = self.members.get(name, "silent")
+            if isinstance(message, OpenEpoch) and behavior != "silent":
                 self.inbox.append(EpochOpened(message.epoch, member(name)))
-            if isinstance(message, Update) and (behaviour not in ("silent", "slow") or message.source is None):
-                error = "the probe differs" if behaviour == "wrong" else ""
+            if isinstance(message, Update) and (behavior not in ("silent", "slow") or message.source is None):
+                error = "the probe differs" if behavior == "wrong" else ""
                 device = self.devices.get(name, "cpu")
                 answer = UpdateApplied(
                     message.epoch, message.version, member(name), error, self.probe_diff, 2e-7, 0.02, device

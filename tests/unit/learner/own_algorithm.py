@@ -3,7 +3,7 @@
 import torch
 
 
-def centred(inputs):
+def centered(inputs):
     """Rewards minus the batch's mean."""
     return inputs.rewards - inputs.rewards.mean()
 

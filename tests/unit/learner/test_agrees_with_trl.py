@@ -25,7 +25,7 @@ from slipstream.configs.policy_losses import (
     VespoConfig,
 )
 from slipstream.learner.algorithms import advantages, distillation, kl
-from slipstream.learner.algorithms.segments import standardised, whiten
+from slipstream.learner.algorithms.segments import standardized, whiten
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
@@ -266,7 +266,7 @@ def test_whitened_advantages_are_those_of_trl_but_for_bessels_factor(name):
 
 def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
     first, second = torch.tensor(TRL["advantages"]["parts"]["rewards"], dtype=torch.float64).unbind(1)
-    summed = sum(w * standardised(x, GROUPS, epsilon=trl_epsilon(SIZE)) for x, w in ((first, 1.0), (second, 0.5)))
+    summed = sum(w * standardized(x, GROUPS, epsilon=trl_epsilon(SIZE)) for x, w in ((first, 1.0), (second, 0.5)))
     found = whiten(summed / bessel(SIZE), epsilon=trl_epsilon(NUM_SEQUENCES))
     expected = column(TRL["advantages"]["parts"]["gdpo"])
     torch.testing.assert_close(found, bessel(NUM_SEQUENCES) * expected, **CLOSE)
@@ -276,26 +276,26 @@ def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
 
 
 # --- divergences from a teacher --------------------------------------------------------------------------------------
-def of_few(student, teacher, *, renormalise):
+def of_few(student, teacher, *, renormalize):
     """Divergences over the student's three most likely tokens."""
     ids = student.topk(3).indices
     return {
         0.0: lambda: distillation.forward_kl_topk(
-            student.gather(1, ids), teacher.gather(1, ids), renormalise=renormalise
+            student.gather(1, ids), teacher.gather(1, ids), renormalize=renormalize
         ),
-        0.3: lambda: distillation.generalised_jsd(
-            student.gather(1, ids), teacher.gather(1, ids), beta=0.3, renormalise=renormalise
+        0.3: lambda: distillation.generalized_jsd(
+            student.gather(1, ids), teacher.gather(1, ids), beta=0.3, renormalize=renormalize
         ),
     }
 
 
 DIVERGENCES = {
-    "beta_0.0": lambda student, teacher: distillation.forward_kl_topk(student, teacher, renormalise=True),
-    "beta_0.3": lambda student, teacher: distillation.generalised_jsd(student, teacher, beta=0.3, renormalise=True),
+    "beta_0.0": lambda student, teacher: distillation.forward_kl_topk(student, teacher, renormalize=True),
+    "beta_0.3": lambda student, teacher: distillation.generalized_jsd(student, teacher, beta=0.3, renormalize=True),
     "beta_1.0": kl.exact,
     **{
         f"top_3_{beta}_{has_rest}": lambda student, teacher, beta=beta, has_rest=has_rest: of_few(
-            student, teacher, renormalise=not has_rest
+            student, teacher, renormalize=not has_rest
         )[beta]()
         for beta in (0.0, 0.3)
         for has_rest in (False, True)

@@ -23,7 +23,7 @@ CORRECTIONS = [
     CorrectionConfig(level="sequence", bound="mask", low=0.5, high=2.0),
     CorrectionConfig(level="geometric", high=1.1),
     CorrectionConfig(bound="mask", low=0.7, high=1.4, veto=(0.3, 4.0)),
-    CorrectionConfig(level="sequence", normalise=True, reject=[MEAN], denominator="kept"),
+    CorrectionConfig(level="sequence", normalize=True, reject=[MEAN], denominator="kept"),
     CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),
 ]
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")

@@ -50,7 +50,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"advantage-{name}": {"advantage": record, "critic": CRITIC} | COMPANIONS.get(f"advantage-{name}", {})
-        for name, record in examples(advantages.AdvantageConfig, function=f"{OWN}centred").items()
+        for name, record in examples(advantages.AdvantageConfig, function=f"{OWN}centered").items()
     },
     **{
         f"loss-{name}": {"policy_loss": record} | COMPANIONS.get(f"loss-{name}", {})
@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "seq_tis": {"correction": CorrectionConfig(level="sequence", high=5.0)},
     "geometric": {"correction": CorrectionConfig(level="geometric", high=5.0)},
     "seq_mis": {"correction": CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
-    "normalised": {"correction": CorrectionConfig(level="sequence", normalise=True)},
+    "normalized": {"correction": CorrectionConfig(level="sequence", normalize=True)},
     "rejected": {"correction": CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
     "veto": {"correction": CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
@@ -89,7 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coefficient": 0.01},
     "positive_nll": {"positive_nll_coefficient": 0.1},
     "ess": {"ess_learning_rate": EssLearningRateConfig()},
-    "overlong": {"reward": RewardShapingConfig(overlong_buffer=8, normalise="group")},
+    "overlong": {"reward": RewardShapingConfig(overlong_buffer=8, normalize="group")},
 }
 
 

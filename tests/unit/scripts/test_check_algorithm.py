@@ -48,7 +48,7 @@ def test_a_sound_loss_passes():
 
 
 def test_a_sound_advantage_passes_and_its_own_baseline_is_a_note():
-    findings = check("advantage", f"{OWN}:centred", {})
+    findings = check("advantage", f"{OWN}:centered", {})
     assert not missing(findings)
     assert {finding.name for finding in findings if not finding.holds} >= {"groups do not see each other"}
 

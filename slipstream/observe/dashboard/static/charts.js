@@ -4,7 +4,7 @@ import { h, setText, short } from "./dom.js";
 
 const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const PALETTE = ["--blue", "--orange", "--green", "--violet", "--red", "--teal", "--gold", "--grey"];
-export const colour = (index) => token(PALETTE[index % PALETTE.length]);
+export const color = (index) => token(PALETTE[index % PALETTE.length]);
 
 /** Mean of each value and up to `width - 1` before it; null where the value is. */
 export function smooth(values, width) {
@@ -26,7 +26,7 @@ const isSparse = (values) => {
 };
 
 /**
- * A chart. `lines`: [{label, colour, dash, faint, points}]; `set(x, [values, ...])` draws.
+ * A chart. `lines`: [{label, color, dash, faint, points}]; `set(x, [values, ...])` draws.
  * `title` may be an element; `floor`, `ceiling`: ends of the y axis; `log`: its scale; `marks`: [{value, label}].
  */
 export class Chart {
@@ -34,7 +34,7 @@ export class Chart {
     Object.assign(this, { lines, floor, ceiling, log, marks, height, format, x, sync });
     this.values = lines.map(() => h("b", null, ""));
     const shown = lines.map((line, index) => (line.label === null ? null
-      : h("span", { class: "key" }, h("i", { css: { background: line.colour } }), line.label, " ", this.values[index])));
+      : h("span", { class: "key" }, h("i", { css: { background: line.color } }), line.label, " ", this.values[index])));
     this.at = h("span", { class: "at" });
     this.canvas = h("div", { class: "canvas" });
     this.element = h("figure", { class: "chart" },
@@ -79,8 +79,8 @@ export class Chart {
 
   line(line, index) {
     const sparse = isSparse(this.data[index + 1]);
-    return { stroke: line.faint ? `${line.colour}55` : line.colour, width: line.faint ? 1 : 1.6, dash: line.dash, spanGaps: true,
-      points: { show: Boolean(line.points || (sparse && this.data[0].length < 2000)), size: 4, fill: line.colour, stroke: line.colour } };
+    return { stroke: line.faint ? `${line.color}55` : line.color, width: line.faint ? 1 : 1.6, dash: line.dash, spanGaps: true,
+      points: { show: Boolean(line.points || (sparse && this.data[0].length < 2000)), size: 4, fill: line.color, stroke: line.color } };
   }
 
   range(low, high) {

@@ -82,7 +82,7 @@ def test_tensors_that_are_one_in_the_checkpoint_wait_for_each_other(monkeypatch)
     assert all(tensor.equal(other.state_dict()[name]) for name, tensor in held.items())
 
 
-def test_a_quantised_checkpoint_is_refused_by_name():
+def test_a_quantized_checkpoint_is_refused_by_name():
     module = make_family_module("gpt_oss")
     module.config.quantization_config = {"quant_method": "mxfp4"}
     with pytest.raises(WeightTransferError, match=r"GptOssForCausalLM .* must be unquantized, .* got mxfp4"):

@@ -189,7 +189,7 @@ def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
         ("as_trl_column", Reward(total=1.0, is_correct=True)),
     ],
 )
-def test_functions_of_other_libraries_are_recognised_by_their_parameters(function: str, expected: Reward):
+def test_functions_of_other_libraries_are_recognized_by_their_parameters(function: str, expected: Reward):
     sample = msgspec.structs.replace(make_input(), extra_info={"answer": "31284", "unused": 3})
     assert score(RewardConfig(f"{SAMPLES}:{function}"), sample) == expected
 

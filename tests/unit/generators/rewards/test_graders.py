@@ -15,7 +15,7 @@ from slipstream.generators.rewards.functions import (
     qa_sub_match,
     repetition_penalty,
 )
-from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, normalised
+from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, normalized
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.generators.rewards.reward import RewardInput
 from tests.shape.tree import text
@@ -78,7 +78,7 @@ def test_gsm8k_takes_truths_of_several_forms(truth: object):
 def test_dapo_math(response: str, truth: object, total: float):
     reward = dapo_math(make_sample(response, truth=truth))
     assert (reward.total, reward.is_correct) == (total, total > 0)
-    assert (reward.detail == normalised(str(truth))) == reward.is_correct, "the answer that it extracted"
+    assert (reward.detail == normalized(str(truth))) == reward.is_correct, "the answer that it extracted"
 
 
 def test_math_verify_compares_formulas_and_refuses_truths_that_it_cannot_read():

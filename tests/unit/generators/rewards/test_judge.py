@@ -166,8 +166,8 @@ def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
         ({"pattern": "1"}, "a group"),
         ({"template": "no"}, "{response}"),
         (
-            {"colour": 1},
-            r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'colour'",
+            {"color": 1},
+            r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'",
         ),
     ],
 )

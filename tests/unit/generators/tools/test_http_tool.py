@@ -106,7 +106,7 @@ def test_a_passing_failure_is_tried_again(address: str):
         ({"url": "http://a/{town}"}, "must describe all required parameters, .* without town"),
         ({"url": "http://a/{city}", "required": []}, "including those in its url, .* without city"),
         ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "that is set in .* 'NO_SUCH_VARIABLE'"),
-        ({"url": "http://a", "colour": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*colour"),
+        ({"url": "http://a", "color": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*color"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_start(arguments: dict[str, Any], complaint: str):

@@ -156,7 +156,7 @@ def test_a_server_by_http(address: str):
         ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
         ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
         ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "that is set in"),
-        ({"command": ["x"], "colour": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, colour"),
+        ({"command": ["x"], "color": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, color"),
     ],
 )
 def test_what_is_no_server_is_refused_at_the_start(arguments: dict[str, Any], complaint: str):

@@ -51,7 +51,7 @@ WITHIN_GROUPS = {
 }
 OVER_THE_BATCH = {
     "lite_ppo": partial(lite_ppo, epsilon=EPSILON),
-    "gpg": partial(gpg, normaliser=2.0),
+    "gpg": partial(gpg, normalizer=2.0),
     "gdpo": of_parts,
     "reinforce_plus_plus_baseline": partial(reinforce_plus_plus_baseline, epsilon=EPSILON),
 }
@@ -146,7 +146,7 @@ def test_a_shift_of_the_rewards_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", FREE_OF_SCALE)
-def test_normalised_advantages_ignore_the_scale(name):
+def test_normalized_advantages_ignore_the_scale(name):
     rewards, groups, lengths = ragged()
     assert torch.allclose(ALL[name](30 * rewards, groups, lengths), ALL[name](rewards, groups, lengths), atol=1e-6)
 
@@ -170,13 +170,13 @@ def test_opo_leaves_a_trajectory_without_tokens_out_of_the_baseline():
 
 def test_gpg_scales_up_for_groups_without_a_gradient():
     rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
-    assert gpg(rewards, groups, normaliser=1.0).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
-    assert gpg(rewards, groups, normaliser=7.0).tolist() == pytest.approx([-0.25, 0.25, 0, 0, 0, 0, 0])
+    assert gpg(rewards, groups, normalizer=1.0).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
+    assert gpg(rewards, groups, normalizer=7.0).tolist() == pytest.approx([-0.25, 0.25, 0, 0, 0, 0, 0])
 
 
 def test_gpg_counts_groups_with_a_gradient_and_not_rewards_above_zero():
     # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
-    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1), normaliser=1.0).tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1), normalizer=1.0).tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_maxrl_gives_zero_where_the_mean_is_not_positive():
@@ -278,8 +278,8 @@ def enumerated(correct: list[bool], k: int) -> list[float]:
     mean, deviation = fmean(rewards), pstdev(rewards)
     if deviation == 0:
         return [0.0] * len(correct)
-    normalised = [(reward - mean) / deviation for reward in rewards]
-    return [fmean(a for a, s in zip(normalised, subsets, strict=True) if i in s) for i in range(len(correct))]
+    normalized = [(reward - mean) / deviation for reward in rewards]
+    return [fmean(a for a, s in zip(normalized, subsets, strict=True) if i in s) for i in range(len(correct))]
 
 
 def pass_at_k_of(num_correct: int, size: int, *, k: int) -> torch.Tensor:
@@ -327,7 +327,7 @@ def test_the_lead_may_be_divided_by_the_deviation():
     assert torch.allclose(scaled, grpo_passk(rewards, groups, epsilon=1e-12))
 
 
-def test_float32_rewards_of_a_large_batch_stay_centred():
+def test_float32_rewards_of_a_large_batch_stay_centered():
     torch.manual_seed(0)
     rewards, groups = 1000 + torch.rand(4096), torch.arange(4096) // 8
     sums = torch.zeros(512).index_add(0, groups, dr_grpo(rewards, groups))

@@ -11,14 +11,14 @@ from slipstream.learner.algorithms import distillation
 teacher_advantages = jaxtyped(distillation.teacher_advantages, typechecker=beartype)
 sampled_k3 = jaxtyped(distillation.sampled_k3, typechecker=beartype)
 forward_kl_topk = jaxtyped(distillation.forward_kl_topk, typechecker=beartype)
-generalised_jsd = jaxtyped(distillation.generalised_jsd, typechecker=beartype)
+generalized_jsd = jaxtyped(distillation.generalized_jsd, typechecker=beartype)
 
 TEACHER = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 LOGITS = torch.tensor([0.2, 0.9, -0.4, 0.1], dtype=torch.float64)
 
 
-def jsd(learner, teacher, *, renormalise):
-    return generalised_jsd(learner, teacher, beta=0.3, renormalise=renormalise)
+def jsd(learner, teacher, *, renormalize):
+    return generalized_jsd(learner, teacher, beta=0.3, renormalize=renormalize)
 
 
 DIVERGENCES = [forward_kl_topk, jsd]
@@ -73,10 +73,10 @@ def test_a_teacher_that_is_not_finite_counts_as_neutral():
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalise):
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalize):
     logits, logprobs = learner()
-    loss = forward_kl_topk(logprobs[None], TEACHER.log()[None], renormalise=renormalise)
+    loss = forward_kl_topk(logprobs[None], TEACHER.log()[None], renormalize=renormalize)
     exact = kl(TEACHER, logprobs.exp())
     assert loss.item() == pytest.approx(exact.item(), abs=1e-12)
     assert torch.allclose(gradient(loss, logits), gradient(exact, logits), atol=1e-12)
@@ -84,47 +84,47 @@ def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalise):
 
 def test_the_top_two_by_hand():
     ours, theirs = torch.tensor([[0.25, 0.25]]).double().log(), torch.tensor([[0.5, 0.3]]).double().log()
-    with_rest = forward_kl_topk(ours, theirs, renormalise=False)
+    with_rest = forward_kl_topk(ours, theirs, renormalize=False)
     assert with_rest.item() == pytest.approx(0.5 * math.log(2) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4))
-    renormalised = forward_kl_topk(ours, theirs, renormalise=True)
-    assert renormalised.item() == pytest.approx(5 / 8 * math.log(1.25) + 3 / 8 * math.log(0.75))
+    renormalized = forward_kl_topk(ours, theirs, renormalize=True)
+    assert renormalized.item() == pytest.approx(5 / 8 * math.log(1.25) + 3 / 8 * math.log(0.75))
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormalise):
+def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormalize):
     logits, logprobs = learner()
-    loss = divergence(logprobs[None, :size], logprobs.detach()[None, :size], renormalise=renormalise)
+    loss = divergence(logprobs[None, :size], logprobs.detach()[None, :size], renormalize=renormalize)
     assert loss.abs().item() < 1e-12
     assert gradient(loss, logits).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_divergences_are_never_negative(divergence, renormalise):
+def test_divergences_are_never_negative(divergence, renormalize):
     torch.manual_seed(0)
     ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
-    assert (divergence(ours[:, :4], theirs[:, :4], renormalise=renormalise) >= -1e-12).all()
+    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=renormalize) >= -1e-12).all()
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_more_ids_never_hide_more_of_the_divergence(divergence):
     torch.manual_seed(0)
     ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
-    losses = [divergence(ours[:, :size], theirs[:, :size], renormalise=False) for size in range(1, 11)]
+    losses = [divergence(ours[:, :size], theirs[:, :size], renormalize=False) for size in range(1, 11)]
     assert all((more >= fewer - 1e-9).all() for fewer, more in itertools.pairwise(losses))
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_the_gradients_are_those_of_the_formulas(divergence, renormalise):
+def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
     torch.manual_seed(0)
     logits, theirs = torch.randn(2, 5, 6, dtype=torch.float64)
     logits.requires_grad_()
 
     def loss(values: torch.Tensor) -> torch.Tensor:
-        return divergence(values.log_softmax(-1)[:, :3], theirs.log_softmax(-1)[:, :3], renormalise=renormalise)
+        return divergence(values.log_softmax(-1)[:, :3], theirs.log_softmax(-1)[:, :3], renormalize=renormalize)
 
     assert torch.autograd.gradcheck(loss, logits)
 
@@ -133,26 +133,26 @@ def test_the_jensen_shannon_divergence_by_hand():
     ours, theirs = LOGITS.softmax(0), TEACHER
     middle = 0.3 * theirs + 0.7 * ours
     expected = 0.3 * kl(theirs, middle) + 0.7 * kl(ours, middle)
-    for renormalise in (False, True):
-        loss = jsd(ours.log()[None], theirs.log()[None], renormalise=renormalise)
+    for renormalize in (False, True):
+        loss = jsd(ours.log()[None], theirs.log()[None], renormalize=renormalize)
         assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_the_jensen_shannon_divergence_becomes_forward_and_reverse_kl():
     ours, theirs = LOGITS.softmax(0), TEACHER
     logs, tiny = (ours.log()[None], theirs.log()[None]), 1e-6
-    forward = generalised_jsd(*logs, beta=tiny, renormalise=True).item() / tiny
-    reverse = generalised_jsd(*logs, beta=1 - tiny, renormalise=True).item() / tiny
+    forward = generalized_jsd(*logs, beta=tiny, renormalize=True).item() / tiny
+    reverse = generalized_jsd(*logs, beta=1 - tiny, renormalize=True).item() / tiny
     assert forward == pytest.approx(kl(theirs, ours).item(), abs=1e-5)
     assert reverse == pytest.approx(kl(ours, theirs).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormalise):
+def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormalize):
     logits, logprobs = learner()
     theirs = torch.tensor([[0.6, 0.4, 0.0]], dtype=torch.float64).log()
-    loss = divergence(logprobs[None, :3], theirs, renormalise=renormalise)
+    loss = divergence(logprobs[None, :3], theirs, renormalize=renormalize)
     assert loss.isfinite().all()
     assert gradient(loss, logits).isfinite().all()
 
@@ -160,15 +160,15 @@ def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormalis
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     ours, theirs = LOGITS.log_softmax(0)[None, :3].bfloat16(), TEACHER.log()[None, :3].bfloat16()
-    loss = divergence(ours, theirs, renormalise=False)
+    loss = divergence(ours, theirs, renormalize=False)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalise=False).item(), abs=1e-5)
+    assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalize=False).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_only_the_learner_learns(divergence, renormalise):
+def test_only_the_learner_learns(divergence, renormalize):
     ours, theirs = (torch.full((1, 2), -1.0).requires_grad_() for _ in range(2))
-    divergence(ours * 2, theirs * 3, renormalise=renormalise).sum().backward()
+    divergence(ours * 2, theirs * 3, renormalize=renormalize).sum().backward()
     assert ours.grad is not None
     assert theirs.grad is None

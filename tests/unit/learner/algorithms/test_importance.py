@@ -11,7 +11,7 @@ token_ratio = checked(importance.token_ratio)
 token_log_ratio = checked(importance.token_log_ratio)
 truncate = checked(importance.truncate)
 mask = checked(importance.mask)
-normalise = checked(importance.normalise)
+normalize = checked(importance.normalize)
 effective_sample_size = checked(importance.effective_sample_size)
 interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
 LEVELS = {name: over_ratios(level) for name, level in importance.LEVELS.items()}
@@ -123,24 +123,24 @@ def test_a_sequence_counts_once_and_an_empty_one_not_at_all():
     assert one_per_sequence(*NO_TOKENS, num_sequences=3).shape == (0,)
 
 
-def test_normalised_weights_have_the_mean_one_over_tokens_or_over_sequences():
+def test_normalized_weights_have_the_mean_one_over_tokens_or_over_sequences():
     weights, sequences = torch.tensor([2.0, 2.0, 2.0, 1.0]), torch.tensor([0, 0, 0, 1])
-    by_token = normalise(weights, mean=weights.mean())
+    by_token = normalize(weights, mean=weights.mean())
     assert by_token.mean().item() == pytest.approx(1.0)
-    by_sequence = normalise(weights, mean=one_per_sequence(weights, sequences, num_sequences=2).mean())
+    by_sequence = normalize(weights, mean=one_per_sequence(weights, sequences, num_sequences=2).mean())
     assert by_sequence.tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 2 / 3])
 
 
 def test_weights_that_are_all_zero_stay_as_they_are():
-    assert normalise(torch.zeros(3), mean=torch.tensor(0.0)).tolist() == [0, 0, 0]
-    assert normalise(torch.zeros(0), mean=torch.zeros(0).mean()).shape == (0,)
+    assert normalize(torch.zeros(3), mean=torch.tensor(0.0)).tolist() == [0, 0, 0]
+    assert normalize(torch.zeros(0), mean=torch.zeros(0).mean()).shape == (0,)
 
 
 WEIGHERS = {
     **{name: lambda x, level=level: level(x, SEQUENCES, num_sequences=3) for name, level in LEVELS.items()},
     "truncate": lambda x: truncate(x, high=2.0, low=0.5),
     "mask": lambda x: mask(x, low=0.5, high=5.0),
-    "normalise": lambda x: normalise(x, mean=x.mean()),
+    "normalize": lambda x: normalize(x, mean=x.mean()),
     "loglinear": lambda x: loglinear(x, x, alpha=torch.full((4,), 0.5)),
 }
 

@@ -95,8 +95,8 @@ def test_dro_by_hand():
 def test_the_covariance_losses_treat_the_selected_tokens_alone():
     is_selected = torch.tensor([True, False, True])
     columns = {"log_ratio": logs(2, 2, 0.5), "advantages": wide(1, 1, -1), "is_selected": is_selected}
-    penalised = losses_of(partial(policy_losses.kl_cov, coefficient=0.1), **columns)
-    assert penalised.tolist() == pytest.approx([-2 + 0.1 * math.log(2), -2.0, 0.5 + 0.1 * math.log(2)])
+    penalized = losses_of(partial(policy_losses.kl_cov, coefficient=0.1), **columns)
+    assert penalized.tolist() == pytest.approx([-2 + 0.1 * math.log(2), -2.0, 0.5 + 0.1 * math.log(2)])
     assert losses_of(LOSSES["clip_cov"], **columns).tolist() == pytest.approx([-1.3, 0.0, 0.8])
 
 

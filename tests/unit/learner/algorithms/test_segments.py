@@ -4,7 +4,7 @@ import torch
 from slipstream.learner.algorithms import segments
 from tests.unit.learner.inputs import checked, whole, wide
 
-whiten, standardised = checked(segments.whiten), checked(segments.standardised)
+whiten, standardized = checked(segments.whiten), checked(segments.standardized)
 
 EPSILON = 1e-8
 
@@ -38,10 +38,10 @@ def test_a_value_is_zero_exactly_where_it_equals_the_mean_of_its_segment(dtype):
     # Rewards in thirds, fifths and tenths, against rational arithmetic.
     for denominator in (3, 5, 10):
         numerators = torch.randint(0, denominator + 1, (2000, 8), generator=torch.Generator().manual_seed(denominator))
-        centred = segments.centred(
+        centered = segments.centered(
             (numerators.to(dtype) / denominator).flatten(), torch.arange(2000).repeat_interleave(8)
         )
-        assert (centred == 0).equal((8 * numerators == numerators.sum(1, keepdim=True)).flatten())
+        assert (centered == 0).equal((8 * numerators == numerators.sum(1, keepdim=True)).flatten())
 
 
 def test_shift_and_scale_do_not_matter_and_a_sign_does():
@@ -76,6 +76,6 @@ def test_float32_values_far_from_zero_keep_their_spread():
     assert torch.allclose(values, expected, atol=1e-6)
 
 
-def test_standardised_within_groups():
-    values = standardised(wide(1, 3, 100, 500, 9), whole(0, 0, 1, 1, 2), epsilon=1e-12)
+def test_standardized_within_groups():
+    values = standardized(wide(1, 3, 100, 500, 9), whole(0, 0, 1, 1, 2), epsilon=1e-12)
     assert values.tolist() == pytest.approx([-1, 1, -1, 1, 0])

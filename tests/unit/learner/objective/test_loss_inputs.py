@@ -203,10 +203,10 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
     )
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "what is far is rejected already"
-    penalised = Objective(
+    penalized = Objective(
         AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects), max_tokens=8
     )
-    selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
+    selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
 
@@ -228,8 +228,8 @@ def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
     found = masked.select_tokens(found, update=1, seed=0)
     assert found.tokens.is_trusted[~is_later].all()
     assert not found.tokens.is_trusted[is_later].all()
-    penalised = Objective(AlgorithmConfig(policy_loss=KlCovConfig(share=0.5), **config), max_tokens=8)
-    selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
+    penalized = Objective(AlgorithmConfig(policy_loss=KlCovConfig(share=0.5), **config), max_tokens=8)
+    selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert int(selected.sum()) == int((~is_later).sum()) // 2
     assert not selected[is_later].any()
 
@@ -272,10 +272,10 @@ def test_a_sequence_is_bounded_as_one():
     assert found.is_bounded.tolist() == [True, True, False, False]
 
 
-def test_normalised_weights_have_the_mean_one_over_what_they_belong_to():
-    by_token = corrected(level="token", high=2.0, normalise=True)
+def test_normalized_weights_have_the_mean_one_over_what_they_belong_to():
+    by_token = corrected(level="token", high=2.0, normalize=True)
     assert by_token.weights.tolist() == pytest.approx([1 / 1.0625, 2 / 1.0625, 0.25 / 1.0625, 1 / 1.0625])
-    by_sequence = corrected(level="sequence", high=2.0, normalise=True)
+    by_sequence = corrected(level="sequence", high=2.0, normalize=True)
     assert by_sequence.weights.tolist() == pytest.approx([2 / 1.125, 2 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
 
 

@@ -215,7 +215,7 @@ def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
         ({"proximal": "reuse"}, False),
         (reinforce, False),
         (reinforce | {"updates_per_step": 4}, True),
-        ({"correction": CorrectionConfig(normalise=True)}, True),
+        ({"correction": CorrectionConfig(normalize=True)}, True),
     ):
         assert AlgorithmConfig(**settings).needs_start_logprobs == is_needed, settings
 
@@ -259,7 +259,7 @@ def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():
             CorrectionConfig(level="sequence", high=3.0),
             CorrectionConfig(level="sequence", high=5.0),
             CorrectionConfig(level="sequence", high=5.0, low=2.0, bound="mask"),
-            CorrectionConfig(level="token", high=1.5, normalise=False),
+            CorrectionConfig(level="token", high=1.5, normalize=False),
             NONE,
         )
     ]

@@ -12,7 +12,7 @@ from tests.builders import make_run
 
 OWN = """
 class Mine:
-    def __init__(self, run, *, colour="red"):
+    def __init__(self, run, *, color="red"):
         self.run = run
 
     def log(self, step, metrics):
@@ -66,7 +66,7 @@ def _filled(value, own):
 
 
 def test_a_logger_of_ones_own_is_accepted(own):
-    options = {f"{own}:Mine": {"colour": "blue"}}
+    options = {f"{own}:Mine": {"color": "blue"}}
     check_observers(make_run(loggers=[f"{own}:Mine"], logging={"options": options}))
 
 

@@ -1,6 +1,6 @@
 // Runs over each other: curves, final values, settings that differ.
 
-import { Chart, colour, smooth } from "../charts.js";
+import { Chart, color, smooth } from "../charts.js";
 import { DASH, h, plain, renew, short, table } from "../dom.js";
 import { ask, askOnce, runPath } from "../live.js";
 
@@ -19,7 +19,7 @@ export async function show(root, { go, runIds }) {
     go(`/compare?runs=${next.runs.map(encodeURIComponent).join(",")}&keys=${next.keys.map(encodeURIComponent).join(",")}&x=${next.x}`, { replace: true });
   };
   const toggle = (list, value) => (list.includes(value) ? list.filter((each) => each !== value) : [...list, value]);
-  const dot = (id) => h("i", { class: "dot", css: { background: runs.includes(id) ? colour(runs.indexOf(id)) : "transparent", "box-shadow": "inset 0 0 0 1px var(--strong)" } });
+  const dot = (id) => h("i", { class: "dot", css: { background: runs.includes(id) ? color(runs.indexOf(id)) : "transparent", "box-shadow": "inset 0 0 0 1px var(--strong)" } });
   root.append(h("div", { class: "head" }, h("h1", null, "Compare")),
     h("div", { class: "tools" }, runIds.slice(0, 40).map((id) => h("label", { class: "check" },
       h("input", { type: "checkbox", checked: runs.includes(id), disabled: !runs.includes(id) && runs.length >= MAX_RUNS, onchange: () => open({ runs: toggle(runs, id) }) }), dot(id), id))));
@@ -46,7 +46,7 @@ export async function show(root, { go, runIds }) {
 
   const drawn = keys.map((key) => {
     const title = [key, h("button", { class: "quiet", title: "remove this chart", "aria-label": `remove ${key}`, onclick: () => open({ keys: toggle(keys, key) }) }, "×")];
-    return new Chart({ title, lines: runs.map((id, index) => ({ label: id, colour: colour(index) })), floor: /accuracy|tokens_per_s|lag/.test(key) ? 0 : null, ceiling: key.includes("accuracy") ? 1 : null, x: axis === "step" ? "step" : "second" });
+    return new Chart({ title, lines: runs.map((id, index) => ({ label: id, color: color(index) })), floor: /accuracy|tokens_per_s|lag/.test(key) ? 0 : null, ceiling: key.includes("accuracy") ? 1 : null, x: axis === "step" ? "step" : "second" });
   });
   charts.append(...drawn.map((chart) => chart.element));
 

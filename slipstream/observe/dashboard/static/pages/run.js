@@ -1,6 +1,6 @@
 // A run at a glance: its figures, who waits for whom, its health, its curves.
 
-import { Chart, colour, smooth } from "../charts.js";
+import { Chart, color, smooth } from "../charts.js";
 import { DASH, duration, fixed, h, link, percent, renew, setText, short, whole } from "../dom.js";
 import { askOnce } from "../live.js";
 
@@ -114,7 +114,7 @@ function drawWaits(element, feed) {
   });
 }
 
-const PHASE_COLOURS = { waiting: "--orange", prompts: "--orange", store: "--red", compute: "--blue", working: "--blue", routing: "--blue", busy: "--blue", batch: "--teal", updating: "--violet",
+const PHASE_COLORS = { waiting: "--orange", prompts: "--orange", store: "--red", compute: "--blue", working: "--blue", routing: "--blue", busy: "--blue", batch: "--teal", updating: "--violet",
   publishing: "--violet", optimizer: "--green", storing: "--teal", evaluating: "--gold", committing: "--grey", checkpoint: "--red", rest: "--strong" };
 const PHASE_WORDS = { waiting: "waiting", prompts: "waiting for prompts", store: "blocked by the store", compute: "forward and backward", working: "engine at work", batch: "preparing batches",
   updating: "updating weights", evaluating: "evaluating", checkpoint: "checkpoints" };
@@ -126,8 +126,8 @@ function drawTimes(element, times) {
       const shares = Object.entries(role.shares).filter(([name, share]) => share >= 0.005 && !(role.role === "broker" && name === "waiting")).sort((a, b) => b[1] - a[1]);
       const name = role.count === 1 ? role.role : `${role.count} ${role.role}s`;
       return [h("span", { title: `${fixed(role.cpu_s)} processor seconds for each step` }, name),
-        h("div", { class: "bar" }, shares.map(([phase, share]) => h("i", { title: `${PHASE_WORDS[phase] ?? phase} ${percent(share)}`, css: { width: `${100 * share}%`, background: `var(${PHASE_COLOURS[phase] ?? "--grey"})` } }))),
-        h("div", { class: "keys" }, shares.slice(0, 5).map(([phase, share]) => h("span", null, h("i", { css: { background: `var(${PHASE_COLOURS[phase] ?? "--grey"})` } }), `${PHASE_WORDS[phase] ?? phase} ${percent(share)}`)))];
+        h("div", { class: "bar" }, shares.map(([phase, share]) => h("i", { title: `${PHASE_WORDS[phase] ?? phase} ${percent(share)}`, css: { width: `${100 * share}%`, background: `var(${PHASE_COLORS[phase] ?? "--grey"})` } }))),
+        h("div", { class: "keys" }, shares.slice(0, 5).map(([phase, share]) => h("span", null, h("i", { css: { background: `var(${PHASE_COLORS[phase] ?? "--grey"})` } }), `${PHASE_WORDS[phase] ?? phase} ${percent(share)}`)))];
     });
   });
 }
@@ -201,8 +201,8 @@ class Curves {
   make(spec) {
     const isSmooth = spec.smooth && this.width > 1;
     const lines = spec.keys.flatMap(({ label }, index) => isSmooth
-      ? [{ label, colour: colour(index), faint: true }, { label: `mean of ${this.width}`, colour: colour(index) }]
-      : [{ label, colour: colour(index), points: spec.points }]);
+      ? [{ label, color: color(index), faint: true }, { label: `mean of ${this.width}`, color: color(index) }]
+      : [{ label, color: color(index), points: spec.points }]);
     const about = this.meanings.get(spec.about);
     const title = [link(`/metrics#${spec.about}`, { title: about ? `${spec.about}: ${about.meaning}` : spec.about }, spec.title),
       spec.isOwn && h("button", { class: "quiet", title: "remove this chart", "aria-label": `remove ${spec.title}`, onclick: () => this.remove(spec.about) }, "×")];

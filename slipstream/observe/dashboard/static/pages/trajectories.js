@@ -111,7 +111,7 @@ class Group {
     if (!names.includes(this.by)) this.by = names[0] ?? "";
     this.found = found;
     const back = h("button", { onclick: () => this.leave() }, "← All trajectories");
-    const choice = h("span", { class: "choice", role: "group", "aria-label": "colour of the tokens" }, ["", ...names].map((name) =>
+    const choice = h("span", { class: "choice", role: "group", "aria-label": "color of the tokens" }, ["", ...names].map((name) =>
       h("button", { "aria-pressed": String(name === this.by), onclick: () => { this.by = name; this.draw(); choice.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.name === name))); }, "data-name": name }, name || "plain")));
     this.legend = h("span", { class: "legend muted" });
     this.tools.replaceChildren(back, h("b", null, `group ${this.id}`), h("span", { class: "muted" }, `prompt ${found[0].row.prompt_uid} of ${found[0].row.data_source} · ${whole(found.length)} members`), h("span", { class: "grow" }), h("span", { class: "muted" }, "tokens by"), choice, this.legend);
@@ -123,12 +123,12 @@ class Group {
     const values = this.found.flatMap((each) => each.numbers[this.by] || []).filter((value) => value !== null);
     const low = values.reduce((least, value) => Math.min(least, value), Infinity), high = values.reduce((most, value) => Math.max(most, value), -Infinity);
     this.scale = { low, high, size: Math.max(Math.abs(low), Math.abs(high)) || 1, isSigned: low < 0 && high > 0 };
-    renew(this.legend, [this.by, low, high], () => (values.length ? [h("i", { class: "swatch", css: { background: this.colour(low) || "transparent" } }), short(low), " to ", h("i", { class: "swatch", css: { background: this.colour(high) || "transparent" } }), short(high)] : ""));
+    renew(this.legend, [this.by, low, high], () => (values.length ? [h("i", { class: "swatch", css: { background: this.color(low) || "transparent" } }), short(low), " to ", h("i", { class: "swatch", css: { background: this.color(high) || "transparent" } }), short(high)] : ""));
     this.members.replaceChildren(...this.found.map((each) => this.drawMember(each)));
   }
 
   /** Two hues where values have two signs, one where they have not; nothing at 0. */
-  colour(value) {
+  color(value) {
     if (value === null || value === undefined || !this.by) return null;
     const share = Math.round(62 * Math.min(1, Math.abs(value) / this.scale.size));
     const hue = this.scale.isSigned ? (value < 0 ? "--orange" : "--blue") : this.by === "advantage" && value < 0 ? "--orange" : this.by === "lag" ? "--violet" : "--blue";
@@ -158,7 +158,7 @@ class Group {
     const end = message.first_token + message.num_tokens, last = all ? end : Math.min(end, message.first_token + MAX_TOKENS), drawn = [];
     for (let index = message.first_token; index < last; index += 1) {
       const value = each.numbers[this.by]?.[index], known = Object.entries(each.numbers).filter(([, values]) => values[index] !== null).map(([name, values]) => `${name} ${short(values[index])}`);
-      drawn.push(h("span", { title: `token ${each.token_ids[index]}, version ${each.versions[index]}\n${known.join("\n")}`, css: { background: this.colour(value) || "" } }, each.texts.length ? each.texts[index] : `${each.token_ids[index]} `));
+      drawn.push(h("span", { title: `token ${each.token_ids[index]}, version ${each.versions[index]}\n${known.join("\n")}`, css: { background: this.color(value) || "" } }, each.texts.length ? each.texts[index] : `${each.token_ids[index]} `));
     }
     if (last < end) {
       const more = h("button", { onclick: () => more.parentElement.replaceChildren(...this.drawTokens(each, message, true)) }, `${whole(end - last)} more tokens`);

@@ -133,7 +133,7 @@ def test_a_rollout_from_elsewhere_needs_six_fields(archive):
         ({"schema_version": 99}, "schema_version must be <= "),
         ({"version_spans": [[0, -1]]}, "version_spans"),
         ({"stop_reason": "tired" * 20}, "stop_reason"),
-        ({"colour": "red"}, "unknown field `colour`"),
+        ({"color": "red"}, "unknown field `color`"),
     ],
 )
 def test_a_line_that_is_no_trajectory_is_refused_by_number_and_nothing_is_written(archive, capsys, change, rule):

@@ -46,7 +46,7 @@ def test_every_page_is_the_same_shell_with_its_own_scripts_only(client, path):
     assert "style=" not in answer.text
 
 
-def test_the_files_of_the_pages_are_there_with_the_licence_of_what_is_vendored(client):
+def test_the_files_of_the_pages_are_there_with_the_license_of_what_is_vendored(client):
     for name, words in {
         "app.js": "import",
         "style.css": ":root",

@@ -134,7 +134,7 @@ def test_a_wrong_condition_is_said_and_can_be_corrected(archive: Path) -> None:
     press(archive, steps)
 
 
-def test_a_trajectory_is_shown_in_colours_and_as_messages(archive: Path) -> None:
+def test_a_trajectory_is_shown_in_colors_and_as_messages(archive: Path) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await keys(pilot, "end", "enter")
         assert isinstance(pilot.app.screen, DetailScreen)
@@ -146,7 +146,7 @@ def test_a_trajectory_is_shown_in_colours_and_as_messages(archive: Path) -> None
         assert tokens.plain == "abcdefgh[red]↵\n\\x1bl", "nothing is markup, and no control character is left"
         assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}  # type: ignore[union-attr]
         await keys(pilot, "c")
-        assert "no colours" in shown(pilot, "#facts")
+        assert "no colors" in shown(pilot, "#facts")
         await keys(pilot, "c")
         assert "logprob from" in shown(pilot, "#facts")
         await keys(pilot, "t")
