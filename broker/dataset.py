@@ -179,7 +179,7 @@ class _PromptFile:
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
-            # Raises here if the model has no image token: that error concerns all rows, not this one.
+            # Raises for a model without image support, which concerns all rows rather than this one.
             vision.token_id  # noqa: B018
             try:
                 images = self._row(number).images
