@@ -1,6 +1,6 @@
 """Channel protocols for moving frames between processes, implemented over ZeroMQ and in memory.
 
-The in-memory channels serve the serial mode and tests. Their `receive` returns at once, because nothing can arrive
+The in-memory channels serve the serial mode and tests. Their `receive` never waits, because nothing can arrive
 while a single thread waits. Channels of `MemoryBroker.threaded()` wait for other threads.
 """
 
