@@ -39,7 +39,7 @@ from slipstream.runtime.disk import describe_disk, is_disk_full
 _SAMPLED_GROUPS = 8
 """Groups in the sample that estimates the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
-"""Maximum bytes of encoded trajectories per shard, held in memory while it is written."""
+"""Encoded trajectories, held in memory while the shard is written."""
 _ROLE = "archiver"
 _TICK_S = 1.0
 
@@ -192,10 +192,10 @@ class Archiver:
 
     def _move(self) -> int:
         groups = self._peek()
-        # The archive already has groups that a crash or a store failure kept in the store.
+        # It has groups that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and self._is_full:
-            # Drop them, because a full store would stop the run. Their steps never become complete, so the ledger ends
+            # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
             # here and the archived steps remain replayable.
             if not self.num_left_out:
                 log.warning("archive_full", max_gib=self._config.max_gib)
@@ -240,7 +240,6 @@ class ArchiverStatus(Record):
     groups: int = 0
     """Groups archived since the start."""
     last_step: int = 0
-    """Newest step in the ledger."""
     reason: str = ""
     """Reason for not archiving; empty otherwise."""
     waits_for: WaitsFor = ""
@@ -332,7 +331,6 @@ class ArchiverThread:
         )
 
     def _archive(self, archiver: Archiver, store: Store) -> bool:
-        """Archive until stopped; returns False if another broker becomes the chief."""
         while not self._stopping.is_set():
             if self._lead() != self._fence:
                 return False

@@ -2,7 +2,7 @@
 
 Let T be the least time in which the generators together can finish all groups in flight and all leasable groups. A
 generator that needs longer than T for one group gets none: a batch would wait for it, or the group would arrive staler
-than `max_lag`, since in T the learner publishes as many versions as the pacing window holds. The others share in
+than `max_lag`, since the learner publishes as many versions in T as the pacing window holds. The others share in
 proportion to their throughput.
 """
 
@@ -22,7 +22,7 @@ from slipstream.runtime.clock import Clock
 _WINDOW_GROUPS = 32
 """Newest completed groups that determine a generator's throughput."""
 _RETRY_AFTER_GROUPS = 100
-"""An excluded generator is measured again with one group after this many of its group times: 1 % of the time."""
+"""Group times after which an excluded generator gets one group as a new measurement: 1 % of the time."""
 _DROP_INTERVAL_S = 1.0
 """Interval between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
 _EPSILON = 1e-6
@@ -153,10 +153,9 @@ class _Generator:
 
 
 class FairShare:
-    """Throughputs and shares of the generators that request prompts.
+    """Throughputs and shares of the generators that request prompts, in memory only.
 
-    Held in memory only: a new broker starts without measurements. Vectors over generators, of which an event changes
-    one row, let N simultaneous requests take O(N).
+    Measurements are vectors over generators, so that N simultaneous requests take O(N).
 
     Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; other methods at any time.
     """
@@ -181,11 +180,10 @@ class FairShare:
 
     @property
     def is_limiting(self) -> bool:
-        """Whether it has several generators, at least one of them measured; shares are unlimited otherwise."""
+        """Whether several generators are known and one is measured; shares are unlimited otherwise."""
         return len(self._generators) > 1 and bool(self._measured)
 
     def add(self, peer: Peer) -> None:
-        """Add a generator, or update a known one's connection."""
         if peer.owner not in self._generators:
             self._generators[peer.owner] = _Generator(peer, row=len(self._generators))
             self._measurements = np.append(self._measurements, [[nan, nan, 0.0, inf]], axis=0)
@@ -199,7 +197,6 @@ class FairShare:
                 each.row = row
 
     def record_leases(self, peer: Peer, leases: list[Lease]) -> None:
-        """Record new leases; evaluations are not measured."""
         groups = {lease.id: lease.indices for lease in leases if lease.purpose == "train"}
         generator = self._generators.get(peer.owner)
         if groups and generator:
@@ -244,8 +241,7 @@ class FairShare:
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
         """Return this generator's share of the available groups.
 
-        No limit applies to generators that are excluded from the division, such as those with versions older than
-        `oldest_version`.
+        A generator excluded from the division, such as one with a version older than `oldest_version`, is not limited.
         """
         if self._changed:
             self._measure()
@@ -266,8 +262,7 @@ class FairShare:
         return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
 
     def _num_unclaimed(self, group_s: float) -> int:
-        # If the faster generators have leased nothing for as long as a group takes here, waiting for them saves
-        # nothing.
+        # The faster generators have leased nothing for as long as a group takes here: waiting for them saves nothing.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)
 
@@ -282,7 +277,6 @@ class FairShare:
         self._group_s = np.maximum(measured_s, self._now - leased_at)
 
     def _divide(self, available: int, oldest_version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each generator's share and group_s."""
         _, groups_per_s, in_flight, leased_at = self._measurements.T
         # A version below 0: the peer has just joined and not reported one.
         takes_part = self._is_eligible & ((self._version < 0) | (self._version >= oldest_version))

@@ -1,7 +1,7 @@
-"""Channel protocols for moving frames between processes, implemented over ZeroMQ and in memory.
+"""Channels that move frames between processes: protocols, and an in-memory implementation for serial mode and tests.
 
-The in-memory channels serve the serial mode and tests. Their `receive` never waits, because nothing can arrive
-while a single thread waits. Channels of `MemoryBroker.threaded()` wait for other threads.
+In-memory channels never wait, because nothing can arrive while a single thread waits, except those of
+`MemoryBroker.threaded()`.
 """
 
 import threading
@@ -21,7 +21,7 @@ class ClientChannel(Protocol):
     """
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker without blocking; `receive` sends them once it is reachable."""
+        """Queue frames without blocking; `receive` sends them once the broker is reachable."""
         ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:
@@ -33,7 +33,7 @@ class ClientChannel(Protocol):
         ...
 
     def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all queued frames, then connect with a new identity, to `address` if given."""
+        """Drop the connection and all queued frames; connect with a new identity, to `address` if given."""
         ...
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class MemoryClientChannel:
             self._hub.changed.notify_all()
 
     def reconnect(self, address: str = "") -> None:
-        """Drop all queued frames and take a new identity. A hub has one server, so the address is ignored."""
+        """Drop all queued frames and take a new identity. The hub's one server makes the address irrelevant."""
         with self._hub.changed:
             check_open(is_closed=self._is_closed)
             self._hub.clients.pop(self._identity, None)

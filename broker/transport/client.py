@@ -54,7 +54,7 @@ _MAX_PROBES = 4
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
     """Return the brokers in this peer's order of preference: by descending hash of both names.
 
-    Peers spread evenly over the brokers. If a broker dies, only its peers move, again to different brokers.
+    Peers spread evenly over the brokers. If a broker dies, its peers spread over the others; no other peer moves.
 
     Source: rendezvous hashing (highest random weight), Thaler and Ravishankar, IEEE/ACM Trans. Networking 6(1), 1998.
     """
@@ -65,7 +65,6 @@ class Route:
     """Selects which broker a peer joins. Belongs to the thread of the peer's client. Life: (next | follow)*."""
 
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
-        """`brokers`: name -> address. `is_reachable` tests whether a process listens at an address."""
         self._peer_id = peer_id
         self._configured = dict(brokers)
         """Configured addresses, such as tunnels; the names are assumptions until a Welcome confirms them."""
@@ -118,7 +117,6 @@ class Route:
         return [address for address in dict.fromkeys(found) if address]
 
     def _go_to_first(self, names: Iterable[str]) -> bool:
-        """Switch to the first reachable broker; False if none is."""
         for name in names:
             for address in self._brokers[name]:
                 if address not in self._failed and self._is_reachable(address):
@@ -147,8 +145,7 @@ class PeerStatus(Record):
 class BrokerClient:
     """A peer's connection to its broker.
 
-    `step` and `close` belong to one thread (BrokerClientThread, or the main thread of a serial run). Any thread may
-    call the other methods.
+    `step` and `close` belong to one thread. Any thread may call the other methods.
 
     Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message the
     client reconnects, with a route to its next broker, and returns once its preferred broker is alive again. Each new
@@ -183,7 +180,6 @@ class BrokerClient:
         self.outbox = Outbox(clock=clock)
         self.welcome: Welcome | None = None
         self.refusal: str = ""
-        """Reason of the broker's refusal; empty without one."""
 
     @property
     def is_joined(self) -> bool:
@@ -194,14 +190,13 @@ class BrokerClient:
         """Queue a message. It may get lost, except for weight orders, which are resent to members that join later."""
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        # Drop the learner's messages without a connection, because they would pile up. A generator has few, such as
-        # answers to weight orders and returned leases, and they must arrive after it rejoins.
+        # Without a connection, drop the learner's messages, which would pile up. A generator has few, such as answers
+        # to weight orders and returned leases, and they must arrive after it rejoins.
         if self.is_joined or self._route:
             self._channel.send([encode(message)])
             self._channel.wake()
 
     def put(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Add a finished trajectory to the outbox."""
         self.outbox.add(header, payload)
         self._channel.wake()
 
@@ -315,8 +310,8 @@ class BrokerClient:
     def _resend_order(self, connected: set[Member]) -> None:
         """Repeat the newest order if some of its members are newly connected to this broker.
 
-        A previous broker, or a generator that was moving, may have missed it, and the learner's main thread is blocked
-        in the broadcast. A generator that has handled the order only repeats its answer.
+        It may have been lost with a previous broker, or missed a generator that was moving; the learner's main thread
+        is blocked in the broadcast. A generator that has handled the order only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):
@@ -349,7 +344,6 @@ class BrokerClientThread:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="broker-client", daemon=True)
         self.error: BaseException | None = None
-        """Error that ended the thread; None otherwise."""
 
     def start(self) -> None:
         self._thread.start()

@@ -45,9 +45,9 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Return an id that is equal in all processes that share a loopback interface.
+    """Return an id that all processes sharing a loopback interface have in common, unlike the host name.
 
-    Example: `node7-1f0c33a9-4026531840`. The host name alone may be shared by machines or containers.
+    Example: `node7-1f0c33a9-4026531840`.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     try:
@@ -164,7 +164,7 @@ def own_addresses() -> dict[str, list[str]]:
 
 
 def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None) -> Interface:
-    """Return the one address in `cluster.interface` among `addresses` (default: this machine's).
+    """Return the one address of this machine, or in `addresses`, that is in `cluster.interface`.
 
     Raises ConfigError listing the available addresses.
     """
@@ -198,7 +198,7 @@ def is_free(host: str, port: int) -> bool:
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
     """Return this machine's address and the last free port of `cluster.ports`. Raises ConfigError.
 
-    For programs that take a port number but no open socket. Roles take the first free port.
+    For programs that take a port number but no open socket; roles take the first.
     """
     host = find_interface(cluster).address
     for port in reversed(cluster.port_range):

@@ -104,7 +104,7 @@ class BrokerClients:
                 client.send(message)
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Leave the run at every broker, like BrokerClientThread.stop."""
+        """Leave the run at every broker."""
         with self._lock:
             self._is_stopped = True
             threads = [link.thread for link in self._links if link.thread]
@@ -151,7 +151,7 @@ class BrokerClients:
 
     def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
         """Return the address for joining a broker; empty if unknown."""
-        # Which known address belongs to which broker is unclear before a Welcome.
+        # Until its Welcome, a known address may belong to any broker: exclude those in use.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
         # Prefer the announced address, since another role may have the broker's old port. But the announced one may
@@ -214,7 +214,6 @@ class QueueInbox:
         self._lock = threading.Lock()
 
     def put(self, message: Message | ClientDiedError) -> None:
-        """Add a message, or the error that ended the client."""
         with self._lock:
             self._listener(message)
 
@@ -307,8 +306,8 @@ def join(
 ) -> Session:
     """Connect and wait for the Welcome, logging what is missing every few seconds.
 
-    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: those known
-    before the Welcome, name -> address, including `address`.
+    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: known ones,
+    name -> address, including `address`.
 
     Raises RefusedByBrokerError if the broker refuses this peer, WaitTimeoutError after `timeout_s`.
     """

@@ -1,22 +1,20 @@
 """ProcessGroup: one rank of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
 
 Building has three phases, all before the epoch's deadline:
-    gather   every rank registers in a store; rank 0 then publishes a verdict: proceed, or which ranks are missing
+
+    gather   every rank registers in the store; rank 0 then publishes a verdict: proceed, or which ranks are missing
     connect  the process group is built
-    probe    one byte is broadcast, which shows that the group works (NCCL connects only here) Any later failure closes
-the group on every rank: a failed rank closes its connections, which ends the operations of the ranks that wait for it.
-NCCL over NVLink has no connection that could break, so the others notice a dead peer only at the bucket's timeout.
+    probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+
+Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
+ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
+the bucket's timeout.
 
 On GPUs a process survives the death of a peer only if it was started with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. Otherwise
 NCCL's watchdog ends the process.
 
-DoubleBuffer: two GPU buffers between buckets in host memory and a broadcast of GPU memory.
-
-Invariant: nothing is enqueued on the default stream, which the learner trains on. Copies and broadcasts each have a
-stream. A copy starts only after the previous broadcast from its buffer, and a broadcast only after its copy.
-
-Rendezvous: the store in which ranks gather, with a prefix per epoch. The learner owns it for the whole run. It is a
-file in the run's private folder, or a TCPStore, which accepts writes from anyone who can reach its port.
+The learner owns the store for the whole run. It is a file in the run's private folder, or a TCPStore, which accepts
+writes from anyone who can reach its port.
 """
 
 import select
@@ -39,15 +37,19 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. Returns a function
-that makes that stream wait for the broadcast and blocks until it ends."""
+"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
+makes that stream wait for the broadcast and blocks until it ends."""
 
 
 class DoubleBuffer:
-    """Copies one bucket while another one is broadcast. Belongs to one thread.
+    """Two GPU buffers: one bucket is copied from or to host memory while another one is broadcast. Belongs to one
+    thread.
 
     Versions are staged and verified in host memory, because a second version on the GPU would double the model's
     memory. The buffers grow to the largest bucket and are kept.
+
+    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
+    previous broadcast from its buffer, and a broadcast only after its copy.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
@@ -207,7 +209,6 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
         _await_verdict(store, deadline=deadline)
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    # In both cases, because all other ranks wait for it.
     verdict = f"rank {missing} did not arrive in time" if missing else ""
     store.set("verdict", verdict.encode() or PROCEED)
     if missing:
@@ -240,11 +241,11 @@ def _await_verdict(store: dist.Store, *, deadline: float) -> None:
 
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one operation on host memory, equal on all ranks. Gloo does not notice that a peer died during a write to it,
-so a piece must fit into the kernel's socket buffer. Otherwise all other ranks would wait for the deadline."""
+"""Size of one operation on host memory, equal on all ranks. A piece must fit into the kernel's socket buffer, because
+Gloo notices the death of a peer only at the deadline if it is writing to it."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
-"""Time limits for connect and probe together, below the epoch's deadline: a member that dies now blocks the others and
-their engines. NCCL takes longer because it detects the topology first."""
+"""Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
+others and their engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
 """Additional time for a timed-out operation to raise its error."""
 _ABORT_S = 5.0
@@ -287,7 +288,7 @@ class Backend(Protocol):
 
 
 class UnixBackend:
-    """Broadcasts from rank 0 to processes on the same machine, over unix sockets in a folder private to the user.
+    """Broadcasts from rank 0 over unix sockets in a folder private to the user.
 
     Gloo would listen at TCP ports, which accept connections from every user. Operations run in `wait`.
     """
@@ -445,11 +446,10 @@ class ProcessGroup:
         return finish_in_phase
 
     def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
-        """Begin an operation; returns a function that blocks until it ends and raises its error."""
         if bucket.numel() == 0:
             return lambda: None
-        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier, and deleting the group
-        # during an operation would block with the GIL held.
+        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
+        # meanwhile would block with the GIL held.
         assert self._backend is not None, "a closed group must not be used"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         # With a timeout, NCCL's `wait` blocks this thread, not only the stream. No frame holds `work`: a traceback

@@ -1,12 +1,14 @@
 """Snapshots: the weights of a version as files, for generators that do not take part in its broadcast.
 
-<run folder>/weights/
-    version-00000012/       only the newest few versions keep their buckets
-        manifest.json       tensors, buckets and their checksums
-        bucket-0000.bin     the bytes of one bucket, as in a broadcast
-        delta.json          the delta from the previous version, if it has one
-        delta-0000.bin      the delta's payload for one bucket One process writes versions. Any number of processes read
-them, directly or through broker/weights/stream.py, and verify everything they read.
+    <run folder>/weights/
+        version-00000012/       only the newest few versions keep their buckets
+            manifest.json       tensors, buckets and their checksums
+            bucket-0000.bin     the bytes of one bucket, as in a broadcast
+            delta.json          the delta from the previous version, if it has one
+            delta-0000.bin      the delta's payload for one bucket
+
+One process writes versions. Any number of processes read and verify them, directly or through broker/weights/stream.py.
+
 Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher
 ones, which a resumed learner has rolled back, are deleted.
 """
@@ -203,8 +205,8 @@ class SnapshotStore:
     ) -> None:
         """Write a version and, with `with_delta`, the delta from the previous one; a no-op if it already exists.
 
-        Versions in `pinned` keep their buckets regardless of age. Blocks until the files are on disk. Raises
-        WeightTransferError if the disk is full or the buckets do not match the update.
+        `pinned` versions keep their buckets. Blocks until the files are on disk. Raises WeightTransferError if the disk
+        is full or the buckets do not match the update.
         """
         manifest = Manifest.of(update)
         with self._put_lock:

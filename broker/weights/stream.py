@@ -2,9 +2,10 @@
 
     generator -> server               server -> generator
     Find                              Found
-    ReadChunk                         Chunk + bytes | Later | Gone The generator requests only a few chunks ahead, which
-bounds the memory of both ends. After a damaged, lost or reordered chunk or a restart of the server it reconnects and
-resumes after the last good byte.
+    ReadChunk                         Chunk + bytes | Later | Gone
+
+The generator requests only a few chunks ahead, which bounds the memory of both ends. After a damaged, lost or reordered
+chunk or a restart of the server it reconnects and resumes after the last good byte.
 
 The server belongs to the learner, or to a generator that lends a version, possibly while still fetching it. Clients
 wait for the learner until their deadline, but abandon a lender without progress.
@@ -46,7 +47,7 @@ class Find(_Stream):
 
 
 class Found(_Stream):
-    """Answer to Find, with its checksum."""
+    """Answer to Find."""
 
     checksum: Name
     version: int | None
@@ -67,7 +68,7 @@ class ReadChunk(_Stream):
 
 
 class Chunk(_Stream):
-    """Answer to ReadChunk, with its version, name and offset. The bytes are the second frame."""
+    """Answer to ReadChunk. The bytes are the second frame."""
 
     version: int
     name: Name
@@ -145,11 +146,10 @@ class StreamServer:
     ) -> None:
         """Listen at an endpoint of this machine; `*` selects any free port. Raises WeightTransferError.
 
-        If `cluster` has an interface and the endpoint is ipc, also listens at a port for other machines.
+        With an interface in `cluster`, an ipc server also listens at a port for other machines.
         """
         self._files = files
         self.num_bytes = 0
-        """Bytes sent so far."""
         try:
             self._channel = listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
         except ChannelClosedError as error:
@@ -215,8 +215,8 @@ class WeightStream:
     ) -> None:
         """Connect in the background; the server may start later.
 
-        Reconnects after `stall_s` without a chunk and doubles that time after each stall, since the link may be slow.
-        `give_up_s`: time without progress after which a lender fails; None waits until the deadline, for the learner.
+        Reconnects after `stall_s` without a chunk, doubled after each stall, since the link may be slow. `give_up_s`:
+        time without progress after which a lender fails; None for the learner.
         """
         self._give_up_s = give_up_s
         self._address = address
@@ -351,8 +351,6 @@ class WeightStream:
 
 
 class _Transfer:
-    """Progress of one file."""
-
     def __init__(self, version: int, name: str, into: memoryview) -> None:
         self.version = version
         self.name = name
@@ -370,7 +368,6 @@ class _Transfer:
         return self.num_good == len(self.into)
 
     def next_requests(self) -> Iterator[ReadChunk]:
-        """Yield requests for chunks ahead."""
         chunks_ahead = 1 if self.is_waiting else CHUNKS_AHEAD
         while self._num_requested < min(len(self.into), self.num_good + chunks_ahead * CHUNK_BYTES):
             yield ReadChunk(self.version, self.name, self._num_requested, CHUNK_BYTES)
