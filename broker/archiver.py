@@ -5,8 +5,7 @@ Produces: shards and a ledger in the archive folder; free space in the store; th
 Waits for: enough groups for a shard, at most `flush_s`.
 Woken by: its clock, every second.
 Invariant: the store forgets a group only after the archive, and the object store if configured, hold it durably. The
-archive takes each group once. Its ledger contains a step only if a checkpoint covers it and the archive holds all of
-its groups.
+archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups are archived.
 """
 
 import os
@@ -148,9 +147,9 @@ class Archiver:
         return self._steps.ledger.last_step
 
     def step(self) -> int:
-        """Archive one shard if it is due; returns the number of groups taken from the store.
+        """Archive one shard if due; returns the number of groups taken from the store.
 
-        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError. The next call retries; nothing is lost.
+        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError; the next call retries.
         """
         self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
@@ -224,7 +223,7 @@ class Archiver:
 
     def _peek(self) -> list[FinishedGroup]:
         """Read enough groups to fill a shard, by number or by bytes."""
-        # Estimate how many groups fit: all of them could exhaust the memory.
+        # All groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
@@ -262,8 +261,8 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store, again after every error. `storage`: object store that mirrors the archive. `lead`
-        returns the chief's fence; None while another broker is the chief."""
+        """`connect` opens the store, again after every error. `storage` mirrors the archive. `lead` returns the chief's
+        fence; None while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config

@@ -20,11 +20,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.run_folder import RunFolder
 
 LEASE_S = 5.0
-"""Time that a broker counts as alive, and a chief stays the chief, after a report. Reports come every second, so a dead
-chief is replaced within 6 s."""
+"""Time after a report during which a broker counts as alive and a chief stays the chief. Brokers report every second,
+so a dead chief is replaced within 6 s."""
 _JUMP_S = 5.0
-"""Change in the offset between the store's clock and this process's that counts as a jump; smaller ones may come from
-slow answers."""
+"""Change in the offset between the store's clock and this process's that counts as a jump, not as a slow answer."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,14 +48,14 @@ class Chief:
         self._clock_offset_s: float | None = None
         self._reported_at = -math.inf
         self.fence = NO_FENCE
-        """The chief's fence if this broker is the chief, else NO_FENCE. It may be outdated; the store decides."""
+        """The chief's fence if this broker is the chief, else NO_FENCE; the store decides whether it is still valid."""
         self._living: dict[str, dict[str, Any]] = {}
         self.share = 1.0
         """Fraction of the run's generators that this broker serves, and of the groups that it offers."""
 
     @property
     def has_others(self) -> bool:
-        """Whether the run has several brokers, alive or not."""
+        """Whether the run has several brokers, dead or alive."""
         return self._run.broker.shards > 1
 
     @property
@@ -79,8 +78,7 @@ class Chief:
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:
-        """Return the gauges from which other brokers see that this one serves a peer; empty if the run has one
-        broker."""
+        """Return gauges that show other brokers who serves a peer; empty if the run has one broker."""
         return {"broker": self.name, "owner": owner} if self.has_others else {}
 
     def report(self, *, num_generators: int) -> bool:
@@ -106,7 +104,6 @@ class Chief:
                 self._follow_clock()
                 self._reap()
         except StaleFenceError as error:
-            # Another broker is probably the chief: the next report will tell.
             log.warning("chief_lost", reason=str(error))
             self.fence = NO_FENCE
 
@@ -132,7 +129,7 @@ class Chief:
         return self._store.now() - self._clock()
 
     def _follow_clock(self) -> None:
-        """Correct the store's deadlines after its clock jumped because it was set or the machine was suspended.
+        """Correct the store's deadlines after its clock was set or the machine suspended.
 
         A forward jump shifts them. The store also caps them at their full duration, which handles a jump back.
         """

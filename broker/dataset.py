@@ -83,7 +83,7 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Upper bound on the ratio of a row's bytes in a message to `ParquetRows.num_bytes`."""
+"""Bound on a row's bytes in a message, as a multiple of `ParquetRows.num_bytes`."""
 
 
 class Dataset:
@@ -138,7 +138,7 @@ class Dataset:
             file.check_images(vision)
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse rows over half the message size, since a message also holds the lease. Raises ConfigError."""
+        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
         for file in self._files:
             file.check_row_sizes(max_message_bytes=max_message_bytes)
 
@@ -179,7 +179,7 @@ class _PromptFile:
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
-            # Raises for a model without image support, which concerns all rows rather than this one.
+            # Raises for a model without image support, a problem of all rows rather than this one.
             vision.token_id  # noqa: B018
             try:
                 images = self._row(number).images
@@ -224,7 +224,7 @@ class _PromptFile:
 
     def _find_large(self, start: int, end: int, *, most: int) -> tuple[int, int] | None:
         """Return (row, encoded bytes) of the first row in this range that is too large."""
-        # Images may be in separate files, so their bytes are added.
+        # Images may be in separate files.
         num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
         if start == end or num_bytes <= most // _MOST_OVERHEAD:
             return None
@@ -243,7 +243,7 @@ def read_train(run: RunConfig) -> Dataset:
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
-    """Open the prompts of each held-out set without a length limit. Reads shared files once. Raises ConfigError."""
+    """Open the prompts of each held-out set, shared files once, without a length limit. Raises ConfigError."""
     sets = run.data.heldout_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))

@@ -136,7 +136,6 @@ class Guests:
             self._arriving[header.id] = _Check(guest, prompt, payload)
 
     def record_answer(self, peer: Peer | None, answer: Message) -> None:
-        """Open the checks of stored answers; drop those of refused ones."""
         if peer is None or not peer.guest:
             return
         if isinstance(answer, Nack):
@@ -183,7 +182,7 @@ class Guests:
                 load[idle] += 1
 
     def record_check(self, peer: Peer, audited: Audited) -> None:
-        """Record the result of a check; quarantines the guest if `convict` says so."""
+        """Record the result of a check, and quarantine the guest if it convicts."""
         order = self._open.get(audited.check.id)
         if order is None or order.owner != peer.owner:
             return
@@ -217,14 +216,14 @@ _MIN_LIES = 2
 _MIN_CHECKS = 4
 """Minimum number of scored answers for the statistical tests."""
 _MAX_SURPLUS = 0.1
-"""Tolerated difference in the share of most likely tokens beyond sampling noise: engines differ, and the policy has
-changed slightly since the answer."""
+"""Tolerated difference in the share of most likely tokens, beyond sampling noise: engines differ, and so may the
+policy."""
 _DEVIATIONS = 4.0
 """Tolerated sampling noise, standard deviations."""
 
 
 def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
-    """Return the reason to quarantine a guest with these checks; empty if there are not enough grounds."""
+    """Return the reason to quarantine a guest with these checks; empty for none."""
     lies = [check.lie for check in checks if check.lie]
     if len(lies) >= _MIN_LIES:
         return f"{len(lies)} of {len(checks)} checked answers are false, the last one: {lies[-1]}"

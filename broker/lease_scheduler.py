@@ -108,7 +108,7 @@ class LeaseScheduler:
         self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _MAX_WAIT_S)
 
     def record_answer(self, peer: Peer | None, answer: Message) -> None:
-        """Record the answer to a peer's trajectories; Acks measure its throughput."""
+        """Acks measure the peer's throughput."""
         if peer and isinstance(answer, Ack):
             self._fair_share.record_stored(peer, answer.ids)
 
@@ -141,7 +141,7 @@ class LeaseScheduler:
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
         """Return prompts, or after the deadline the reason for an empty answer."""
-        # Until the deadline, hold back an empty answer: prompts that are admitted meanwhile save a round trip.
+        # Hold back an empty answer until the deadline: prompts that are admitted meanwhile save a round trip.
         is_due = self._clock() >= request.deadline
         if not is_due and request.peer.version in self._exhausted:
             return [], ""
@@ -171,7 +171,6 @@ class LeaseScheduler:
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        """Offer evaluation rows, but no training prompts."""
         # The store leases returned prompts regardless of the admission limit: while it has any, even a limit of 0 would
         # hand out training prompts.
         if self._store_counts().returned:
@@ -218,7 +217,7 @@ class LeaseScheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
-        """Return the next prompts, among which the store chooses by success rate."""
+        """Return the next prompts, for the store to choose from by success rate."""
         curriculum, seed = self._run.data.curriculum, self._run.seed
         num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
         if curriculum is None or num_new <= 0:
@@ -265,7 +264,7 @@ class LeaseScheduler:
             self._guests.record_leases(peer, prompts)
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
-            # Before any answer refers to them. Answers of evaluations are never trained on and need none.
+            # Before any answer refers to them. Evaluations need none, because they are never trained on.
             self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
 
@@ -277,7 +276,6 @@ class LeaseScheduler:
             self._unstored = {}
 
     def _count_in(self, leases: list[Lease]) -> None:
-        """Update the round's state and counts after a lease."""
         if not leases:
             return
         if self._run.data.curriculum:

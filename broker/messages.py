@@ -1,7 +1,7 @@
 """Protocol: every message between the broker and its peers.
 
-A message on the wire is a list of frames, [header] or [header, payload, ...]. The header is MessagePack of one of the
-records below, tagged by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
+A message is a list of frames, [header] or [header, payload, ...]. The header is a record below in MessagePack, tagged
+by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
 
     peer -> broker                              broker -> peer
     Hello                                       Welcome | Refuse
@@ -15,8 +15,8 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 
-If a message cannot be decoded, the broker decodes just enough of it to answer its sender. Otherwise a peer with another
-version, or with a frame damaged in transit, would wait forever.
+The broker answers undecodable messages too, as far as they are readable: a peer with another version, or with a frame
+damaged in transit, must not wait forever.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,9 +36,9 @@ Frames = list[bytes]
 # The types bound all sizes: a peer may send anything, and a message that fails to decode never reaches the router.
 
 NO_EPOCH = 0
-"""`Update.epoch` of a version that each member fetches instead of receiving a broadcast."""
+"""`Update.epoch` of a version that is fetched, not broadcast."""
 MAX_REASON_LENGTH = 256
-"""Characters of a reason that names a counter in the store; the sender truncates longer ones."""
+"""Characters of a reason that names a counter; the sender truncates longer ones."""
 ErrorText = Annotated[str, Meta(max_length=2**16)]
 """Long enough for an error with its traceback."""
 # Bounded because one Lua script receives all ids as arguments.
@@ -83,16 +83,16 @@ class Hello(Message):
 
 
 class LivingBrokers(Message):
-    """The set of live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
+    """The live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
 
     broker: Name
     """Name of the sender."""
     brokers: dict[Name, Name]
-    """Name -> address as seen from the receiver's machine; an empty address is unreachable from there."""
+    """Name -> address for the receiver's machine; empty if unreachable from there."""
 
 
 class Welcome(Message):
-    """Acceptance of a peer, with the run's configuration and state."""
+    """Acceptance of a peer."""
 
     run_id: str
     config_json: str
@@ -144,7 +144,7 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Answer to a Ping: state, gauges and held leases of a peer. Also sent unprompted when the state changes."""
+    """Answer to a Ping; also sent unprompted when the state changes."""
 
     sent_at: float
     """Copied from the Ping; -1 if unprompted."""
@@ -155,9 +155,8 @@ class Pong(Message):
     reason: ErrorText = ""
     """Reason for waiting; empty otherwise."""
     gauges: Gauges = {}
-    """Tokens per second, running requests, outbox length, ..."""
     lease_ids: LeaseIds = []
-    """Held leases. The broker renews only these, so a lease lost in transit lapses and is leased again."""
+    """Held leases, the only ones that the broker renews: a lease lost in transit lapses and is leased again."""
     lends_at: LendAddress = ""
 
 
@@ -172,16 +171,16 @@ class Row(Record):
     uid: str
     """File name and row number: stable across runs, unique within a run."""
     prompt: str | list[dict[str, Any]]
-    """Plain text, or chat messages for the tokenizer's chat template."""
+    """Text, or messages for the chat template."""
     ground_truth: Any
     """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """The row's record and remaining columns, passed unchanged to the agent and the reward function."""
+    """The row's `extra_info` and remaining columns, for the agent and the reward function."""
     agent_name: str = ""
     """Agent loop of this row; empty: `generators.agent`."""
     images: list[bytes] = []
-    """Encoded images in prompt order, shared by all members of the group."""
+    """Encoded, in prompt order, shared by all members of the group."""
 
 
 class Prompt(Row, kw_only=True):
@@ -202,17 +201,17 @@ class Prompts(Message):
 
     prompts: list[Prompt]
     reason: str = ""
-    """Reason for an empty answer: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; else empty."""
+    """Reason for an empty answer, such as `pacing: ...` or `store_unavailable`; else empty."""
 
 
 class Put(Message):
-    """Finished trajectories. Their payloads are the remaining frames of the message, in the same order."""
+    """Finished trajectories, with their payloads as the remaining frames in the same order."""
 
     headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
 
 
 class Ack(Message):
-    """Confirmation that the store holds these trajectories; the sender may delete them."""
+    """The store holds these trajectories; the sender may delete them."""
 
     ids: list[str]
 
@@ -303,7 +302,7 @@ class MemberState(Record):
 
 
 class Members(Message):
-    """All connected generators. Sent to the learner after its Hello and whenever one joins, leaves or changes state."""
+    """All connected generators, sent to the learner after its Hello and whenever one joins, leaves or changes state."""
 
     generators: list[MemberState]
     """Sorted by peer_id."""
@@ -320,7 +319,6 @@ class OpenEpoch(Message):
     port: int
     """Port of that store; 0 for a file."""
     timeout_s: float
-    """Time limit for building the group."""
     backend: GroupBackend = "gloo"
     """nccl: between GPUs | gloo: through host memory."""
 
@@ -347,11 +345,10 @@ class Update(Message):
     checksums: list[int]
     """xxh3-64 of the bytes of each bucket."""
     canary_token_ids: list[list[int]]
-    """Token sequences for the probe."""
     canary_logprobs: list[list[float]]
-    """The learner's log-probability of token t + 1 given tokens <= t, for each sequence; at temperature 1."""
+    """The learner's log-probability of token t + 1 given tokens <= t, at temperature 1."""
     max_probe_diff: float
-    """Mean absolute difference of log-probabilities above which the probe fails, nats."""
+    """Largest `probe_diff` that passes the probe."""
     timeout_s: float
     """Time limit for each bucket of a broadcast, or for a whole fetch."""
     source: SnapshotSource | None = None
@@ -369,13 +366,13 @@ class UpdateApplied(Message):
     error: ErrorText = ""
     """Empty: loaded, checksums equal, probe within bounds."""
     probe_diff: float = 0.0
-    """Mean absolute difference of the probe's log-probabilities, nats."""
+    """Mean absolute difference between `canary_logprobs` and the engine's, nats."""
     probe_diff_max: float = 0.0
     """Largest absolute difference, nats."""
     pause_s: float = 0.0
     """Pause in generation."""
     device: DeviceName = "cpu"
-    """Device that receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
+    """Receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
     lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
 
 
@@ -406,7 +403,7 @@ AnyMessage = (
 
 
 UNREADABLE = "unreadable"
-"""Reason of the Nack for each trajectory of an undecodable Put."""
+"""Reason of the Nacks for an undecodable Put."""
 _MAX_HEADERS = 1024
 _MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
@@ -443,7 +440,7 @@ class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """Decode the fields of `kind`; None if the message has another type or the fields are unreadable."""
+    """Decode the fields of `kind`; None for another type or unreadable fields."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:
@@ -451,7 +448,7 @@ def decode_header(frames: Frames, kind: type[T]) -> T | None:
 
 
 def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Nack]:
-    """Build a fatal Nack for each readable trajectory id of an undecodable Put; none for other messages."""
+    """Build a fatal Nack for each readable trajectory id of an undecodable Put."""
     put = decode_header(frames, PutHeader)
     headers = put.headers[:_MAX_HEADERS] if put else []
     reason = f"{UNREADABLE}: {refusal.detail}"

@@ -81,7 +81,6 @@ class Peers:
     def __init__(
         self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
     ) -> None:
-        """`transport`: default for generators that do not choose one."""
         self._timeout_s = timeout_s
         self._suspect_after_s = suspect_after_s
         self._transport = transport
@@ -186,8 +185,7 @@ class Peers:
     def members(self) -> Members:
         """Build the learner's membership message.
 
-        A generator that misses pings is reported as `silent` long before it is removed, because a dead or stopped
-        member would delay a broadcast to all others until its deadline.
+        Late generators are `silent` long before they are removed: a dead member delays a broadcast until its deadline.
         """
         return Members(
             [
@@ -209,7 +207,7 @@ class Peers:
         return peer.hello.weight_transport or own
 
     def is_silent(self, peer: Peer) -> bool:
-        """Return whether the peer misses pings: it is stopped, dead, or has moved to another broker."""
+        """Return whether the peer misses pings: stopped, dead, or moved to another broker."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -223,7 +221,7 @@ _PINGED_AT_ONCE = 64
 
 
 class PingRound:
-    """One pass over all peers, spread over the ping interval if they are many, to keep each step short."""
+    """One pass over all peers. Many are spread over the ping interval, to keep each step short."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._left = list(peers)
@@ -274,17 +272,17 @@ class Departures:
             del self._departed[0]
 
     def _served_elsewhere(self) -> set[str]:
-        """Return the owners that other brokers serve: generators move there while this broker hangs."""
+        """Return the owners that other brokers serve, such as generators that moved while this broker hung."""
         oldest = self._store.now() - self._run.broker.peer_timeout_s
         roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
         return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
 
 
 class DrainRequests:
-    """Drain requests, each sent repeatedly until the generator drains or the deadline passes.
+    """Drain requests, each sent until the generator drains or the deadline passes, since a dying connection may lose
+    one.
 
-    A Drain sent over a dying connection is lost. Requests are kept in the store, so that they survive this broker and
-    reach the broker that serves the generator.
+    They are kept in the store, so that they survive this broker and reach the broker that serves the generator.
     """
 
     def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:

@@ -130,8 +130,8 @@ class BrokerGauges:
 
 _MAX_MESSAGES_PER_STEP = 512
 _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
-"""Credit of each generator: enough to keep a fast one busy for a round trip, few enough that the backlog of all
-generators fits into memory during a store outage."""
+"""Credit of each generator: it keeps a fast one busy for a round trip, but the backlog of all fits into memory during a
+store outage."""
 _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
 """Maximum share of the broker's time spent on lease rounds that lease nothing."""
@@ -322,7 +322,7 @@ class Router:
         for older in replaced:
             # Prompts sent to the old connection would be lost.
             self._leases.drop_request(older)
-            # The same incarnation keeps its leases on a new connection; an older process with this name loses them.
+            # The same incarnation keeps its leases; an older process with this name loses them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
                 self._depart(older, "replaced by a new incarnation")
         self._send(
@@ -353,9 +353,10 @@ class Router:
             self._store.record_event(peer_id, f"refused: {rejection.reason}")
 
     def _locate_duplicate(self, hello: Hello) -> str:
-        """Describe the live peer that already has this name; empty if the name is free.
+        """Describe the live peer that already has this name; empty if none.
 
-        Probes its connection, so that a process that was killed and restarted does not wait for `peer_timeout_s`.
+        A process that was killed and restarted does not wait for `peer_timeout_s`, because this probes the old
+        connection.
         """
         duplicate = self._peers.find_duplicate(hello)
         # With ROUTER_MANDATORY, a send to a closed connection fails immediately.

@@ -25,7 +25,7 @@ _MAX_PATH_BYTES = 107
 def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a role may listen at the address, which is the value of `setting`.
 
-    Allowed are ipc paths, and ports of loopback addresses and of addresses in `network`.
+    Allowed are ipc paths, and ports on loopback and in `network`.
     """
     transport, _, endpoint = address.partition("://")
     if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
@@ -216,9 +216,9 @@ def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment variables that select the interface for Gloo and NCCL.
+    """Return the environment variables that select Gloo's and NCCL's interface; empty unless the network is trusted.
 
-    Empty unless the network is trusted. Raises ConfigError.
+    Raises ConfigError.
     """
     if not cluster.trusted_network:
         return {}

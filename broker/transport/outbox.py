@@ -20,7 +20,7 @@ class Outbox:
     """Holds each trajectory until its Ack or fatal Nack, and releases it for sending within the credit. Thread-safe.
 
     States of an entry: waiting -> sent -> gone. A non-fatal Nack returns it to waiting for `retry_after_s`. So does a
-    missing answer, because a lost connection silently drops frames. Resending is safe: inserts are idempotent.
+    missing answer, because a lost connection drops frames silently.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:

@@ -1,6 +1,6 @@
 """Session: a process's membership in a run, from connecting to a broker until its Bye.
 
-BrokerClients: a process's clients. A generator has one, which moves between brokers; the learner has one per broker.
+A generator has one client, which moves between brokers; the learner has one per broker.
 
 Consumes: messages from all brokers.
 Produces: the learner's messages, sent to all brokers; the brokers' members, merged into one list.
@@ -68,7 +68,7 @@ class BrokerClients:
         is_reachable: Callable[[str], bool] = is_listening,
     ) -> None:
         """`on_message` is called on the clients' threads. `joins_all`: True for a learner. `brokers`: name -> address,
-        for brokers that are unreachable at their announced addresses."""
+        in case an announced address is unreachable."""
         self._connect = connect
         self._on_message = on_message
         self._joins_all = joins_all
@@ -116,8 +116,8 @@ class BrokerClients:
             case Welcome(living=living):
                 with self._lock:
                     link.broker = living.broker if living else ""
-                    # A broker serves one connection per learner: two would replace each other forever. A link that has
-                    # already been left does not end its replacement.
+                    # A broker serves one connection per learner: two would replace each other forever. A link that was
+                    # left does not end its replacement.
                     twins = [each for each in self._links if each.broker == link.broker and each is not link]
                     for twin in twins if link in self._links else ():
                         self._leave(twin)
@@ -154,8 +154,8 @@ class BrokerClients:
         # Until its Welcome, a known address may belong to any broker: exclude those in use.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
-        # Prefer the announced address, since another role may have the broker's old port. But the announced one may
-        # need a tunnel, and a loopback address may belong to another process.
+        # Prefer the announced address, since another role may have the old port. But it may need a tunnel, and a
+        # loopback address may belong to another process.
         both = [*own, announced] if link and is_own_machine(announced) else [announced, *own]
         addresses = [*filter(None, dict.fromkeys(both))]
         if len(addresses) < 2:

@@ -1,11 +1,9 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
 Every socket, unix sockets included, uses CURVE, which encrypts and authenticates both ends with keys derived from the
-run's token. Before authentication libzmq keeps at most one frame per connection, so frames are limited to PIECE_BYTES
-and larger ones are sent in pieces.
+run's token. Before authentication libzmq keeps at most one frame per connection, so larger frames are sent in pieces.
 
-Every option that affects loss, memory or timeouts is set explicitly, because most defaults are "forever" or
-"unlimited".
+Options that affect loss, memory or timeouts are explicit, because most defaults are "forever" or "unlimited".
 """
 
 import socket
@@ -54,7 +52,7 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`. An inconsistent message is returned unchanged, to be refused for its empty header."""
+    """Undo `in_pieces`. Inconsistent messages stay as they are and are refused for their empty header."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:
@@ -171,7 +169,7 @@ class ZmqServerChannel:
     def __init__(
         self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None
     ) -> None:
-        """Bind the address, the value of `setting`, and accept only clients with matching keys.
+        """Bind the address, the value of `setting`; accept only clients with matching keys.
 
         Raises ChannelClosedError if the address is in use, or is neither ipc nor loopback nor in `network`.
         """
@@ -260,8 +258,8 @@ class ZmqServerChannel:
 class ZmqClientChannel:
     """A peer's end. Implements ClientChannel.
 
-    A ZeroMQ socket belongs to one thread. `send` only appends to a queue, which the broker's credit bounds, and writes
-    to a socket pair; the thread in `receive` polls the pair and moves the queue into the ZeroMQ socket.
+    A ZeroMQ socket belongs to one thread, so `send` appends to a queue, bounded by the credit, and writes to a socket
+    pair. The thread in `receive` polls the pair and moves the queue into the ZeroMQ socket.
     """
 
     def __init__(self, address: str, *, keys: Keys, max_message_bytes: int) -> None:

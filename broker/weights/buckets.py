@@ -22,9 +22,9 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 
 
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
-    """Lay out tensors in the given order; returns their slots and the size of each bucket in bytes.
+    """Lay out tensors in order; returns their slots and the size of each bucket in bytes.
 
-    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own bucket. Raises
+    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own. Raises
     WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
@@ -45,7 +45,7 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def allocate(
     sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Allocate zeroed uint8 buckets in host memory or on `device`; buckets in `reuse` of the same size are kept as they
+    """Allocate zeroed uint8 buckets in host memory or on `device`, keeping those in `reuse` of the same size as they
     are.
 
     `is_pinned`: page-lock them, for asynchronous copies from and to a GPU.

@@ -1,7 +1,7 @@
 """CheckpointNames: converts a transformers module's tensors to the names and shapes of its checkpoint on the hub.
 
 transformers changes the layout of some models when it loads them, such as merging a layer's experts into one tensor.
-Engines load the checkpoint layout, so the learner sends that, and each generator derives the same names from its model
+Engines load the checkpoint layout, so the learner sends that. Each generator derives the same names from its model
 config.
 """
 
@@ -23,7 +23,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class CheckpointNames:
-    """Names, shapes and dtypes of a module's checkpoint, and the conversion of its tensors in both directions.
+    """Names, shapes and dtypes of a module's checkpoint, and conversion in both directions.
 
     Includes parameters and persistent buffers; a tied tensor once, under its first name, as on the hub.
     """
@@ -36,8 +36,7 @@ class CheckpointNames:
                 f"{type(module).__name__} cannot be published: its checkpoint must be unquantized, like the learner's "
                 f"weights, got {method}; convert it to bfloat16 first"
             )
-        # The conversions of the model type, not those that a particular file needed, so that every generator derives
-        # the same names.
+        # The model type's conversions, not those that its file needed, so that all generators derive the same names.
         conversions = [
             conversion
             for conversion in get_model_conversion_mapping(module, add_legacy=False)

@@ -1,7 +1,7 @@
 """Collective transport: broadcasts over NCCL, Gloo or unix sockets, in one process group per membership epoch.
 
-The groups rendezvous over a store that the learner keeps for the whole run. They do not use torch's default group,
-which belongs to DeepSpeed in the learner and to vLLM in a generator, so they can be rebuilt as members join and leave.
+torch's default group belongs to DeepSpeed in the learner and to vLLM in a generator. Separate groups can be rebuilt as
+members join and leave.
 """
 
 import time
@@ -41,10 +41,10 @@ class CollectiveSender:
         ports: Iterable[int] = (0,),
         folder: Path | None = None,
     ) -> None:
-        """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
+        """`host`: an IPv4 address or name of this machine. Raises WeightTransferError.
 
-        `folder`: private folder for a rendezvous through a file; None: use a TCPStore on `host` at the first free port
-        of `ports` (0 for any).
+        `folder`: private folder for the rendezvous; None: use a TCPStore on `host` at the first free port of `ports` (0
+        for any).
         """
         self._device = torch.device(device)
         self._own_host = folder or host

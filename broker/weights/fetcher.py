@@ -1,9 +1,9 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the update's lenders, then from the learner's folder if it is visible, then from the learner's server. If
-a lender fails, it continues with the next source; if the learner's deltas fail, with the whole snapshot. The result
-always matches the update's checksums. A lender's bytes must also match the learner's digests, which cannot be forged.
-Lenders get at most half of the time.
+It reads from the update's lenders, then from the learner's folder if visible, then from the learner's server. If a
+lender fails, it tries the next source; if the learner's deltas fail, the whole snapshot. The result always matches the
+update's checksums. A lender's bytes must also match the learner's digests, which cannot be forged. Lenders get at most
+half of the time.
 """
 
 import os
@@ -49,11 +49,9 @@ class Fetcher:
         cluster: ClusterConfig = LOCAL,
         host_weights: HostWeights | None = None,
     ) -> None:
-        """`keys`: None in a process that never fetches. `host_weights`: memory for the versions.
-
-        `lend_at`: endpoint for lending, also bound to a port of `cluster` if it has an interface; empty: lend nothing.
-        Raises ConfigError, WeightTransferError if it cannot be bound.
-        """
+        """`keys`: None in a process that never fetches. `lend_at`: endpoint for lending, also bound to a port of
+        `cluster` if it has an interface; empty: lend nothing. Raises ConfigError, WeightTransferError if it cannot be
+        bound."""
         self._keys = keys
         self._streams: dict[str, WeightStream] = {}
         self._host_weights = host_weights or HostWeights()
@@ -183,7 +181,7 @@ class Fetcher:
         self, files: WeightFiles, version: int, update: Update, deadline: Deadline, *, digests: Sequence[bytes] = ()
     ) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
-        # These files' version number: the learner may have published equal weights twice.
+        # In these files' numbering: the learner may have published equal weights twice.
         manifest = msgspec.structs.replace(Manifest.of(update), version=version)
         self._host_weights.update_to(
             files, manifest, with_deltas=with_deltas, timeout_s=deadline.left_s, digests=digests

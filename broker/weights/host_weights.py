@@ -1,8 +1,8 @@
 """HostWeights: a version of the weights in host memory, updated by deltas or whole snapshots.
 
-A generator can lend a version while it arrives: each bucket once it is verified, the deltas once all buckets are. A
-lender sends only verified bytes, so wrong bytes are its fault. Lending needs no memory beyond the deltas of the newest
-two versions. The next version overwrites the buckets.
+A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. A lender
+sends only verified bytes, so wrong bytes are its fault. Lending needs memory only for the deltas of the newest two
+versions. The next version overwrites the buckets.
 """
 
 import re
@@ -52,7 +52,7 @@ class HostWeights:
         self._target = ""
         self._source: WeightFiles | None = None
         self._num_arrived = 0
-        """Bytes received over a network, without those of `_source`."""
+        """Bytes received over a network, except from `_source`."""
         # Prevents lent bytes from being overwritten while they are copied.
         self._lock = Lock()
         self._lent: Manifest | None = None
@@ -92,8 +92,8 @@ class HostWeights:
     ) -> None:
         """Update to the manifest's version, by a chain of deltas if one exists and is smaller, else by whole buckets.
 
-        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, required for a lender's files. A lender without
-        the deltas is an error, since the learner has them. Raises WeightTransferError.
+        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, for a lender's files; a lender without the
+        deltas is an error, since the learner has them. Raises WeightTransferError.
         """
         self._num_arrived, self._source = self._progress - files.num_arrived, files
         if manifest.checksum != self._target:

@@ -53,7 +53,6 @@ class DoubleBuffer:
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        """`cuda`: torch.cuda, or a fake of its streams."""
         self._device = device
         self._cuda = cuda
         self._copies = cuda.Stream(device)
@@ -68,7 +67,7 @@ class DoubleBuffer:
             self._broadcasts.wait_stream(self._copies)
             with self._cuda.stream(self._broadcasts):
                 finish = start(index, self._buffer(buckets, index))
-                # The other buffer is free: the previous `finish` blocked until its broadcast ended.
+                # The previous `finish` blocked until the other buffer was free.
                 self._upload(buckets, index + 1)
                 finish()
 
@@ -157,7 +156,7 @@ FILE_NAME = "rendezvous-"
 
 
 def create_file(folder: Path) -> str:
-    """Create a store in `folder`, return its address, and delete the stores of killed learners."""
+    """Create a store in `folder` and return its address. Deletes the stores of killed learners."""
     for left_behind in folder.glob(f"{FILE_NAME}*"):
         left_behind.unlink(missing_ok=True)
     path = folder.resolve() / f"{FILE_NAME}{uuid.uuid4().hex}"
@@ -190,17 +189,16 @@ def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner; this machine's name need not resolve.
+    """Return the local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
 
-    The connection also detects an unreachable store early, whereas torch's client would retry and dump its stack.
-    Raises OSError.
+    Fails early if the store is unreachable, whereas torch's client would retry and dump its stack.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]
 
 
 def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
-    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError naming missing ranks.
+    """Wait until all ranks have registered. Raises RuntimeError naming the ranks missing at `deadline` (monotonic).
 
     Rank 0 also stops waiting when `is_aborted` is set.
     """
@@ -216,7 +214,7 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until the deadline, at least 0.001 because torch treats zero as no timeout."""
+    """Return the seconds until the deadline, at least 0.001: torch treats 0 as no timeout."""
     return max(deadline - time.monotonic(), 0.001)
 
 
@@ -249,9 +247,9 @@ others and their engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
 """Additional time for a timed-out operation to raise its error."""
 _ABORT_S = 5.0
-"""Maximum wait for an NCCL abort, which may hang and then continues in the background."""
+"""Maximum wait for an NCCL abort, which may hang; it continues in the background."""
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
-"""Errors of torch and sockets; DistError and Gloo's errors are RuntimeErrors."""
+"""DistError and Gloo's errors are RuntimeErrors."""
 
 
 def device_name(device: torch.device) -> str:
@@ -354,7 +352,7 @@ class UnixBackend:
 
 
 class ProcessGroup:
-    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even during `open`."""
+    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even `open`."""
 
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
         """`is_aborted`: set by `abort`, or by the caller to end `open`."""
@@ -382,7 +380,7 @@ class ProcessGroup:
                 prefixed, self._own, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline)
             )
         try:
-            # NCCL's timeout starts only once the communicator is established, which may never happen.
+            # NCCL's timeout starts only after the communicator is established, which may never happen.
             with self._phase("probe"), self._aborting_at(deadline):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 self._begin_operation(byte, timeout_s=seconds_left(deadline))()
@@ -412,7 +410,7 @@ class ProcessGroup:
         self._abort_backend()
 
     def close(self) -> None:
-        """Close all connections, which ends the other ranks' operations. This rank must not be running one."""
+        """Close all connections, which ends the other ranks' operations. This rank must not be in one."""
         self._abort_backend()
         # Gloo closes its connections with the last reference to the backend, and a traceback may keep this object
         # alive.
@@ -452,8 +450,8 @@ class ProcessGroup:
         # meanwhile would block with the GIL held.
         assert self._backend is not None, "a closed group must not be used"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
-        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. No frame holds `work`: a traceback
-        # would keep it, and thereby Gloo's connections, alive.
+        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. `work` must stay out of frames: a
+        # traceback would keep it, and thereby Gloo's connections, alive.
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
     def _check_not_aborted(self) -> None:
@@ -463,7 +461,6 @@ class ProcessGroup:
 
     @contextmanager
     def _aborting_at(self, deadline: float) -> Iterator[None]:
-        """Abort at the deadline, because connecting NCCL has no timeout."""
         if self._is_on_host:
             yield
             return

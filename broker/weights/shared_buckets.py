@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Return the memory available to this process on the machine, or in its container if that is less."""
+    """Return the memory available to this process on the machine, or in its container if less."""
     limits = group_limits("memory", root=mount, own=own)
     return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 

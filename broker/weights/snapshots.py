@@ -79,7 +79,7 @@ def versions(folder: Path) -> list[int]:
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
     """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
 
-    Raises WeightTransferError, leaving nothing behind, if the disk is full or the folder is not writable.
+    Raises WeightTransferError, leaving nothing behind, if the disk is full or not writable.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -186,10 +186,7 @@ class _Label(msgspec.Struct):
 
 
 class SnapshotStore:
-    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles.
-
-    `put` belongs to one process; any process may call the other methods.
-    """
+    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles. One process calls `put`."""
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
         """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
@@ -213,7 +210,7 @@ class SnapshotStore:
             if self._is_newest(manifest):
                 return
             flat.verify(buckets, expected=manifest.checksums)
-            # Leftovers of killed writers, since no other process writes here.
+            # Leftovers of killed writers.
             for leftover in self.folder.glob(f".version-*{_UNFINISHED}"):
                 shutil.rmtree(leftover, ignore_errors=True)
             base = self._base_for(manifest) if with_delta else None
@@ -231,7 +228,7 @@ class SnapshotStore:
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        """Return the previous version and its buckets; None if missing or of another layout."""
+        """Return the previous version and its buckets; None without one of the same layout."""
         before = [version for version in versions(self.folder) if version < manifest.version]
         if not before:
             return None
