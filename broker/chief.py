@@ -87,7 +87,7 @@ class Chief:
         offset_s = self._read_offset_s()
         answer = self._store.report_broker(self.name, incarnation=self._incarnation, facts=self._facts, lease_s=LEASE_S)
         if not answer.fence:
-            # The chief has handled all jumps so far. A later one may make this broker the chief.
+            # The chief has handled all jumps so far. A later jump may end its lease and make this broker the chief.
             self._clock_offset_s = offset_s
         if answer.fence != self.fence:
             self._set_fence(answer.fence, chief=answer.chief)

@@ -257,7 +257,7 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
         if not leases and not peer.guest:
-            # One store call serves all generators with this version.
+            # Nothing is left for this version: one store call answers all of its generators.
             (self._without_rows if offer.reason else self._exhausted).add(peer.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:

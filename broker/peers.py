@@ -81,6 +81,7 @@ class Peers:
     def __init__(
         self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
     ) -> None:
+        """`transport`: default for generators that choose none."""
         self._timeout_s = timeout_s
         self._suspect_after_s = suspect_after_s
         self._transport = transport
@@ -185,7 +186,8 @@ class Peers:
     def members(self) -> Members:
         """Build the learner's membership message.
 
-        Late generators are `silent` long before they are removed: a dead member delays a broadcast until its deadline.
+        Late generators are `silent` long before they are removed: a dead member would delay a broadcast until its
+        deadline.
         """
         return Members(
             [
@@ -279,8 +281,8 @@ class Departures:
 
 
 class DrainRequests:
-    """Drain requests, each sent until the generator drains or the deadline passes, since a dying connection may lose
-    one.
+    """Drain requests, each sent repeatedly until the generator drains or the deadline passes: a dying connection loses
+    it.
 
     They are kept in the store, so that they survive this broker and reach the broker that serves the generator.
     """

@@ -227,7 +227,7 @@ class Router:
             self._send(peer.identity, Drain(reason))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Run `action`; record a store outage instead of raising it."""
+        """Run `action`; record a store outage instead of raising it, since peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
@@ -282,6 +282,7 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
+                # Serve it within this step.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():
