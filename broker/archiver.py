@@ -175,7 +175,7 @@ class Archiver:
 
     def _send(self) -> None:
         if self._mirror:
-            # Only checks the fence: another chief may write from another machine if this one hung.
+            # Only checks the fence: if this broker hung, another chief may have written from another machine.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
@@ -191,7 +191,7 @@ class Archiver:
 
     def _move(self) -> int:
         groups = self._peek()
-        # It has groups that a crash or a failure left in the store.
+        # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and self._is_full:
             # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
@@ -223,7 +223,7 @@ class Archiver:
 
     def _peek(self) -> list[FinishedGroup]:
         """Read enough groups to fill a shard, by number or by bytes."""
-        # All groups could exhaust the memory.
+        # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
@@ -280,7 +280,6 @@ class ArchiverThread:
         self._thread.start()
 
     def status(self) -> ArchiverStatus:
-        """Return the current status, from any thread."""
         return self._status
 
     def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:

@@ -26,7 +26,7 @@ _RETRY_AFTER_GROUPS = 100
 _DROP_INTERVAL_S = 1.0
 """Interval between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
 _EPSILON = 1e-6
-"""Rounding error of missing groups."""
+"""Bound on the rounding error of missing groups."""
 
 
 # --- the shares of generators ----------------------------------------------------------------------------------------

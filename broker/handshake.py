@@ -39,7 +39,6 @@ class Rejection(Record):
 
     kind: Literal["schema", "name", "network", "guest"]
     reason: str
-    """One sentence with the requirement, the actual value, and the fix."""
 
 
 class Handshake:

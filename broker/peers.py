@@ -161,7 +161,6 @@ class Peers:
         return self._by_name.get(("learner", LEARNER))
 
     def weights_at(self) -> str:
-        """Return the learner's endpoint for fetching weights; empty if none."""
         learner = self.learner()
         return learner.lends_at if learner else ""
 

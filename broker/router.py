@@ -116,7 +116,6 @@ class BrokerGauges:
         self._trace.obey(order.stage)
 
     def record_join(self, identity: bytes) -> None:
-        """Start recording in a generator that joins during a recording."""
         if self._trace.is_on:
             self._send(identity, Profile("events"))
 

@@ -45,7 +45,7 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Return an id that all processes sharing a loopback interface have in common, unlike the host name.
+    """Return an id that is equal in all processes that share a loopback interface; host names may repeat.
 
     Example: `node7-1f0c33a9-4026531840`.
     """

@@ -150,7 +150,6 @@ class BrokerClients:
                 self._on_message(merged)
 
     def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
-        """Return the address for joining a broker; empty if unknown."""
         # Until its Welcome, a known address may belong to any broker: exclude those in use.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]

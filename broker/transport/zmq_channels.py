@@ -1,7 +1,8 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
 Every socket, unix sockets included, uses CURVE, which encrypts and authenticates both ends with keys derived from the
-run's token. Before authentication libzmq keeps at most one frame per connection, so larger frames are sent in pieces.
+run's token. Before authentication libzmq keeps at most one frame per connection, so frames above PIECE_BYTES are sent
+in pieces.
 
 Options that affect loss, memory or timeouts are explicit, because most defaults are "forever" or "unlimited".
 """

@@ -45,8 +45,7 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def allocate(
     sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Allocate zeroed uint8 buckets in host memory or on `device`, keeping those in `reuse` of the same size as they
-    are.
+    """Allocate uint8 buckets in host memory or on `device`: zeroed, or unchanged from `reuse` where the size matches.
 
     `is_pinned`: page-lock them, for asynchronous copies from and to a GPU.
     """

@@ -58,7 +58,7 @@ class CheckpointNames:
         self._renamed = {
             name: target for name, made in separate.items() for target, tensor in made.items() if tensor is meta[name]
         }
-        """Module name -> checkpoint name, without conversion."""
+        """Module name -> checkpoint name of tensors that need no conversion."""
         members = defaultdict[str, list[str]](list)
         for name, made in separate.items():
             members[next(iter(made))].append(name)
@@ -81,7 +81,7 @@ class CheckpointNames:
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Return name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
 
-        Tensors that transformers always keeps in float32, such as DeepSeek-V3's routing biases, are sent so.
+        Tensors that transformers always keeps in float32, such as DeepSeek-V3's routing biases, stay in float32.
         """
         return [
             (name, tensor.shape, torch.float32 if name in self._full else dtype)

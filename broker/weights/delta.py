@@ -32,7 +32,7 @@ _WIDTHS = (8, 4, 2, 1)
 _CONTINUED = 255
 """Byte of a gap that continues in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher levels take many times longer and save a few percent: the steps are nearly random."""
+"""Higher levels take many times longer and save only a few percent: the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class BucketDelta(Record):
     size_bytes: Count
     """Bytes of the payload, or of the whole bucket."""
     is_full: bool = False
-    """Whether the whole bucket is transferred, being no larger."""
+    """Whether the whole bucket is transferred, because the payload would not be smaller."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
     """Bytes of one element."""
     blocks: list[Block] = []

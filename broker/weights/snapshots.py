@@ -95,6 +95,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         if path.exists():
             remove(path)
         unfinished.rename(path)
+        # The rename itself must survive a crash of the machine.
         sync_path(path.parent)
     except (OSError, MemoryError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -294,7 +295,7 @@ class SnapshotStore:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def _path(self, version: int, name: str) -> Path:
-        # Names come from other processes.
+        # Names come from other processes: open only files of a version.
         if not _FILE.fullmatch(name) or version < 0:
             raise WeightTransferError(
                 f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"

@@ -226,7 +226,7 @@ class WeightStream:
         """Set by another thread to end an operation with WeightTransferError."""
         self.num_resumed = 0
         self.num_arrived = 0
-        """Bytes received so far; while waiting for a lender, the bytes that it has received."""
+        """Bytes received so far; also grows while a lender is still receiving the file."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         return self._find(checksum, timeout_s=timeout_s).version

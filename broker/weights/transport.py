@@ -31,7 +31,7 @@ class WeightSender(Protocol):
         ...
 
     def abort(self) -> None:
-        """Abort another thread's blocked operation with WeightTransferError."""
+        """Abort another thread's blocked operation, which raises WeightTransferError."""
         ...
 
     def close(self) -> None: ...
@@ -92,7 +92,7 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """A generator's end. Implements WeightReceiver; never blocks.
+    """A generator's end. Implements WeightReceiver; never blocks, so engines call it on their event loop's thread.
 
     Received tensors are views shared by all receivers; treat them as read-only.
     """
