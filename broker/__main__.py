@@ -110,7 +110,6 @@ def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _name_of(run: RunConfig, shard: str) -> str:
-    """Return the broker with that number. Raises ConfigError if the run has none."""
     is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
     must = f"be a number from 0 to {run.broker.shards - 1}"
     require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
@@ -175,7 +174,6 @@ def _serve(
 
 
 def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
-    """Begin or resume the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)

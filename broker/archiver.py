@@ -222,7 +222,6 @@ class Archiver:
         return sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30
 
     def _peek(self) -> list[FinishedGroup]:
-        """Read enough groups to fill a shard, by number or by bytes."""
         # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)

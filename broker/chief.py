@@ -37,7 +37,6 @@ class Chief:
     def __init__(
         self, store: Store, run: RunConfig, *, name: str, incarnation: str, address: str, clock: Clock
     ) -> None:
-        """`address`: address for other machines; empty if they cannot reach this broker."""
         self._store = store
         self._run = run
         self.name = name
@@ -55,7 +54,6 @@ class Chief:
 
     @property
     def has_others(self) -> bool:
-        """Whether the run has several brokers, dead or alive."""
         return self._run.broker.shards > 1
 
     @property

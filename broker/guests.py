@@ -148,7 +148,6 @@ class Guests:
 
     # --- quarantine ----------------------------------------------------------------------------------------------
     def _expel(self, guest: str, reason: str) -> None:
-        """Quarantine a guest and its groups, and disconnect it."""
         num_groups = self._store.quarantine_guest(guest, reason=reason)
         log.warning("guest_quarantined", guest=guest, reason=reason, groups=num_groups)
         self._store.record_event(guest, f"quarantined, with the {num_groups} groups it contributed to: {reason}")
@@ -182,7 +181,6 @@ class Guests:
                 load[idle] += 1
 
     def record_check(self, peer: Peer, audited: Audited) -> None:
-        """Record the result of a check, and quarantine the guest if it convicts."""
         order = self._open.get(audited.check.id)
         if order is None or order.owner != peer.owner:
             return
@@ -194,7 +192,6 @@ class Guests:
             self._expel(order.guest, reason)
 
     def _compare(self, guest: _Guest, order: _Check, check: AnswerCheck) -> AnswerCheck:
-        """Compare the answer with earlier ones to the same prompt; an improbable repetition is a lie."""
         first = guest.digests.setdefault((order.prompt.uid, check.digest), check.id)
         if len(guest.digests) > _DIGESTS_KEPT:
             guest.digests.popitem(last=False)

@@ -157,7 +157,6 @@ class Inspection:
         *,
         model: ModelFingerprint | None,
     ) -> None:
-        """`find_weights` returns `Inspected.weights_at`; `find_living(machine)`, `Inspected.living`."""
         self._run = run
         self._config_json = msgspec.json.encode(run).decode()
         self._model = model
@@ -179,7 +178,6 @@ class Inspection:
         return True
 
     def send_due(self) -> None:
-        """Answer the machines with a finished connection test."""
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
 

@@ -70,7 +70,6 @@ class Ingest:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step should flush."""
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:

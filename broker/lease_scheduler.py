@@ -103,7 +103,6 @@ class LeaseScheduler:
         return bool(self._requests)
 
     def request(self, peer: Peer, *, max_trajectories: int) -> None:
-        """Open a request, replacing the peer's older one."""
         self._fair_share.add(peer)
         self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _MAX_WAIT_S)
 
@@ -113,7 +112,6 @@ class LeaseScheduler:
             self._fair_share.record_stored(peer, answer.ids)
 
     def drop_request(self, peer: Peer) -> None:
-        """Discard the request of a lost connection."""
         self._requests.pop(peer.identity, None)
 
     def remove_peer(self, peer: Peer) -> None:
@@ -201,7 +199,6 @@ class LeaseScheduler:
         return self._state
 
     def _store_counts(self) -> StoreCounts:
-        """Counts of the store, read once per round, then updated by its leases."""
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts

@@ -135,7 +135,6 @@ class Peers:
         return peer
 
     def pop_silent(self) -> list[Peer]:
-        """Remove and return the peers silent for `timeout_s`."""
         silent = [peer for peer in self if not self._is_alive(peer)]
         for peer in silent:
             self.remove(peer.identity)
@@ -151,7 +150,6 @@ class Peers:
                 peer.heard_at = min(now, peer.heard_at + pause_s)
 
     def generators(self) -> list[Peer]:
-        """Return the generators, sorted by name."""
         return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
 
     def generator(self, peer_id: str) -> Peer | None:
@@ -176,7 +174,6 @@ class Peers:
         return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
-        """Store a Pong's contents; returns whether `members` changed."""
         changed = (peer.state, peer.version, peer.lends_at) != (pong.state, pong.version, pong.lends_at)
         peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
         peer.gauges, peer.lease_ids, peer.lends_at = pong.gauges, pong.lease_ids, pong.lends_at

@@ -124,7 +124,6 @@ def _first(names: tuple[str, str], values: Values) -> str:
 
 
 def _prompt_problem(prompt: Any) -> str:
-    """Describe the problem; empty for a valid prompt."""
     if isinstance(prompt, str):
         return "" if prompt else "empty text"
     if not isinstance(prompt, list) or not prompt:
@@ -246,7 +245,6 @@ def _has_texts(messages: pa.DataType) -> bool:
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Return whether values of this type need no conversion."""
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
@@ -326,7 +324,6 @@ def _check(values: Values, *, path: Path, number: int) -> None:
 
 
 def _filled(values: Values) -> Values:
-    """Drop null columns; nested records keep their nulls."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -110,7 +110,6 @@ class BrokerGauges:
 
     # --- profile -------------------------------------------------------------------------------------------------
     def relay(self, order: Profile, generators: Iterable[Peer]) -> None:
-        """Execute the learner's profiling order here and relay it to the generators."""
         for peer in generators:
             self._send(peer.identity, order)
         self._trace.obey(order.stage)

@@ -88,7 +88,6 @@ class MemoryBroker:
         return MemoryServerChannel(self)
 
     def client(self, *, guest: str = "") -> "MemoryClientChannel":
-        """Open a peer's end, before or after the server."""
         return MemoryClientChannel(self, guest=guest)
 
     def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
@@ -137,7 +136,6 @@ class MemoryServerChannel:
         return 0
 
     def close(self) -> None:
-        """Close and drop unreceived frames. Idempotent."""
         with self._hub.changed:
             self._is_closed = True
             if self._hub.server_channel is self:
@@ -189,7 +187,6 @@ class MemoryClientChannel:
             self._join()
 
     def close(self) -> None:
-        """Close, after sending queued frames if a server is open. Idempotent."""
         with self._hub.changed:
             self._flush()
             self._is_closed = True

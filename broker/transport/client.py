@@ -201,7 +201,6 @@ class BrokerClient:
         self._channel.wake()
 
     def send_status(self) -> None:
-        """Send an unprompted Pong."""
         if self.is_joined:
             self.send(self._pong(sent_at=-1.0))
 
@@ -295,7 +294,6 @@ class BrokerClient:
         self._channel.send([encode(self._pong(sent_at=-1.0))])
 
     def _moves(self, living: LivingBrokers | None) -> bool:
-        """Move if the route prefers another live broker; returns whether it moved."""
         if not (self._route and living and self._route.follow(living.brokers, at=living.broker)):
             return False
         log.info("moving", broker=living.broker, to=self._route.address)

@@ -97,7 +97,6 @@ class Outbox:
                 self.num_deferred += 1
 
     def resend_all(self) -> None:
-        """Return everything to waiting, for a new broker or connection."""
         with self._lock:
             self._waiting = dict.fromkeys(self._entries, 0.0)
             self._sent_at = {}

@@ -104,7 +104,6 @@ class BrokerClients:
                 client.send(message)
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Leave the run at every broker."""
         with self._lock:
             self._is_stopped = True
             threads = [link.thread for link in self._links if link.thread]
@@ -134,7 +133,6 @@ class BrokerClients:
                 self._on_message(message)
 
     def _update_brokers(self, living: LivingBrokers | None) -> None:
-        """Open clients to new brokers, and drop the members of dead ones."""
         with self._lock:
             if not (self._joins_all and living) or self._is_stopped:
                 return
@@ -198,9 +196,7 @@ class Inbox(Protocol):
 class Sender(Protocol):
     """Sends a role's messages: a BrokerClient to one broker, BrokerClients to all."""
 
-    def send(self, message: Message) -> None:
-        """Queue a message, from any thread."""
-        ...
+    def send(self, message: Message) -> None: ...
 
 
 class QueueInbox:
@@ -357,7 +353,6 @@ def _wait_for_welcome(
 
 
 def _diagnose(address: str, keys: Keys) -> str:
-    """Describe why the broker does not answer. Raises RefusedByBrokerError for a wrong token."""
     if not is_listening(address):
         return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
     if is_refused(address, keys):

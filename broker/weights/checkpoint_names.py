@@ -127,7 +127,6 @@ class AdapterNames(CheckpointNames):
     """Names and shapes of an adapter, as in peft's files."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """`module` may be on the meta device or sharded."""
         parameters = adapter_parameters(module)
         shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters}
         self.tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -183,7 +183,6 @@ class CollectiveReceiver:
 
 
 def _open_rendezvous(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
-    """Return the learner's rendezvous store and the group's `own_host`. Raises RuntimeError, OSError."""
     if process_group.is_file(opening.host):
         store = process_group.open_file(opening.host)
         return store, Path(store.path).parent

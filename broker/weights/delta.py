@@ -79,7 +79,6 @@ class Delta(Record):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes to transfer."""
         return sum(bucket.size_bytes for bucket in self.buckets)
 
     def check_base(self, held_checksum: str) -> None:

@@ -102,7 +102,6 @@ class Fetcher:
         self._host_weights.release()
 
     def close(self) -> None:
-        """Stop lending, free the memory and disconnect. Idempotent."""
         if self._server:
             self._server.close()
         self.release()
@@ -189,7 +188,6 @@ class Fetcher:
 
 
 def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:
-    """Build the error for a missing version, which says how the newest one differs."""
     after, checksums = f"within {update.timeout_s:g} s", update.checksums
     newest = files.newest(timeout_s=_DIAGNOSE_TIMEOUT_S)
     if newest is None:

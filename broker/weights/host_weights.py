@@ -70,7 +70,6 @@ class HostWeights:
         return self.buckets.tensors if self.buckets else []
 
     def release(self) -> None:
-        """Free the memory and stop lending."""
         with self._lock:
             self._lent = None
             self._free()

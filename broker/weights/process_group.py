@@ -72,7 +72,6 @@ class DoubleBuffer:
                 finish()
 
     def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        """Fill host buckets in order. Blocks."""
         self._grow(buckets)
         copied: list[Any] = []
         for index, bucket in enumerate(buckets):

@@ -229,7 +229,6 @@ class SnapshotStore:
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        """Return the previous version and its buckets; None without one of the same layout."""
         before = [version for version in versions(self.folder) if version < manifest.version]
         if not before:
             return None
@@ -257,7 +256,6 @@ class SnapshotStore:
         yield DELTA, msgspec.json.encode(step)
 
     def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
-        """Delete old buckets and deltas, and rolled-back versions above the newest."""
         held = versions(self.folder)
         kept = [version for version in held if version <= newest]
         for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):

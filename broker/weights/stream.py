@@ -312,7 +312,6 @@ class WeightStream:
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
 
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
-        """Send a request, again after each stall, until `read` recognizes its answer."""
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
         progress = _Progress(self._give_up_s)
         self._channel.send([msgspec.msgpack.encode(request)])
@@ -374,7 +373,6 @@ class _Transfer:
             self._num_requested += CHUNK_BYTES
 
     def rewind(self) -> None:
-        """Request the missing bytes again."""
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:

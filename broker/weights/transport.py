@@ -87,7 +87,6 @@ class MemorySender:
         """Do nothing: no operation blocks."""
 
     def close(self) -> None:
-        """Close the epoch and free the copy. Idempotent."""
         self._weights.epoch, self._weights.buckets = None, []
 
 
