@@ -92,7 +92,7 @@ class Ingest:
             self._quarantine(refusal.reason, payload)
             return self._fatal(header, refusal.reason, detail=refusal.detail)
         except Exception:
-            # Fatal, because a retriable error would be resent forever.
+            # Fatal: the sender would resend it forever after any other Nack.
             if self._log_limiter.log("check_failed", "internal_error", id=header.id):
                 log.exception("check_failed", id=header.id)
             self._quarantine("internal_error", payload)

@@ -148,8 +148,8 @@ class BrokerClient:
     `step` and `close` belong to one thread. Any thread may call the other methods.
 
     Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message the
-    client reconnects, with a route to its next broker, and returns once its preferred broker is alive again. Each new
-    Welcome resends the outbox.
+    client reconnects; with a route, to the next broker, until its preferred one is alive again. Each new Welcome
+    resends the outbox.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class BrokerClient:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the connection of the newest Welcome still stands."""
+        """Whether a Welcome has arrived and its connection is not lost."""
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
@@ -308,8 +308,8 @@ class BrokerClient:
     def _resend_order(self, connected: set[Member]) -> None:
         """Repeat the newest order if some of its members are newly connected to this broker.
 
-        It may have been lost with a previous broker, or missed a generator that was moving; the learner's main thread
-        is blocked in the broadcast. A generator that has handled the order only repeats its answer.
+        It may have been lost with a previous broker, or missed a generator that was moving, and the learner's main
+        thread cannot resend it while the broadcast blocks. A generator that has handled it only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):

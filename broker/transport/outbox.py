@@ -110,7 +110,7 @@ class Outbox:
     def _has_credit(self, size_bytes: int, *, num_sending: int) -> bool:
         sent = len(self._entries) - len(self._waiting) + num_sending
         fits = self._sent_bytes + size_bytes <= self._max_bytes
-        # Always send one, so that a trajectory larger than the credit does not block the outbox.
+        # Always keep one in flight, so that a trajectory larger than the credit does not block the outbox.
         return sent == 0 or (sent < self._max_messages and fits)
 
     def _remove(self, trajectory_id: str) -> None:

@@ -238,8 +238,8 @@ def _await_verdict(store: dist.Store, *, deadline: float) -> None:
 
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one operation on host memory, equal on all ranks. A piece must fit into the kernel's socket buffer, because
-Gloo notices the death of a peer only at the deadline if it is writing to it."""
+"""Size of one operation on host memory, equal on all ranks. It fits into the kernel's socket buffer: if Gloo blocks in
+a write to a peer, it notices the peer's death only at the deadline."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
 """Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
 others and their engines. NCCL first detects the topology."""
@@ -351,7 +351,7 @@ class UnixBackend:
 
 
 class ProcessGroup:
-    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even `open`."""
+    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even during `open`."""
 
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
         """`is_aborted`: set by `abort`, or by the caller to end `open`."""

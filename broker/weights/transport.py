@@ -14,7 +14,7 @@ class WeightSender(Protocol):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store, or `file://` and its path and 0."""
+        """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
         ...
 
     @property
