@@ -59,9 +59,9 @@ from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
 _STORAGE_TIMEOUT_S = 20.0
-"""Time limit for retries of a failing object store before the archiver reports it, seconds."""
+"""Time limit for retries of the object store, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Timeout of one store operation, seconds. The broker serves no peer while it waits."""
+"""Timeout of one store operation; the broker serves no peer while it waits."""
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +74,7 @@ def main(overrides: list[str]) -> None:
     run = load(overrides)
     name = _name_of(run, shard)
     configure_logs(name)
-    # Check everything that users configure before the store starts.
+    # Check the configuration before the store starts.
     train, heldout = open_datasets(run)
     folder = RunFolder(run)
     folder.make()
@@ -110,7 +110,6 @@ def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _name_of(run: RunConfig, shard: str) -> str:
-    """Return the name of the broker with that number. Raises ConfigError if the run has no such broker."""
     is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
     must = f"be a number from 0 to {run.broker.shards - 1}"
     require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
@@ -118,7 +117,7 @@ def _name_of(run: RunConfig, shard: str) -> str:
 
 
 def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
-    """Supervisor of the embedded store; None if the launcher runs it or the store is external."""
+    """Return the supervisor of the embedded store; None if the launcher runs it or the store is external."""
     store = run.buffer.store
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None
@@ -138,7 +137,7 @@ def _serve(
 ) -> None:
     url = store_url(run, folder.path)
     state = _open_run(run, url, num_rows=train.row_count)
-    # No retries: during an outage, peers must be told that the store is unavailable.
+    # No retries: peers must be told of an outage.
     store = open_run_store(
         url,
         run.name,
@@ -158,7 +157,7 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
-    # At least one step per ping interval: a much longer step counts as a pause of this process.
+    # A step longer than the ping interval could count as a pause of this process.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
@@ -168,14 +167,13 @@ def _serve(
             sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
             for sentence in sentences:
                 log.warning(sentence)
-        # A launcher restarts the broker or ends the generators itself; other live brokers take over their generators.
+        # Otherwise a launcher restarts the broker or ends the generators, or another broker takes them over.
         if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
 
 
 def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
-    """Begin or resume the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)
@@ -191,7 +189,7 @@ def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
 
 @contextmanager
 def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Observers | None]:
-    """Run loggers and exporter during the block, in the first broker and only without a launcher."""
+    """Run loggers and exporter during the block, in the first broker of a run without a launcher."""
     if has_launcher() or chief.name != FIRST_BROKER:
         yield None
         return
@@ -201,7 +199,7 @@ def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Obse
 
 @contextmanager
 def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) -> Iterator[None]:
-    """Archive finished groups during the block while this broker is the chief. The others stay in the store."""
+    """Archive finished groups during the block while this broker is the chief."""
     if not run.buffer.archive.enabled:
         yield
         return

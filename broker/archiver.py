@@ -1,12 +1,11 @@
 """Archiver: moves finished groups, and the steps that trained on them, from the store into the archive.
 
 Consumes: the store's finished groups, oldest first; its step ledger.
-Produces: shards and a ledger in the archive's folder; free space in the store; the gauges of the role `archiver`.
+Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `flush_s`.
 Woken by: its clock, every second.
 Invariant: the store forgets a group only after the archive, and the object store if configured, hold it durably. The
-archive takes each group once. Its ledger contains a step only if a checkpoint covers the step and the archive holds all
-of its groups.
+archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups are archived.
 """
 
 import os
@@ -37,9 +36,9 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _SAMPLED_GROUPS = 8
-"""Number of groups in the sample that estimates the mean group size."""
+"""Groups in the sample that estimates the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
-"""Maximum bytes of encoded trajectories per shard, which are in memory while it is written."""
+"""Encoded trajectories, held in memory while the shard is written."""
 _ROLE = "archiver"
 _TICK_S = 1.0
 
@@ -49,7 +48,7 @@ log = structlog.get_logger(__name__)
 class StepArchiver:
     """Copies the step ledger, each step after its groups. Belongs to one thread.
 
-    A step may wait long for its last group, because a group that can be trained on again stays in the store.
+    A step may wait long: a group that can be trained on again stays in the store.
 
     Life: (poll -> mark_archived* -> write)*.
     """
@@ -79,7 +78,7 @@ class StepArchiver:
         self._awaited.difference_update(group_ids)
 
     def write(self) -> None:
-        """Append the steps whose groups are all archived. Raises OSError; a later call retries."""
+        """Append the steps whose groups are all archived. After OSError, a later call retries."""
         # In order, so that the archive holds all steps up to `last_step`.
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
@@ -98,7 +97,6 @@ class StepArchiver:
 
 
 OpenWriter = Callable[[Path], ShardWriter]
-"""Folder of the archive -> its writer."""
 
 
 class Archiver:
@@ -119,7 +117,7 @@ class Archiver:
         mirror: ArchiveMirror | None = None,
         fence: int = NO_FENCE,
     ) -> None:
-        """`folder`: archive folder; `mirror`: its copy in the object store; `fence`: the chief's fence.
+        """`mirror`: the folder's copy in the object store; `fence`: the chief's fence.
 
         Raises ArchiveError if another process writes to the folder, StorageError, OSError.
         """
@@ -140,20 +138,18 @@ class Archiver:
             self.close()
             raise
         self.num_groups = 0
-        """Groups archived by this archiver."""
         self.num_left_out = 0
-        """Groups dropped since the archive reached its size limit."""
+        """Groups dropped because the archive is full."""
 
     @property
     def last_step(self) -> int:
-        """Newest step in the archive's ledger; 0 before the first."""
+        """Newest step in the ledger; 0 before the first."""
         return self._steps.ledger.last_step
 
     def step(self) -> int:
-        """Archive one shard if it is due; returns the number of groups taken from the store.
+        """Archive one shard if due; returns the number of groups taken from the store.
 
-        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError. After an error the next call retries and
-        nothing is lost.
+        Raises StoreUnavailableError, StaleFenceError, StorageError, OSError; the next call retries.
         """
         self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
@@ -161,7 +157,7 @@ class Archiver:
         return num_groups
 
     def flush(self) -> int:
-        """Archive all finished groups now; returns the number of groups taken from the store. Raises like `step`."""
+        """Archive all finished groups. Returns and raises like `step`."""
         self._steps.poll()
         num_groups = 0
         while moved := self._move():
@@ -179,7 +175,7 @@ class Archiver:
 
     def _send(self) -> None:
         if self._mirror:
-            # Only checks the fence: another chief may have written from another machine while this one hung.
+            # Only checks the fence: if this broker hung, another chief may have written from another machine.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
@@ -195,11 +191,11 @@ class Archiver:
 
     def _move(self) -> int:
         groups = self._peek()
-        # The archive already has some if an archiver died, or the store failed, before it forgot them.
+        # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and self._is_full:
-            # Drop them: a full store would stop the run. Their steps are never complete, so the ledger ends where the
-            # archive does and the archived steps remain replayable.
+            # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
+            # here and the archived steps remain replayable.
             if not self.num_left_out:
                 log.warning("archive_full", max_gib=self._config.max_gib)
             self.num_left_out += len(new)
@@ -211,10 +207,10 @@ class Archiver:
                 write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
-            # Also sends the shards of an earlier call that failed to send them.
+            # Includes the shards of calls that failed to send them.
             self._send()
             self._steps.mark_archived(group.id for group in groups)
-        # Forget last: after a crash in between, the store offers the groups again and `has` recognizes them.
+        # Forget last: after a crash, the store offers the groups again and `has` recognizes them.
         if groups:
             self._store.forget([group.id for group in groups], fence=self._fence)
         self._waiting_since = None
@@ -226,8 +222,7 @@ class Archiver:
         return sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30
 
     def _peek(self) -> list[FinishedGroup]:
-        """Read enough finished groups to fill a shard, by number or by bytes."""
-        # The sample estimates how many groups fit: reading all of them could exhaust the memory.
+        # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
@@ -239,20 +234,19 @@ class ArchiverStatus(Record):
     """Gauges of the archiver. Example: ArchiverStatus(state="archiving", groups=2048, last_step=64)."""
 
     state: Literal["starting", "archiving", "stuck", "full", "gone"] = "starting"
-    """stuck: archiving fails and is retried; full: it has reached its size limit and drops groups; see `reason`."""
+    """stuck: archiving fails and is retried; full: at its size limit, it drops groups; see `reason`."""
     groups: int = 0
     """Groups archived since the start."""
     last_step: int = 0
-    """Newest step in the archive's ledger."""
     reason: str = ""
-    """Reason for not archiving; empty if it archives."""
+    """Reason for not archiving; empty otherwise."""
     waits_for: WaitsFor = ""
 
 
 class ArchiverThread:
-    """Runs an Archiver on a thread with its own store connection; retries after errors and reports them as its status.
+    """Runs an Archiver on a thread with its own store connection while this broker is the chief.
 
-    It archives only while its broker is the chief, and otherwise leaves the folder to the chief's archiver.
+    Retries after errors and reports them as its status.
     """
 
     def __init__(
@@ -266,8 +260,8 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store, on the thread and again after every error. `storage`: object store that mirrors
-        the archive. `lead` returns the chief's fence, None while another broker is the chief."""
+        """`connect` opens the store, again after every error. `storage` mirrors the archive. `lead` returns the chief's
+        fence; None while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
@@ -285,13 +279,12 @@ class ArchiverThread:
         self._thread.start()
 
     def status(self) -> ArchiverStatus:
-        """Return the current status, from any thread. The store holds it as the gauges of the role `archiver`."""
         return self._status
 
     def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Archive the finished groups, then end; blocks at most `timeout_s`. Returns whether it has ended.
+        """Archive the finished groups, then end; returns whether it ended within `timeout_s`.
 
-        Remaining groups stay in the store for the next archiver. Calls `meanwhile` every second.
+        Remaining groups stay in the store. Calls `meanwhile` every second.
         """
         self._stopping.set()
         ends_at = time.monotonic() + timeout_s
@@ -317,7 +310,7 @@ class ArchiverThread:
                         return self._archive(archiver, store)
                 except (ReplayBufferError, OSError) as error:
                     self._record_error(error)
-                    # The store may still work if the disk is full or another archiver has the folder.
+                    # The store may still work, for example if the disk is full.
                     self._report(store)
         except (ReplayBufferError, OSError) as error:
             self._record_error(error)
@@ -335,7 +328,6 @@ class ArchiverThread:
         )
 
     def _archive(self, archiver: Archiver, store: Store) -> bool:
-        """Archive until stopped; returns False if another broker becomes the chief."""
         while not self._stopping.is_set():
             if self._lead() != self._fence:
                 return False
@@ -374,7 +366,7 @@ class ArchiverThread:
         if str(error) != self._last_error:
             self._last_error = str(error)
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
-        # Test for StoreUnavailableError first, because it is also an OSError.
+        # StoreUnavailableError is also an OSError.
         waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"
         waits_for = "storage" if isinstance(error, StorageError) else waits_for
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)

@@ -20,11 +20,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.run_folder import RunFolder
 
 LEASE_S = 5.0
-"""A broker counts as alive, and a chief stays the chief, for this long after a report. Brokers report every second, so
-another broker replaces a dead chief within 6 s."""
+"""Time after a report during which a broker counts as alive and a chief stays the chief. Brokers report every second,
+so a dead chief is replaced within 6 s."""
 _JUMP_S = 5.0
-"""Smallest change in the offset between the store's clock and this process's that counts as a jump. A smaller change
-may come from a slow answer."""
+"""Change in the offset between the store's clock and this process's that counts as a jump, not as a slow answer."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,13 +31,12 @@ log = structlog.get_logger(__name__)
 class Chief:
     """One broker's view of the others, and the shared work while it is the chief.
 
-    Life: (report -> work)*, each about once a second; other methods at any time.
+    Life: (report -> work)*, about once a second; other methods at any time.
     """
 
     def __init__(
         self, store: Store, run: RunConfig, *, name: str, incarnation: str, address: str, clock: Clock
     ) -> None:
-        """`address`: address for other machines; empty if they cannot reach this broker."""
         self._store = store
         self._run = run
         self.name = name
@@ -49,14 +47,13 @@ class Chief:
         self._clock_offset_s: float | None = None
         self._reported_at = -math.inf
         self.fence = NO_FENCE
-        """The chief's fence if this broker is the chief, else NO_FENCE. The store decides whether it is still valid."""
+        """The chief's fence if this broker is the chief, else NO_FENCE; the store decides whether it is still valid."""
         self._living: dict[str, dict[str, Any]] = {}
         self.share = 1.0
-        """Fraction of the run's generators that this broker serves, and of the leasable groups that it offers."""
+        """Fraction of the run's generators that this broker serves, and of the groups that it offers."""
 
     @property
     def has_others(self) -> bool:
-        """Whether the run has several brokers, alive or not."""
         return self._run.broker.shards > 1
 
     @property
@@ -65,11 +62,11 @@ class Chief:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the list of live brokers is too old to send: this broker has just started, or it hung."""
+        """Whether the list of live brokers is too old to send, after a start or a hang."""
         return self.has_others and self._clock() - self._reported_at > LEASE_S
 
     def living_for(self, machine: str) -> LivingBrokers | None:
-        """Return the live brokers with their addresses for a peer on that machine; None if the run has one broker."""
+        """Return the live brokers with their addresses for a peer on `machine`; None if the run has one broker."""
         if not self.has_others:
             return None
         brokers = {
@@ -79,7 +76,7 @@ class Chief:
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:
-        """Return gauges that tell other brokers who serves a peer; empty if the run has one broker."""
+        """Return gauges that show other brokers who serves a peer; empty if the run has one broker."""
         return {"broker": self.name, "owner": owner} if self.has_others else {}
 
     def report(self, *, num_generators: int) -> bool:
@@ -99,13 +96,12 @@ class Chief:
         return self.has_others and before != self._addresses()
 
     def work(self) -> None:
-        """Do the shared work that is due, if this broker is the chief. Raises StoreUnavailableError."""
+        """Do the shared work if this broker is the chief. Raises StoreUnavailableError."""
         try:
             if self.fence:
                 self._follow_clock()
                 self._reap()
         except StaleFenceError as error:
-            # Another broker is probably the chief by now: the next report tells.
             log.warning("chief_lost", reason=str(error))
             self.fence = NO_FENCE
 
@@ -124,16 +120,16 @@ class Chief:
         for event in reaped:
             log.warning("reaped", what=event)
         if reaped:
-            # One event, so that the leases of a dead generator do not push all other events off the list.
+            # One event, so that a dead generator's leases do not crowd out all other events.
             self._store.record_event(self.name, "; ".join(reaped))
 
     def _read_offset_s(self) -> float:
         return self._store.now() - self._clock()
 
     def _follow_clock(self) -> None:
-        """Shift the deadlines in the store if its clock has jumped since the last call.
+        """Correct the store's deadlines after its clock was set or the machine suspended.
 
-        A jump means that a machine was suspended or its clock was set.
+        A forward jump shifts them. The store also caps them at their full duration, which handles a jump back.
         """
         offset_s = self._read_offset_s()
         jump_s = 0.0 if self._clock_offset_s is None else offset_s - self._clock_offset_s
@@ -144,7 +140,7 @@ class Chief:
             claim_lease_s=self._run.buffer.claim_lease_s,
             fence=self.fence,
         )
-        # Only after success, so that a failed call detects the jump again.
+        # Only after success: a failed call is repeated.
         self._clock_offset_s = offset_s
         if has_jumped:
             what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 def is_short(prompt: PromptText, most: int) -> bool:
-    """Return whether the prompt certainly has at most `most` tokens, without a tokenizer."""
+    """Return whether the prompt's length proves that it has at most `most` tokens."""
     # A token has at least one character, and a tokenizer may prepend one space.
     return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
 
@@ -50,7 +50,7 @@ def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
 
 
 def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
-    """Return a function that renders chat messages as text; empty text if generators will report an error."""
+    """Return a function that renders chat messages, as empty text if generators will report an error."""
     # Imported here because it takes a second and most datasets do not need it.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -83,11 +83,11 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Upper bound on the ratio of a row's bytes in a message to `ParquetRows.num_bytes`."""
+"""Bound on a row's bytes in a message, as a multiple of `ParquetRows.num_bytes`."""
 
 
 class Dataset:
-    """The rows of one or more files, numbered consecutively and held in memory. Loads without torch."""
+    """The rows of one or more files, numbered consecutively and held in memory."""
 
     def __init__(self, *paths: str | Path, weights: Sequence[float] = (), names: Sequence[str] = ()) -> None:
         """Open and validate the files. Raises ConfigError, naming the file and its first problem.
@@ -107,19 +107,18 @@ class Dataset:
 
     @property
     def paths(self) -> str:
-        """File names for messages."""
         return ", ".join(str(file.path) for file in self._files)
 
     @property
     def row_count(self) -> RowCount:
-        """Row count of a single file, or of each file with its weight. Determines the prompt order."""
+        """Row count of a single file, or of each file with its weight; determines the prompt order."""
         counts = [len(file) for file in self._files]
         weights = self._weights or counts
         shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
         return shares if len(shares) > 1 else counts[0]
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the kept rows, from 0 to len - 1. Raises IndexError."""
+        """Return row `index` of the kept rows. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
         for file in self._files:
@@ -139,13 +138,13 @@ class Dataset:
             file.check_images(vision)
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse rows over half the message size, since a message also holds the lease. Raises ConfigError."""
+        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
         for file in self._files:
             file.check_row_sizes(max_message_bytes=max_message_bytes)
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """Return names without suffixes, with enough parent folders to be unique: gsm8k/train and math/train."""
+    """Return the paths without suffixes, shortened while they stay unique: gsm8k/train and math/train."""
     parts = [path.with_suffix("").resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -180,7 +179,7 @@ class _PromptFile:
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
-            # First, because this error concerns all rows.
+            # Raises for a model without image support, a problem of all rows rather than this one.
             vision.token_id  # noqa: B018
             try:
                 images = self._row(number).images
@@ -224,8 +223,8 @@ class _PromptFile:
             )
 
     def _find_large(self, start: int, end: int, *, most: int) -> tuple[int, int] | None:
-        """Return the number and encoded bytes of the first row in this range that is too large."""
-        # Images may be in separate files, so their bytes are added.
+        """Return (row, encoded bytes) of the first row in this range that is too large."""
+        # Images may be in separate files.
         num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
         if start == end or num_bytes <= most // _MOST_OVERHEAD:
             return None
@@ -244,7 +243,7 @@ def read_train(run: RunConfig) -> Dataset:
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
-    """Open the prompts of each held-out set without a length limit. Reads shared files once. Raises ConfigError."""
+    """Open the prompts of each held-out set, shared files once, without a length limit. Raises ConfigError."""
     sets = run.data.heldout_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))
@@ -253,7 +252,7 @@ def read_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the training prompts and those of each held-out set, and apply `data.max_prompt_tokens`.
+    """Open the training and held-out prompts and apply `data.max_prompt_tokens`.
 
     Logs dropped prompts and held-out files with too few rows. Raises ConfigError.
     """

@@ -1,21 +1,21 @@
 """Errors between processes.
 
 BrokerError
-├── ChannelClosedError    a channel was used after close, or its address cannot be bound or reached
-├── ClientDiedError       the thread that runs the broker client failed
-├── RefusedByBrokerError  the broker rejected this peer; carries its reason
-└── WeightTransferError   a weight group could not be built, or a broadcast, a fetch or its verification failed
-    ├── AlteredWeightsError   the bytes are not those that the learner published
-    └── NotYetError           a lender is still fetching the requested file
+├── ChannelClosedError
+├── ClientDiedError
+├── RefusedByBrokerError
+└── WeightTransferError
+    ├── AlteredWeightsError
+    └── NotYetError
 """
 
 
 class BrokerError(Exception):
-    """Root of the broker's errors."""
+    """Root of this package's errors."""
 
 
 class ChannelClosedError(BrokerError, ConnectionError):
-    """A channel cannot be opened, or was used after it was closed."""
+    """A channel was used after `close`, or its address cannot be bound or reached."""
 
 
 class ClientDiedError(BrokerError, RuntimeError):
@@ -27,7 +27,7 @@ class RefusedByBrokerError(BrokerError, ValueError):
 
 
 class WeightTransferError(BrokerError, RuntimeError):
-    """A process group could not be built, a transfer failed, or the received bytes are not those that were sent."""
+    """A process group could not be built, or a broadcast, a fetch or its verification failed."""
 
 
 class AlteredWeightsError(WeightTransferError):
@@ -35,7 +35,7 @@ class AlteredWeightsError(WeightTransferError):
 
 
 class NotYetError(WeightTransferError):
-    """The lender is still fetching the file."""
+    """The lender is still fetching the requested file."""
 
     def __init__(self, num_bytes: int) -> None:
         """`num_bytes`: received so far; waiting is worthwhile while this grows."""

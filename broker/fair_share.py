@@ -1,9 +1,9 @@
 """FairShare: divides the leasable groups among generators by their measured throughput.
 
-Let T be the least time in which the generators together can finish all groups in flight and all leasable groups.
-A generator that needs longer than T for a single group gets none: a batch would wait for it, or the group would arrive
-staler than `max_lag`, since in T the learner publishes as many versions as the pacing window holds. The others share
-in proportion to their throughput.
+Let T be the least time in which the generators together can finish all groups in flight and all leasable groups. A
+generator that needs longer than T for one group gets none: a batch would wait for it, or the group would arrive staler
+than `max_lag`, since the learner publishes as many versions in T as the pacing window holds. The others share in
+proportion to their throughput.
 """
 
 from collections import deque
@@ -20,14 +20,13 @@ from slipstream.buffer.trajectory import lease_of, make_trajectory_id
 from slipstream.runtime.clock import Clock
 
 _WINDOW_GROUPS = 32
-"""Number of newest completed groups that determine a generator's throughput."""
+"""Newest completed groups that determine a generator's throughput."""
 _RETRY_AFTER_GROUPS = 100
-"""An excluded generator gets one group for a new measurement after this many of its group times, which limits retries
-to 1 % of the time."""
+"""Group times after which an excluded generator gets one group as a new measurement: 1 % of the time."""
 _DROP_INTERVAL_S = 1.0
-"""Interval between searches for lost leases: Pongs, which list the held leases, arrive no more often."""
+"""Interval between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
 _EPSILON = 1e-6
-"""Missing groups below this are rounding errors of floats."""
+"""Bound on the rounding error of missing groups."""
 
 
 # --- the shares of generators ----------------------------------------------------------------------------------------
@@ -35,7 +34,7 @@ def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarra
     """Return the least time in which N generators finish everything in flight and `num_groups` more; inf for N = 0.
 
     min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first:
-    each additional generator shortens the work unless its first group takes longer.
+    each additional generator helps unless its first group takes longer.
     """
     order = np.argsort(group_s, kind="stable")
     work_s = (num_groups + np.cumsum(in_flight[order])) / np.cumsum(groups_per_s[order])
@@ -43,14 +42,14 @@ def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarra
 
 
 def shares(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> np.ndarray:
-    """Return each generator's share of `num_groups`, [N]; 0 for one that is too slow.
+    """Return each generator's share of `num_groups`, [N]; 0 if it is too slow or busy enough.
 
     round(groups_per_s * (num_groups + sum of in_flight) / sum of groups_per_s - in_flight), over the fast generators.
     """
     is_fast = group_s <= finish_s(group_s, groups_per_s, in_flight, num_groups=num_groups)
     groups = num_groups + np.add.reduce(in_flight, where=is_fast)
     missing = groups_per_s * groups / np.add.reduce(groups_per_s, where=is_fast) - in_flight
-    # At least one: if all shares rounded down to zero, nothing would be leased.
+    # At least one: if all shares rounded to zero, nothing would be leased.
     return np.where(is_fast & (missing > _EPSILON), np.maximum(1, np.rint(missing)), 0).astype(np.int64)
 
 
@@ -61,15 +60,14 @@ class _LeasedGroup:
     """Trajectory ids that are not stored yet."""
     leased_at: float
     num_concurrent: int
-    """Groups in flight when it was leased, itself included."""
+    """Groups in flight when it was leased, including itself."""
 
 
 class Throughput:
     """Throughput of one generator over its newest completed groups. Callers pass the times, in seconds.
 
-    A group that took `t` seconds among `k` concurrent groups counts as `t / k` seconds of the generator's time, so that
-    bursts and steady flows measure the same and idle time is excluded. Uses medians, because one response of thousands
-    of tokens says little about the next.
+    A group that took `t` seconds among `k` concurrent ones counts as `t / k` seconds of the generator's time, so that
+    bursts and steady flows measure the same and idle time is excluded. Medians, because response lengths vary widely.
     """
 
     def __init__(self) -> None:
@@ -80,7 +78,6 @@ class Throughput:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any group was ever completed."""
         return bool(self._group_s)
 
     @property
@@ -88,14 +85,14 @@ class Throughput:
         return len(self._leased)
 
     def record_lease(self, groups: Mapping[str, Collection[int]], *, now: float) -> None:
-        """Record leased groups: lease id -> indices of the members to generate."""
+        """`groups`: lease id -> indices of the members to generate."""
         num_concurrent = len(self._leased.keys() | groups.keys())
         for lease_id, indices in groups.items():
             missing = {make_trajectory_id(lease_id, index) for index in indices}
             self._leased[lease_id] = _LeasedGroup(missing, leased_at=now, num_concurrent=num_concurrent)
 
     def record_stored(self, trajectory_id: str, *, now: float) -> bool:
-        """Record a stored trajectory; ignores unknown leases. Returns whether its group is complete."""
+        """Record a stored trajectory, if its lease is known. Returns whether its group is complete."""
         lease_id = lease_of(trajectory_id)
         group = self._leased.get(lease_id)
         if group is None:
@@ -108,10 +105,7 @@ class Throughput:
         return True
 
     def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
-        """Forget leases from before `leased_before` that the generator no longer holds: they were returned or lapsed.
-
-        Returns whether any were forgotten.
-        """
+        """Forget leases from before `leased_before` that the generator no longer holds. Returns whether any were."""
         lost = [
             lease_id
             for lease_id, group in self._leased.items()
@@ -122,19 +116,19 @@ class Throughput:
         return bool(lost)
 
     def restart(self) -> None:
-        """Discard all measurements as soon as the next group is completed."""
+        """Discard all measurements once the next group is complete."""
         self._is_outdated = True
 
     @property
     def measured(self) -> tuple[float, float]:
-        """Seconds from the lease of a group until its last trajectory is stored, and completed groups per second at
-        typical concurrency; NaN before the first group."""
+        """Seconds from lease to last stored trajectory, and groups per second at typical concurrency; NaN before the
+        first group."""
         return (median(self._group_s), 1 / median(self._busy_s)) if self.is_measured else (nan, nan)
 
     @property
     def leased_at(self) -> float:
         """Median lease time of the groups in flight; inf without any."""
-        # A hanging generator completes no group to measure. Instead, the age of its groups reduces its share.
+        # The age of its groups reduces the share of a hanging generator, which completes none.
         return median(group.leased_at for group in self._leased.values()) if self._leased else inf
 
     def _record_group(self, group_s: float, *, num_concurrent: int) -> None:
@@ -155,17 +149,15 @@ class _Generator:
     """Index into the vectors over generators."""
     throughput: Throughput = field(default_factory=Throughput)
     excluded_since: float | None = None
-    """Time of the first lease it was denied for being slow; None while it gets a share."""
+    """Time at which its share became 0; None after a lease."""
 
 
 class FairShare:
-    """Throughputs and shares of the generators that request prompts.
+    """Throughputs and shares of the generators that request prompts, in memory only.
 
-    Exists only in memory: a new broker starts without measurements. Sets no limits while it has only one generator or
-    none has completed a group.
+    Measurements are vectors over generators, so that N simultaneous requests take O(N).
 
-    Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; other methods at any time. Measurements
-    are in vectors over generators, and an event changes one row, so that serving N simultaneous requests takes O(N).
+    Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; other methods at any time.
     """
 
     def __init__(self, *, lost_after_s: float, clock: Clock) -> None:
@@ -178,21 +170,20 @@ class FairShare:
         self._changed: set[str] = set()
         self._next_drop_at = -inf
         self._measurements = np.empty((0, 4))
-        """Measured group_s and groups_per_s (NaN before the first group), in_flight, leased_at of each generator."""
+        """Columns: measured group_s and groups_per_s (NaN before the first group), in_flight, leased_at."""
         self._group_s = np.empty(0)
-        """group_s in this round; NaN for a generator without a measurement."""
+        """group_s in this round; NaN without a measurement."""
         self._now = 0.0
         self._is_eligible, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
         self._divided: tuple[int, int, np.ndarray, np.ndarray] | None = None
-        """Available groups, oldest version, and each generator's share (-1: excluded from sharing) and group_s."""
+        """Available groups, oldest version, each generator's share (-1: excluded) and group_s."""
 
     @property
     def is_limiting(self) -> bool:
-        """Whether it has several generators, at least one of them measured."""
+        """Whether several generators are known and one is measured; shares are unlimited otherwise."""
         return len(self._generators) > 1 and bool(self._measured)
 
     def add(self, peer: Peer) -> None:
-        """Add a generator, or update the connection of a known one."""
         if peer.owner not in self._generators:
             self._generators[peer.owner] = _Generator(peer, row=len(self._generators))
             self._measurements = np.append(self._measurements, [[nan, nan, 0.0, inf]], axis=0)
@@ -206,7 +197,6 @@ class FairShare:
                 each.row = row
 
     def record_leases(self, peer: Peer, leases: list[Lease]) -> None:
-        """Record a generator's new leases; evaluations are not measured."""
         groups = {lease.id: lease.indices for lease in leases if lease.purpose == "train"}
         generator = self._generators.get(peer.owner)
         if groups and generator:
@@ -215,7 +205,6 @@ class FairShare:
             self._changed.add(peer.owner)
 
     def record_stored(self, peer: Peer, trajectory_ids: list[str]) -> None:
-        """Record stored trajectories of a generator."""
         if generator := self._generators.get(peer.owner):
             completed = [generator.throughput.record_stored(each, now=self._clock()) for each in trajectory_ids]
             if any(completed):
@@ -234,7 +223,7 @@ class FairShare:
         self._measure()
 
     def group_s(self, peer: Peer) -> float:
-        """Return the time this generator takes for a group, seconds; 0 before the first."""
+        """Return the seconds this generator takes for a group; 0 before the first."""
         generator = self._generators.get(peer.owner)
         group_s = float(self._group_s[generator.row]) if generator and generator.row < len(self._group_s) else nan
         return 0.0 if isnan(group_s) else group_s
@@ -242,8 +231,8 @@ class FairShare:
     def num_rows(self, peer: Peer, *, requested: int) -> int:
         """Return the number of evaluation rows for a generator.
 
-        The fastest generator gets all rows it requested. Each other one gets as many as it answers in the same time, so
-        that no generator delays the evaluation.
+        The fastest gets all rows it requested, any other as many as it answers in that time, so that none delays the
+        evaluation.
         """
         rates = self._measurements[:, 1]
         rate = rates[self._generators[peer.owner].row]
@@ -252,7 +241,7 @@ class FairShare:
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
         """Return this generator's share of the available groups.
 
-        Generators with versions older than `oldest_version` get no share.
+        A generator excluded from the division, such as one with a version older than `oldest_version`, is not limited.
         """
         if self._changed:
             self._measure()
@@ -273,8 +262,7 @@ class FairShare:
         return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
 
     def _num_unclaimed(self, group_s: float) -> int:
-        # Once the faster generators have leased nothing for as long as a group takes here, waiting for them is no
-        # longer faster.
+        # The faster generators have leased nothing for as long as a group takes here: waiting for them saves nothing.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)
 
@@ -284,20 +272,19 @@ class FairShare:
             self._measurements[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
         self._changed.clear()
         self._divided = None
-        # Grows when the groups in flight take longer than earlier ones.
+        # Grows while the groups in flight take longer than earlier ones.
         measured_s, _, _, leased_at = self._measurements.T
         self._group_s = np.maximum(measured_s, self._now - leased_at)
 
     def _divide(self, available: int, oldest_version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each generator's share and group_s. All shares are -1 while no eligible generator is measured."""
         _, groups_per_s, in_flight, leased_at = self._measurements.T
-        # A version below 0 means that the peer has just joined and not reported one.
+        # A version below 0: the peer has just joined and not reported one.
         takes_part = self._is_eligible & ((self._version < 0) | (self._version >= oldest_version))
         is_measured = takes_part & ~np.isnan(groups_per_s)
         result = np.full(len(self._measurements), -1)
         if np.count_nonzero(takes_part) < 2 or not is_measured.any():
             return result, self._group_s
-        # A new generator counts as average until it completes a group.
+        # A new generator counts as average.
         typical_s, typical_rate = self._group_s[is_measured].mean(), groups_per_s[is_measured].mean()
         group_s = np.where(np.isnan(self._group_s), np.maximum(typical_s, self._now - leased_at), self._group_s)
         rates = np.where(np.isnan(groups_per_s), typical_rate, groups_per_s)
@@ -306,7 +293,7 @@ class FairShare:
         return result, group_s
 
     def _drop_lost_leases(self) -> None:
-        # Keep young leases: a Pong sent before the lease arrived cannot list it.
+        # Keep young leases, which older Pongs cannot list.
         before = self._now - self._lost_after_s
         for owner, generator in self._generators.items():
             if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):

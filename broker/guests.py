@@ -1,8 +1,8 @@
-"""Guests: leases, audits and quarantine of guests, which are generators on untrusted machines.
+"""Guests: leases, audits and quarantine of generators on untrusted machines.
 
 Consumes: leases and answers of guests; audit results from trusted generators.
 Produces: audit orders; quarantines.
-Waits for: trusted generators; until they are ready, a guest gets no more leases than they can audit.
+Waits for: trusted generators; a guest gets no more leases than they can audit.
 Woken by: the router, once a step.
 Invariant: a guest's answer is kept only if this broker leased it the prompt. A random share of its groups is audited.
 """
@@ -25,11 +25,11 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _KEPT = 64
-"""Newest checks per guest that the verdict considers."""
+"""Newest checks per guest that `convict` considers."""
 _MAX_UNCHECKED = 64
-"""Unchecked answers at which a guest gets no more leases."""
+"""Open checks at which a guest gets no more leases."""
 _MAX_ORDERS = 4
-"""Concurrent audits per generator, few enough that it still makes progress on its leases."""
+"""Concurrent audits per generator, few enough that it keeps working on its leases."""
 _ANSWER_S = 60.0
 """Time limit for an audit before another generator gets it."""
 _DIGESTS_KEPT = 4096
@@ -38,17 +38,15 @@ _IMPROBABLE = math.log(1e-6)
 """Log-probability below which sampling the same answer twice is not a coincidence."""
 
 _RANDOM = random.SystemRandom()
-"""The operating system's generator: a guest must not be able to predict which answers are checked."""
+"""A guest must not be able to predict which answers are checked."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass
 class _Guest:
-    """Leases and checks of one guest."""
-
     leases: OrderedDict[str, tuple[Prompt, bool]] = field(default_factory=OrderedDict)
-    """Lease id -> its prompt, and whether its answers are checked."""
+    """Lease id -> (prompt, whether its answers are checked)."""
     digests: OrderedDict[tuple[str, str], str] = field(default_factory=OrderedDict)
     """(prompt uid, hash of the answer) -> the first trajectory with both."""
     checks: deque[AnswerCheck] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -57,18 +55,16 @@ class _Guest:
 
 @dataclass
 class _Check:
-    """An answer to be checked."""
-
     guest: str
     prompt: Prompt
     payload: bytes
     owner: str = ""
-    """Incarnation that is checking it; empty if unassigned."""
+    """Incarnation that checks it; empty if unassigned."""
     due_at: float = 0.0
 
 
 class Guests:
-    """The guests of one broker. Single-threaded. Does nothing if the settings name no guests."""
+    """The guests of one broker. Single-threaded. A no-op if no guests are configured."""
 
     def __init__(
         self,
@@ -81,7 +77,6 @@ class Guests:
         clock: Clock,
         vocab_size: int | None = None,
     ) -> None:
-        """`depart(peer, reason)` handles the departure of a peer."""
         self._run = run
         self._config = run.cluster.guests
         self._store = store
@@ -99,14 +94,14 @@ class Guests:
 
     # --- leases --------------------------------------------------------------------------------------------------
     def reason_to_wait(self, peer: Peer) -> str:
-        """Return why a guest may get no lease now; empty if it may."""
+        """Return the reason to lease a guest nothing now; empty if it may lease."""
         if not self._num_auditors:
             return "guests: no trusted generator is ready to check answers"
         num_open = sum(check.guest == peer.guest for check in self._open.values())
         return f"guests: {num_open} of its answers wait for a check" if num_open >= _MAX_UNCHECKED else ""
 
     def record_leases(self, peer: Peer, prompts: Iterable[Prompt]) -> None:
-        """Choose randomly which groups are checked. All answers of a group are, so that copies within it are found."""
+        """Randomly choose the groups to check, each with all of its answers, so that copies within it are found."""
         leases = self._guest(peer.guest).leases
         for prompt in prompts:
             leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_share)
@@ -141,7 +136,6 @@ class Guests:
             self._arriving[header.id] = _Check(guest, prompt, payload)
 
     def record_answer(self, peer: Peer | None, answer: Message) -> None:
-        """Open the checks of a guest's stored answers; drop those of refused answers."""
         if peer is None or not peer.guest:
             return
         if isinstance(answer, Nack):
@@ -154,7 +148,6 @@ class Guests:
 
     # --- quarantine ----------------------------------------------------------------------------------------------
     def _expel(self, guest: str, reason: str) -> None:
-        """Quarantine a guest with its groups, and disconnect it."""
         num_groups = self._store.quarantine_guest(guest, reason=reason)
         log.warning("guest_quarantined", guest=guest, reason=reason, groups=num_groups)
         self._store.record_event(guest, f"quarantined, with the {num_groups} groups it contributed to: {reason}")
@@ -170,7 +163,7 @@ class Guests:
 
     # --- checks --------------------------------------------------------------------------------------------------
     def poll(self) -> None:
-        """Assign open checks to trusted, ready generators. Reassign them after a departure or a timeout."""
+        """Assign open checks to trusted, ready generators; reassign them after a departure or a timeout."""
         if not self._config.names:
             return
         auditors = {peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.state == "ready"}
@@ -188,7 +181,6 @@ class Guests:
                 load[idle] += 1
 
     def record_check(self, peer: Peer, audited: Audited) -> None:
-        """Record the result of a check; quarantines the guest if its checks convict it."""
         order = self._open.get(audited.check.id)
         if order is None or order.owner != peer.owner:
             return
@@ -200,7 +192,6 @@ class Guests:
             self._expel(order.guest, reason)
 
     def _compare(self, guest: _Guest, order: _Check, check: AnswerCheck) -> AnswerCheck:
-        """Compare the answer with earlier ones to the same prompt: an improbable copy is a lie."""
         first = guest.digests.setdefault((order.prompt.uid, check.digest), check.id)
         if len(guest.digests) > _DIGESTS_KEPT:
             guest.digests.popitem(last=False)
@@ -209,7 +200,6 @@ class Guests:
         return msgspec.structs.replace(check, lie=f"{check.id} repeats {first}, which is no coincidence")
 
     def gauges(self, peer: Peer) -> dict[str, object]:
-        """Gauges of a guest for the store."""
         known = self._guests.get(peer.guest)
         return {"guest": peer.guest, "checked": known.num_checked if known else 0} if peer.guest else {}
 
@@ -219,18 +209,18 @@ class Guests:
 
 # --- verdict ---------------------------------------------------------------------------------------------------------
 _MIN_LIES = 2
-"""Lies that convict a guest: a single one may come from faulty hardware or a reward function."""
+"""Lies that convict a guest; a single one may come from faulty hardware or the reward function."""
 _MIN_CHECKS = 4
 """Minimum number of scored answers for the statistical tests."""
 _MAX_SURPLUS = 0.1
-"""Tolerated difference in the share of most likely tokens, in addition to sampling noise: the policy has changed
-slightly since the answer, and engines differ."""
+"""Tolerated difference in the share of most likely tokens, beyond sampling noise: engines differ, and so may the
+policy."""
 _DEVIATIONS = 4.0
 """Tolerated sampling noise, standard deviations."""
 
 
 def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
-    """Return the reason to quarantine the guest with these checks; empty if it is not convicted."""
+    """Return the reason to quarantine a guest with these checks; empty for none."""
     lies = [check.lie for check in checks if check.lie]
     if len(lies) >= _MIN_LIES:
         return f"{len(lies)} of {len(checks)} checked answers are false, the last one: {lies[-1]}"

@@ -1,12 +1,11 @@
 """Handshake: decides from a Hello whether a peer may join.
 
-The socket accepts only clients with the run's token (slipstream/runtime/credentials.py).
+The socket accepts only clients with the run's token or a guest's (slipstream/runtime/credentials.py).
 
-Inspection: describes the run to a machine before it joins, and tests whether the broker can reach that machine.
+Inspection: describes the run to a machine that has not joined, and tests whether the broker can reach that machine.
 
     machine -> broker       broker -> machine
     Inspect                 Inspected + bytes
-A machine sends Inspect without having joined, but it needs the run's token like every client.
 """
 
 import time
@@ -40,7 +39,6 @@ class Rejection(Record):
 
     kind: Literal["schema", "name", "network", "guest"]
     reason: str
-    """One sentence with the requirement, the actual value, and the fix."""
 
 
 class Handshake:
@@ -54,7 +52,7 @@ class Handshake:
     def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
         """Return the reason to reject a peer; None if it may join.
 
-        `guest`: name that belongs to the peer's key, empty for the run's token. `quarantined`: guest -> reason.
+        `guest`: guest that the peer's key belongs to; empty for the run's token. `quarantined`: guest -> reason.
         """
         if hello.schema_version != SCHEMA_VERSION:
             return _reject_schema(hello.peer_id, hello.schema_version)
@@ -99,7 +97,7 @@ def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> st
 
 
 def reject_unreadable(hello: HelloHeader, refusal: RecordRefusedError) -> Rejection:
-    """Build the rejection of an undecodable Hello, most likely from another version."""
+    """Reject an undecodable Hello, most likely from another version."""
     if isinstance(hello.schema_version, int) and hello.schema_version != SCHEMA_VERSION:
         return _reject_schema(hello.sender, hello.schema_version)
     return Rejection("schema", f"a Hello must match this version of Slipstream, got {refusal}: update both sides.")
@@ -111,45 +109,44 @@ def _reject_schema(peer_id: str, version: int) -> Rejection:
 
 
 MAX_BYTES = 256 * 1024
-"""Bytes of one answer: like a chunk of weights, small enough that other peers are served in between."""
+"""Maximum bytes of one answer, small enough that other peers are served in between."""
 _MAX_PROBES = 8
-"""Concurrent connection tests; further machines are answered without a test."""
+"""Maximum number of concurrent connection tests; further machines are answered without one."""
 
 
 class Inspect(Message):
     """Query from a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
 
     listens_at: Name = ""
-    """Endpoint on the machine for the broker to test; empty: none. Tested only inside `cluster.interface`."""
+    """Endpoint for the broker to test, if it is inside `cluster.interface`; empty: none."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
     """Length of the answer's second frame, for measuring the link."""
     machine: HostName = ""
-    """As in Hello; selects which address of each broker the answer contains."""
+    """As in Hello; selects the brokers' addresses in the answer."""
 
 
 class Inspected(Message):
-    """Answer to Inspect: the broker's run, versions, model and clock, or bytes that measure the link."""
+    """Answer to Inspect."""
 
     run_id: str
     config_json: str
-    """The resolved RunConfig, as JSON; empty in an answer with bytes."""
+    """The resolved RunConfig; empty in an answer with bytes."""
     versions: dict[str, str]
     """Library -> version on the broker's machine."""
     model: ModelFingerprint | None
-    """Fingerprint of `model.path` there; None if that folder does not exist."""
+    """As in Welcome."""
     schema_version: int = SCHEMA_VERSION
     time: float = 0.0
     """Broker's clock, seconds since 1970."""
     weights_at: str = ""
-    """Endpoint of the learner for fetching weights; empty without a learner or an endpoint."""
+    """The learner's endpoint for fetching weights; empty if none."""
     living: LivingBrokers | None = None
-    """Live brokers; None if the run has one broker."""
     is_reached: bool | None = None
     """Whether the broker could connect to `listens_at`; None: not tested."""
 
 
 class Inspection:
-    """Answers machines that have not joined. Belongs to the router's thread; tests connections on its own thread."""
+    """Answers Inspect. Belongs to the router's thread; tests connections on its own thread."""
 
     def __init__(
         self,
@@ -160,8 +157,6 @@ class Inspection:
         *,
         model: ModelFingerprint | None,
     ) -> None:
-        """`find_weights` returns the learner's endpoint for weights or an empty string; `find_living(machine)` the live
-        brokers with their addresses for that machine."""
         self._run = run
         self._config_json = msgspec.json.encode(run).decode()
         self._model = model
@@ -172,7 +167,7 @@ class Inspection:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="inspection")
 
     def accept(self, identity: bytes, frames: Frames) -> bool:
-        """Answer an Inspect, now or after testing the connection; False for any other message."""
+        """Answer an Inspect, now or in `send_due`; False for any other message."""
         question = decode_header(frames, Inspect)
         if question is None:
             return False
@@ -183,12 +178,11 @@ class Inspection:
         return True
 
     def send_due(self) -> None:
-        """Answer the machines with a finished connection test."""
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
 
     def _may_probe(self, address: str) -> bool:
-        # Only inside that network, so that nobody can use the broker to scan others.
+        # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
         host = address.removeprefix("tcp://").rpartition(":")[0]
         return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES
 

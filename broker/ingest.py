@@ -16,27 +16,26 @@ from slipstream.buffer.store import Store, StoreOutage
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
-# Limits per step: its Acks wait for all of its inserts.
+# Limits per step, whose Acks wait for all of its inserts.
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
 _RETRIABLE = ("store_full",)
-"""Temporary refusals of the store. Like refusals during a StoreOutage, they are answered by a non-fatal Nack."""
+"""Temporary refusals, answered like a store outage by a non-fatal Nack."""
 
 log = structlog.get_logger(__name__)
 
 _Received = tuple[bytes, TrajectoryHeader, bytes, str]
-"""Identity of the sender, header, payload, and guest (empty for others)."""
+"""Sender's identity, header, payload, and guest (empty for others)."""
 _guest_of = itemgetter(3)
 GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
-"""(guest, header, payload, trajectory): raises RecordRefusedError if the guest may not send this trajectory."""
+"""(guest, header, payload, trajectory); raises RecordRefusedError if the guest may not send it."""
 
 
 class Ingest:
-    """Batches the trajectories of one router step, inserts them and answers every sender.
+    """Inserts the trajectories of one router step in batches and answers every sender.
 
-    A thread inserts full batches while the router checks the next trajectories. `flush` waits for all batches of the
-    step.
+    A thread inserts full batches while the router checks the next trajectories.
 
     Consumes: Put messages with their payloads.
     Produces: one Ack or Nack per trajectory.
@@ -52,7 +51,6 @@ class Ingest:
         *,
         max_payload_bytes: int = 2**26,
     ) -> None:
-        """`outage` records failed store calls; `log_limiter` logs refusals."""
         self._check_guest = check_guest
         self._log_limiter = log_limiter or LogLimiter(log.warning)
         self._max_payload_bytes = max_payload_bytes
@@ -72,11 +70,10 @@ class Ingest:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step has received enough and should flush."""
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
-        """Add the trajectories of a Put to the batch. Quarantine malformed ones; returns their fatal Nacks."""
+        """Add the trajectories of a Put; quarantines malformed ones and returns their fatal Nacks."""
         if len(put.headers) != len(payloads):
             detail = f"a Put of {len(put.headers)} trajectories must have as many payloads, got {len(payloads)}"
             self._quarantine("frame_count", b"".join(payloads[:1]))
@@ -95,7 +92,7 @@ class Ingest:
             self._quarantine(refusal.reason, payload)
             return self._fatal(header, refusal.reason, detail=refusal.detail)
         except Exception:
-            # Fatal even after an unexpected error: otherwise the sender would resend it forever.
+            # Fatal: the sender would resend it forever after any other Nack.
             if self._log_limiter.log("check_failed", "internal_error", id=header.id):
                 log.exception("check_failed", id=header.id)
             self._quarantine("internal_error", payload)
@@ -110,7 +107,7 @@ class Ingest:
         return None
 
     def flush(self) -> list[tuple[bytes, Message]]:
-        """Insert the remaining batch and wait for all others; returns (identity, answer) pairs."""
+        """Insert the last batch and wait for all; returns (identity, answer) pairs."""
         inserting, self._inserting = self._inserting, []
         self._num_received = self._bytes_received = 0
         answers = [answer for batch, result in inserting for answer in self._answer_batch(batch, result)]
@@ -133,7 +130,7 @@ class Ingest:
         try:
             insertions = result()
         except StoreUnavailableError as error:
-            # The insert may have succeeded before the connection broke. Resending is safe: inserts are idempotent.
+            # The insert may have succeeded. Resending is safe: inserts are idempotent.
             self._outage.record(error)
             self.reason = self._outage.reason
             return [(identity, self._defer(header)) for identity, header, *_ in batch]
@@ -158,7 +155,7 @@ class Ingest:
         try:
             self._store.quarantine(reason, payload)
         except StoreUnavailableError as error:
-            # Quarantine only serves diagnosis: its failure must not prevent the Nack.
+            # Quarantine serves diagnosis only, so its failure must not prevent the Nack.
             self._log_limiter.log("quarantine_failed", reason, error=str(error))
 
     def _fatal(self, header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:

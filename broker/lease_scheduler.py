@@ -35,9 +35,9 @@ from slipstream.runtime.images import image_id
 log = structlog.get_logger(__name__)
 
 _MAX_WAIT_S = 1.0
-"""Time after which a request is answered empty, so that a generator always knows why it has no work."""
+"""Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
-"""Answers per round. Each takes a store call that blocks the broker."""
+"""Answers per round, each with a store call that blocks the broker."""
 
 
 @dataclass
@@ -49,12 +49,12 @@ class _Request:
 
 @dataclass
 class _Offer:
-    """Upper bounds for one lease: total number of groups, and the admission limit for new ones."""
+    """Upper bounds for one lease: total groups, and the admission limit for new ones."""
 
     max_groups: int
     admission_limit: int
     reason: str = ""
-    """Reason for offering less than is available."""
+    """Reason for offering no training prompts; empty otherwise."""
 
 
 class LeaseScheduler:
@@ -63,7 +63,8 @@ class LeaseScheduler:
     Consumes: lease requests.
     Produces: Prompts, empty with a reason if nothing can be leased for a while.
     Waits for: pacing to admit prompts, an evaluation to open, a lease to be returned.
-    Invariant: a generator gets its fair share of the leasable groups, and no training prompt with stale weights.
+    Invariant: a generator gets at most its fair share of the groups, and no training prompt while its weights are
+    stale.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class LeaseScheduler:
         guests: Guests,
         clock: Clock,
     ) -> None:
-        """`chief` provides this broker's share of the generators. `outage` records failed store calls; requests are
-        answered during an outage too."""
+        """`chief` provides this broker's share of the groups; `outage` records failed store calls."""
         self._guests = guests
         self._store = store
         self._outage = outage
@@ -93,27 +93,25 @@ class LeaseScheduler:
         self._counts: StoreCounts | None = None
         self._exhausted: set[int] = set()
         self._without_rows: set[int] = set()
-        """Versions for which the store has nothing left in this round: nothing at all, or no evaluation rows."""
+        """Versions for which the store has nothing left in this round (`_exhausted`), or no evaluation rows."""
         self._has_warned = False
         self._unstored: dict[str, bytes] = {}
-        """Name -> image that is not stored yet."""
+        """Name -> image that a failed call has not stored."""
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def request(self, peer: Peer, *, max_trajectories: int) -> None:
-        """Open a request; replaces an older one from the same peer."""
         self._fair_share.add(peer)
         self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _MAX_WAIT_S)
 
     def record_answer(self, peer: Peer | None, answer: Message) -> None:
-        """Record the answer to a peer's trajectories: Acks measure its throughput."""
+        """Acks measure the peer's throughput."""
         if peer and isinstance(answer, Ack):
             self._fair_share.record_stored(peer, answer.ids)
 
     def drop_request(self, peer: Peer) -> None:
-        """Discard the open request of a lost connection."""
         self._requests.pop(peer.identity, None)
 
     def remove_peer(self, peer: Peer) -> None:
@@ -121,13 +119,13 @@ class LeaseScheduler:
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer up to `_MAX_ANSWERS` requests that can be answered now; returns (identity, answer) pairs."""
+        """Answer the requests that can be answered now, at most `_MAX_ANSWERS`; returns (identity, answer) pairs."""
         self._state = self._counts = None
         self._exhausted.clear()
         self._without_rows.clear()
         self._fair_share.start_round()
         answers: list[tuple[bytes, Prompts]] = []
-        # Fastest first, regardless of arrival order: prompts go to the generators that finish them soonest.
+        # Fastest first: prompts go to the generators that finish them soonest.
         for request in sorted(self._requests.values(), key=lambda each: self._fair_share.group_s(each.peer)):
             if len(answers) >= _MAX_ANSWERS:
                 break
@@ -140,8 +138,8 @@ class LeaseScheduler:
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
-        """Return prompts, or after the request's deadline the reason for an empty answer."""
-        # Before the deadline, withhold an empty answer: prompts admitted in the meantime save a round trip.
+        """Return prompts, or after the deadline the reason for an empty answer."""
+        # Hold back an empty answer until the deadline: prompts that are admitted meanwhile save a round trip.
         is_due = self._clock() >= request.deadline
         if not is_due and request.peer.version in self._exhausted:
             return [], ""
@@ -161,7 +159,7 @@ class LeaseScheduler:
         requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
         limit = self._admission_limit(state)
         if state.phase not in ("starting", "training"):
-            # In other phases the store leases only evaluation rows.
+            # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
         if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
             return self._offer_evaluation(request.peer, requested, reason)
@@ -171,20 +169,19 @@ class LeaseScheduler:
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        """Offer evaluation rows, but no training prompts."""
-        # The store leases returned prompts first, regardless of the admission limit: while any remain, even a lease
-        # that admits nothing would hand out training prompts.
+        # The store leases returned prompts regardless of the admission limit: while it has any, even a limit of 0 would
+        # hand out training prompts.
         if self._store_counts().returned:
             return _Offer(0, 0, reason)
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Number of training groups for this peer; None for no limit (no other generator, or nothing to share)."""
+        """Training groups for this peer; None for no limit (no other generator, or nothing to share)."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()
         available = counts.returned + max(0, limit - counts.admitted)
-        # Other brokers offer the rest to their generators.
+        # Other brokers offer the rest.
         available = ceil(available * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
@@ -196,14 +193,12 @@ class LeaseScheduler:
         return min(limit, capacity_limit(capacity, self._store_counts()))
 
     def _run_state(self) -> RunState:
-        """State of the run, read once per round. A curriculum depends on the next prompt, so it also reads after each
-        lease."""
+        """State of the run, read once per round; with a curriculum, which needs the next ordinal, after each lease."""
         if self._state is None:
             self._state = self._store.run_state()
         return self._state
 
     def _store_counts(self) -> StoreCounts:
-        """Counts of the store, read once per round and updated by the round's leases."""
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
@@ -219,7 +214,7 @@ class LeaseScheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
-        """Return the next prompts; the store chooses among them by success rate."""
+        """Return the next prompts, for the store to choose from by success rate."""
         curriculum, seed = self._run.data.curriculum, self._run.seed
         num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
         if curriculum is None or num_new <= 0:
@@ -240,7 +235,7 @@ class LeaseScheduler:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
         if offer.max_groups == 0 or peer.version in known_empty:
             return []
-        # First, because a failure to store images would make every leased prompt lapse until it is quarantined.
+        # First: if images cannot be stored, leased prompts would lapse until they are quarantined.
         self._put_images({})
         leases = self._store.lease(
             owner=peer.owner,
@@ -249,7 +244,7 @@ class LeaseScheduler:
             has_baseline=self._run.generators.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
-            # An evaluation accepts answers from one version only, and none from guests, which are not trusted.
+            # An evaluation accepts answers from one version, and none from guests.
             version=-1 if peer.guest else peer.version,
             max_evaluations=ceil(
                 self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
@@ -259,32 +254,31 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
         if not leases and not peer.guest:
-            # Nothing is left for any generator with this version: one store call serves all that wait.
+            # Nothing is left for this version: one store call answers all of its generators.
             (self._without_rows if offer.reason else self._exhausted).add(peer.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
-            # Stored before any answer refers to them. Evaluations need none: their answers are never trained on.
+            # Before any answer refers to them. Evaluations need none, because they are never trained on.
             self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
 
     def _put_images(self, images: dict[str, bytes]) -> None:
-        """Store these images and those of earlier failed calls. Raises StoreUnavailableError."""
+        """Store these images and those of failed calls. Raises StoreUnavailableError."""
         self._unstored |= images
         if self._unstored:
             self._store.put_images(self._unstored)
             self._unstored = {}
 
     def _count_in(self, leases: list[Lease]) -> None:
-        """Update the round's cached state and counts after a lease."""
         if not leases:
             return
         if self._run.data.curriculum:
             self._state = None
         if self._counts is None or self._counts.returned:
-            # Only the store knows how many of the leased prompts were returned ones.
+            # Only the store knows how many of the leases were returned prompts.
             self._counts = None
             return
         num_new = sum(lease.purpose == "train" for lease in leases)
@@ -298,7 +292,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
-    """Split an answer into messages that fit; the dataset has checked that every single prompt does."""
+    """Split an answer into messages that fit; every single prompt does, as the dataset has checked."""
     half = len(answer.prompts) // 2
     if not half or len(encode(answer)) <= max_bytes:
         return [answer]

@@ -1,7 +1,7 @@
 """Protocol: every message between the broker and its peers.
 
-A message on the wire is a list of frames, [header] or [header, payload, ...]. The header is MessagePack of one of the
-records below, tagged by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
+A message is a list of frames, [header] or [header, payload, ...]. The header is a record below in MessagePack, tagged
+by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
 
     peer -> broker                              broker -> peer
     Hello                                       Welcome | Refuse
@@ -15,8 +15,8 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 
-If a message cannot be decoded, the broker decodes just enough of it to answer its sender. Otherwise a peer with another
-version, or with a frame damaged in transit, would wait forever.
+The broker answers undecodable messages too, as far as they are readable: a peer with another version, or with a frame
+damaged in transit, must not wait forever.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -32,16 +32,15 @@ from slipstream.configs.base import Record
 from slipstream.runtime.model_files import ModelFingerprint
 
 Frames = list[bytes]
-"""A message on the wire: [header] or [header, payload, ...]."""
 
 # The types bound all sizes: a peer may send anything, and a message that fails to decode never reaches the router.
 
 NO_EPOCH = 0
-"""`Update.epoch` of a version that each member fetches instead of receiving a broadcast."""
+"""`Update.epoch` of a version that is fetched, not broadcast."""
 MAX_REASON_LENGTH = 256
-"""Characters of a reason that names a counter in the store; the sender truncates longer ones."""
+"""Characters of a reason that names a counter; the sender truncates longer ones."""
 ErrorText = Annotated[str, Meta(max_length=2**16)]
-"""Text for humans, long enough for an error with its traceback."""
+"""Long enough for an error with its traceback."""
 # Bounded because one Lua script receives all ids as arguments.
 LeaseIds = Annotated[list[Name], Meta(max_length=2**16)]
 Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None
@@ -52,26 +51,25 @@ Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
 PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
 """One printable line, since names reach logs, events and terminals. \\Z because $ would allow a trailing line feed."""
 PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
-"""Logical name of a peer."""
 LendAddress = Annotated[str, Meta(max_length=256, pattern=r"^((tcp|ipc)://[!-~]+)?\Z")]
 """A generator's endpoint for lending its current version; empty: it lends nothing."""
 HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
 
 
 class Message(Record, tag_field="type", tag=True):
-    """Base of all messages, tagged by `type`."""
+    """Base of all messages."""
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 class Hello(Message):
-    """Request to join: the first message of an incarnation, repeated after the connection was lost.
+    """Request to join, repeated after a lost connection.
 
     Example: Hello(role="generator", peer_id="generator-0", incarnation="9f3c...", host="node1", pid=4242)
     """
 
     role: Literal["generator", "learner"]
     peer_id: PeerId
-    """Logical name, unique among the connected peers; `learner` for the learner."""
+    """Unique among the connected peers; `learner` for the learner."""
     incarnation: PeerId
     """Random per process start."""
     host: HostName
@@ -79,37 +77,37 @@ class Hello(Message):
     schema_version: int = SCHEMA_VERSION
     """The broker refuses peers with another version."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
-    """Transport that this generator chooses; empty: `weights.transport` of the run."""
+    """Overrides the run's `weights.transport`; empty: no override."""
     machine: HostName = ""
     """Equal for peers that share a loopback interface; empty: unknown."""
 
 
 class LivingBrokers(Message):
-    """The set of live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
+    """The live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
 
     broker: Name
     """Name of the sender."""
     brokers: dict[Name, Name]
-    """Name -> address as seen from the receiver's machine; an empty address is unreachable from there."""
+    """Name -> address for the receiver's machine; empty if unreachable from there."""
 
 
 class Welcome(Message):
-    """Acceptance of a peer, with the run's configuration and state."""
+    """Acceptance of a peer."""
 
     run_id: str
     config_json: str
-    """The resolved RunConfig, as JSON."""
+    """The resolved RunConfig."""
     store_url: str
-    """Address of the store, for the learner; empty for generators."""
+    """For the learner; empty for generators."""
     version: int
     credit_messages: int
-    """Maximum number of sent trajectories without an Ack."""
+    """Maximum number of unacknowledged trajectories."""
     credit_bytes: int
-    """Maximum payload bytes sent without an Ack."""
+    """Maximum payload bytes of unacknowledged trajectories."""
     broker_incarnation: str
     """Random per start of the broker."""
     num_heldout: dict[str, int]
-    """Number of prompts of each held-out set."""
+    """Held-out set -> number of prompts."""
     model: ModelFingerprint | None = None
     """Fingerprint of `model.path` on the broker's machine; None if that folder does not exist."""
     living: LivingBrokers | None = None
@@ -120,7 +118,6 @@ class Refuse(Message):
     """Permanent rejection of a peer."""
 
     reason: str
-    """One sentence with the requirement, the actual value, and the fix."""
 
 
 class Bye(Message):
@@ -140,14 +137,14 @@ class Drain(Message):
 
 # --- heartbeats ------------------------------------------------------------------------------------------------------
 class Ping(Message):
-    """Heartbeat of the broker, answered by a Pong."""
+    """Heartbeat of the broker."""
 
     sent_at: float
     """Seconds by the broker's monotonic clock."""
 
 
 class Pong(Message):
-    """Answer to a Ping: state, gauges and held leases of a peer. Also sent unprompted when the state changes."""
+    """Answer to a Ping; also sent unprompted when the state changes."""
 
     sent_at: float
     """Copied from the Ping; -1 if unprompted."""
@@ -156,11 +153,10 @@ class Pong(Message):
     version: int
     """Verified policy version in the engine; -1 before the first."""
     reason: ErrorText = ""
-    """Reason for waiting; empty if the peer is not waiting."""
+    """Reason for waiting; empty otherwise."""
     gauges: Gauges = {}
-    """Tokens per second, running requests, outbox length, ..."""
     lease_ids: LeaseIds = []
-    """Held leases. The broker renews only these, so a lease lost in transit lapses and is leased again."""
+    """Held leases, the only ones that the broker renews: a lease lost in transit lapses and is leased again."""
     lends_at: LendAddress = ""
 
 
@@ -175,16 +171,16 @@ class Row(Record):
     uid: str
     """File name and row number: stable across runs, unique within a run."""
     prompt: str | list[dict[str, Any]]
-    """Plain text, or chat messages for the tokenizer's chat template."""
+    """Text, or messages for the chat template."""
     ground_truth: Any
     """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """The row's record and remaining columns, passed unchanged to the agent and the reward function."""
+    """The row's `extra_info` and remaining columns, for the agent and the reward function."""
     agent_name: str = ""
     """Agent loop of this row; empty: `generators.agent`."""
     images: list[bytes] = []
-    """Encoded images in prompt order, shared by all members of the group."""
+    """Encoded, in prompt order, shared by all members of the group."""
 
 
 class Prompt(Row, kw_only=True):
@@ -194,10 +190,10 @@ class Prompt(Row, kw_only=True):
 
 
 class LeaseRequest(Message):
-    """Request for prompts, for all free slots of a generator."""
+    """Request of a generator for prompts."""
 
     max_trajectories: Annotated[int, Meta(ge=1, le=2**20)]
-    """Free slots; a group takes one slot per member."""
+    """All free slots; a group takes one per member."""
 
 
 class Prompts(Message):
@@ -205,17 +201,17 @@ class Prompts(Message):
 
     prompts: list[Prompt]
     reason: str = ""
-    """Reason for an empty answer: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; else empty."""
+    """Reason for an empty answer, such as `pacing: ...` or `store_unavailable`; else empty."""
 
 
 class Put(Message):
-    """Finished trajectories. Their payloads are the remaining frames of the message, in the same order."""
+    """Finished trajectories, with their payloads as the remaining frames in the same order."""
 
     headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
 
 
 class Ack(Message):
-    """Confirmation that the store holds these trajectories; the sender may delete them."""
+    """The store holds these trajectories; the sender may delete them."""
 
     ids: list[str]
 
@@ -229,7 +225,6 @@ class Nack(Message):
     """True: do not resend, return the lease. False: resend after `retry_after_s`."""
     retry_after_s: float = 0.0
     lease_id: str = ""
-    """Lease named in the trajectory's header."""
 
 
 class ReturnLeases(Message):
@@ -237,12 +232,12 @@ class ReturnLeases(Message):
 
     lease_ids: LeaseIds
     reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
-    """Name of the counter in the store."""
+    """Names a counter in the store."""
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
-"""Transport of new weights to a generator; see `weights.transport` in configs/broker.py."""
+"""See `weights.transport` in configs/broker.py."""
 GroupBackend = Literal["gloo", "nccl"]
 DeviceName = Annotated[str, Meta(max_length=128)]
 
@@ -251,10 +246,10 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
     """Position of a tensor in the flat buckets. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
 
     name: str
-    """Parameter name in the transformers checkpoint."""
+    """Name in the transformers checkpoint."""
     shape: list[int]
     dtype: str
-    """Name of the torch dtype on the wire."""
+    """torch dtype on the wire."""
     bucket: int
     offset: int
     """First byte in the bucket."""
@@ -279,7 +274,7 @@ class SnapshotSource(Record):
 
 
 class LenderError(Record):
-    """Failure of a lender, reported to the learner by a generator that fetched from it."""
+    """Failure of a lender, reported by a generator that fetched from it."""
 
     address: LendAddress
     reason: ErrorText
@@ -307,24 +302,23 @@ class MemberState(Record):
 
 
 class Members(Message):
-    """All connected generators. Sent to the learner after its Hello and whenever one joins, leaves or changes state."""
+    """All connected generators, sent to the learner after its Hello and whenever one joins, leaves or changes state."""
 
     generators: list[MemberState]
     """Sorted by peer_id."""
 
 
 class OpenEpoch(Message):
-    """Order of the learner to build a process group. `members[i]` has rank i + 1; the learner has rank 0."""
+    """Order to build a process group. `members[i]` has rank i + 1; the learner has rank 0."""
 
     epoch: int
-    """Number of the membership epoch, increasing over the run."""
+    """Increases over the run."""
     members: list[Member]
     host: str
     """Host of the learner's rendezvous store, or `file://` and its path."""
     port: int
-    """Port of the learner's rendezvous store; 0 for a file."""
+    """Port of that store; 0 for a file."""
     timeout_s: float
-    """Time limit for building the group, seconds."""
     backend: GroupBackend = "gloo"
     """nccl: between GPUs | gloo: through host memory."""
 
@@ -335,14 +329,14 @@ class EpochOpened(Message):
     epoch: int
     member: Member
     error: ErrorText = ""
-    """Reason the group could not be built; empty on success."""
+    """Empty on success."""
 
 
 class Update(Message):
-    """Announcement of a version to be broadcast over the group of `epoch`, or ready to be fetched."""
+    """Announcement of a version: it is about to be broadcast to the group of `epoch`, or ready to be fetched."""
 
     epoch: int
-    """Epoch of the group; NO_EPOCH: fetch from `source`."""
+    """NO_EPOCH: fetch from `source`."""
     members: list[Member]
     """Generators to relay it to; the broker clears the list before relaying."""
     version: int
@@ -351,15 +345,14 @@ class Update(Message):
     checksums: list[int]
     """xxh3-64 of the bytes of each bucket."""
     canary_token_ids: list[list[int]]
-    """Token sequences for the probe."""
     canary_logprobs: list[list[float]]
-    """The learner's log-probability of token t + 1 given tokens <= t, for each sequence; at temperature 1."""
+    """The learner's log-probability of token t + 1 given tokens <= t, at temperature 1."""
     max_probe_diff: float
-    """Mean absolute difference of log-probabilities above which the probe fails, nats."""
+    """Largest `probe_diff` that passes the probe."""
     timeout_s: float
-    """Time limit for each bucket of a broadcast, or for a whole fetch, seconds."""
+    """Time limit for each bucket of a broadcast, or each file of a fetch."""
     source: SnapshotSource | None = None
-    """Location of the version, for a fetch; None: it is broadcast."""
+    """None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []
     """BLAKE3 of each bucket's bytes, which a lender cannot forge; empty without lenders."""
 
@@ -373,19 +366,18 @@ class UpdateApplied(Message):
     error: ErrorText = ""
     """Empty: loaded, checksums equal, probe within bounds."""
     probe_diff: float = 0.0
-    """Mean absolute difference of the probe's log-probabilities, nats."""
+    """Mean absolute difference between `canary_logprobs` and the engine's, nats."""
     probe_diff_max: float = 0.0
-    """Largest absolute difference of the probe's log-probabilities, nats."""
+    """Largest absolute difference, nats."""
     pause_s: float = 0.0
-    """Duration of the pause in generation, seconds."""
+    """Pause in generation."""
     device: DeviceName = "cpu"
-    """Device that receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
+    """Receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
     lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
-    """Failures of lenders during the fetch."""
 
 
 class Profile(Message):
-    """Order from the learner to record events, to record the engines' events too, or to write all of them."""
+    """Order to record events (`events`), the engines' events too (`engine`), or to write all of them (`end`)."""
 
     stage: Literal["events", "engine", "end"]
 
@@ -408,32 +400,30 @@ AnyMessage = (
     Hello | Welcome | Refuse | Bye | Drain | LivingBrokers | Ping | Pong | LeaseRequest | Prompts | Put | Ack | Nack
     | ReturnLeases | Members | OpenEpoch | EpochOpened | Update | UpdateApplied | Profile | Audit | Audited
 )  # fmt: skip
-"""Union type for decoding a header."""
 
 
 UNREADABLE = "unreadable"
-"""Reason of the Nack for each trajectory of an undecodable Put."""
+"""Reason of the Nacks for an undecodable Put."""
 _MAX_HEADERS = 1024
 _MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
 
 
-# These types are as loose as the answer allows. msgspec skips unknown fields, so a record with a newer schema still
+# These types are as loose as the answer allows: msgspec skips unknown fields, so a record with a newer schema still
 # decodes, and a field of an unexpected type does not prevent an answer.
 class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
-    """Sender and schema version of a Hello; ignores all other fields."""
+    """Sender and schema version of a Hello."""
 
     peer_id: Any = ""
     schema_version: Any = None
 
     @property
     def sender(self) -> str:
-        """Printable name of the sender, truncated."""
         return "".join(letter if letter.isprintable() else "?" for letter in str(self.peer_id)[:_MAX_SENDER_LENGTH])
 
 
 class RefuseHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Refuse"):
-    """Reason of a Refuse; ignores all other fields."""
+    """Reason of a Refuse."""
 
     reason: ErrorText
 
@@ -444,13 +434,13 @@ class _TrajectoryIds(msgspec.Struct, frozen=True):
 
 
 class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
-    """Trajectory and lease ids of a Put; ignores all other fields."""
+    """Trajectory and lease ids of a Put."""
 
     headers: list[_TrajectoryIds]
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """Decode the fields of `kind`; None if the message has another type or the fields are unreadable."""
+    """Decode the fields of `kind`; None for another type or unreadable fields."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:
@@ -458,7 +448,7 @@ def decode_header(frames: Frames, kind: type[T]) -> T | None:
 
 
 def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Nack]:
-    """Build a fatal Nack for each readable trajectory id of an undecodable Put; none for other messages."""
+    """Build a fatal Nack for each readable trajectory id of an undecodable Put."""
     put = decode_header(frames, PutHeader)
     headers = put.headers[:_MAX_HEADERS] if put else []
     reason = f"{UNREADABLE}: {refusal.detail}"

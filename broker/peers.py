@@ -38,7 +38,7 @@ class Peer:
     """ROUTER identity of its connection."""
     hello: Hello
     heard_at: float
-    """Time of its last message by the broker's clock, seconds."""
+    """Time of its last message, seconds by the broker's clock."""
     state: str = "starting"
     """From its last Pong, like the next five fields."""
     version: int = -1
@@ -49,16 +49,15 @@ class Peer:
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
-    """Name of the guest whose key it uses; empty: it has the run's token."""
+    """Guest whose key it uses; empty for the run's token."""
 
     @property
     def owner(self) -> str:
-        """Owner of its leases. Includes the incarnation: a restarted generator does not inherit its old leases."""
+        """Owner of its leases; a restarted generator does not inherit them."""
         return f"{self.hello.peer_id}/{self.hello.incarnation}"
 
     def beat(self, more: dict[str, object]) -> Heartbeat:
-        """Build its heartbeat for the store, with additional gauges."""
-        # The peer's gauges come first, so that they cannot replace the broker's.
+        # The peer's gauges come first, so that they cannot replace these.
         gauges: dict[str, object] = {
             **self.gauges,
             "role": self.hello.role,
@@ -77,15 +76,12 @@ class Peer:
 
 
 class Peers:
-    """Table of connected peers, keyed by the ROUTER identity of the connection.
-
-    The identity is random per connection and proves nothing about the sender's name. Names come only from Hello.
-    """
+    """Connected peers by ROUTER identity, which is random per connection. Names come only from Hello."""
 
     def __init__(
         self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
     ) -> None:
-        """`transport`: default for generators that do not choose one."""
+        """`transport`: default for generators that choose none."""
         self._timeout_s = timeout_s
         self._suspect_after_s = suspect_after_s
         self._transport = transport
@@ -106,8 +102,8 @@ class Peers:
         return self._by_identity.get(peer.identity) is peer
 
     def get(self, identity: bytes) -> Peer | None:
-        """Return the peer of this connection, marked as heard now."""
-        # Every message counts, because a busy peer may send its Pongs late.
+        """Return the peer of this connection, and mark it as heard."""
+        # Any message counts, because a busy peer may send its Pongs late.
         peer = self._by_identity.get(identity)
         if peer:
             peer.heard_at = self._clock()
@@ -115,7 +111,7 @@ class Peers:
         return peer
 
     def find_duplicate(self, hello: Hello) -> Peer | None:
-        """Find another incarnation with the same role and id that is not silent."""
+        """Return another live incarnation with the same role and id."""
         peer = self._by_name.get((hello.role, hello.peer_id))
         is_other = peer is not None and peer.hello.incarnation != hello.incarnation and self._is_alive(peer)
         return peer if is_other else None
@@ -123,8 +119,8 @@ class Peers:
     def add(self, identity: bytes, hello: Hello, *, guest: str = "") -> list[Peer]:
         """Add a peer; returns the entries it replaces.
 
-        It replaces an older connection of the same incarnation, a silent incarnation with the same name, and any other
-        name on this connection.
+        These are an older connection of the same incarnation, a dead incarnation with the same name, and any other peer
+        on this connection.
         """
         named = self._by_name.get((hello.role, hello.peer_id))
         replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
@@ -139,23 +135,21 @@ class Peers:
         return peer
 
     def pop_silent(self) -> list[Peer]:
-        """Remove and return the peers that sent nothing for `timeout_s`."""
         silent = [peer for peer in self if not self._is_alive(peer)]
         for peer in silent:
             self.remove(peer.identity)
         return silent
 
     def excuse_pause(self) -> None:
-        """Exclude from all silences the time since the last call, if the broker was stopped or blocked."""
+        """If the broker was stopped or blocked since the last call, exclude that time from the peers' silence."""
         now = self._clock()
         pause_s, self._ran_at = now - self._ran_at, now
         if pause_s > self._suspect_after_s:
-            # Messages sent during the pause may not have been received yet.
+            # Messages sent during the pause may still be queued.
             for peer in self._by_identity.values():
                 peer.heard_at = min(now, peer.heard_at + pause_s)
 
     def generators(self) -> list[Peer]:
-        """Return the connected generators, sorted by name."""
         return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
 
     def generator(self, peer_id: str) -> Peer | None:
@@ -165,7 +159,6 @@ class Peers:
         return self._by_name.get(("learner", LEARNER))
 
     def weights_at(self) -> str:
-        """Return the learner's endpoint for fetching weights; empty without a learner or an endpoint."""
         learner = self.learner()
         return learner.lends_at if learner else ""
 
@@ -175,23 +168,22 @@ class Peers:
         return named is not None and named.owner == peer.owner
 
     def silence_has_changed(self) -> bool:
-        """Return whether the set of silent peers, and so `members`, has changed since the last call."""
+        """Return whether the set of late peers, and so `members`, has changed since the last call."""
         silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
-        """Store the contents of a Pong; returns whether `members` changed."""
         changed = (peer.state, peer.version, peer.lends_at) != (pong.state, pong.version, pong.lends_at)
         peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
         peer.gauges, peer.lease_ids, peer.lends_at = pong.gauges, pong.lease_ids, pong.lends_at
         return changed
 
     def members(self) -> Members:
-        """Build the membership message for the learner.
+        """Build the learner's membership message.
 
-        A generator that misses pings is reported as `silent` long before it is removed: a dead or stopped member would
-        delay a broadcast to all others until its deadline.
+        Late generators are `silent` long before they are removed: a dead member would delay a broadcast until its
+        deadline.
         """
         return Members(
             [
@@ -208,12 +200,12 @@ class Peers:
         )
 
     def _transport_of(self, peer: Peer) -> WeightTransport:
-        # Guests are excluded from broadcasts, because all members wait for each other.
+        # No broadcasts for guests, because all members wait for each other.
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
         return peer.hello.weight_transport or own
 
     def is_silent(self, peer: Peer) -> bool:
-        """Return whether the peer misses pings: it is stopped, dead, or has moved to another broker."""
+        """Return whether the peer misses pings: stopped, dead, or moved to another broker."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -227,19 +219,18 @@ _PINGED_AT_ONCE = 64
 
 
 class PingRound:
-    """One pass over all peers. Large numbers are spread over the ping interval to keep each step short."""
+    """One pass over all peers. Many are spread over the ping interval, to keep each step short."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._left = list(peers)
         self.share = 1 / max(1, ceil(len(self._left) / _PINGED_AT_ONCE))
-        """Share of the interval after which the next peers are due."""
+        """Fraction of the ping interval between two calls of `take`."""
 
     @property
     def is_over(self) -> bool:
         return not self._left
 
     def take(self) -> list[Peer]:
-        """Return the next peers to ping."""
         taken, self._left = self._left[:_PINGED_AT_ONCE], self._left[_PINGED_AT_ONCE:]
         return taken
 
@@ -250,10 +241,9 @@ LEFT = "left"
 
 
 class Departures:
-    """Departed peers and their reasons, until the store has taken their leases back."""
+    """Departed peers whose leases the store has not taken back yet."""
 
     def __init__(self, store: Store, peers: Peers, *, run: RunConfig, broker: str) -> None:
-        """`broker`: name of this broker."""
         self._store = store
         self._peers = peers
         self._run = run
@@ -264,11 +254,11 @@ class Departures:
         self._departed.append((peer, reason))
 
     def record(self) -> None:
-        """Return the leases of departed peers. Raises StoreUnavailableError; the remaining departures are kept."""
+        """Return the leases of departed peers. After StoreUnavailableError, the next call resumes."""
         elsewhere = self._served_elsewhere() if self._departed and self._run.broker.shards > 1 else set()
         while self._departed:
             peer, reason = self._departed[0]
-            # The same incarnation may have reconnected here or at another broker and still work on its leases.
+            # It may have reconnected here or to another broker and still work on its leases.
             if not self._peers.is_back(peer) and peer.owner not in elsewhere:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
@@ -280,17 +270,17 @@ class Departures:
             del self._departed[0]
 
     def _served_elsewhere(self) -> set[str]:
-        """Owners that other brokers serve: generators move there while this broker hangs."""
+        """Return the owners that other brokers serve, such as generators that moved while this broker hung."""
         oldest = self._store.now() - self._run.broker.peer_timeout_s
         roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
         return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
 
 
 class DrainRequests:
-    """Requests to drain generators, each repeated until the generator drains or the deadline passes.
+    """Drain requests, each sent repeatedly until the generator drains or the deadline passes: a dying connection loses
+    it.
 
-    A Drain sent over a dying connection is lost, hence the repetition. Requests are kept in the store, so that they
-    survive this broker and reach the broker that serves the generator.
+    They are kept in the store, so that they survive this broker and reach the broker that serves the generator.
     """
 
     def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
@@ -299,7 +289,7 @@ class DrainRequests:
         self._send = send
 
     def send_due(self) -> None:
-        """Send the open requests to this broker's generators. Raises StoreUnavailableError."""
+        """Send the open requests. Raises StoreUnavailableError."""
         if not (requests := self._store.requests("broker")):
             return
         heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
@@ -308,7 +298,7 @@ class DrainRequests:
         for subject, value in requests.items():
             deadline, _, owner = value.partition(" ")
             peer = here.get(subject)
-            # Sending binds a request to that incarnation: it does not apply to a successor with the same name.
+            # Sending binds the request to that incarnation: a successor with the same name is not drained.
             is_answered = peer is not None and (peer.state == "draining" or owner not in ("", peer.owner))
             if is_answered or now >= float(deadline):
                 over.append(subject)

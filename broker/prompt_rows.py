@@ -1,7 +1,7 @@
 """Rows of a prompt file in Parquet or JSON lines: validation and conversion to prompts.
 
 A row has a prompt (`prompt`, else `question`) and a truth (`reward_model.ground_truth`, else `answer`). `data_source`,
-`agent_name`, `images` and `extra_info` are optional. All other columns go into `extra_info` under their names.
+`agent_name`, `images` and `extra_info` are optional. Other columns go into `extra_info`.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ from slipstream.runtime.images import PLACEHOLDER, load_image
 Values = dict[str, Any]
 """Column -> value, without nulls."""
 PromptText = str | list[dict[str, Any]]
-"""Plain text, or chat messages with `role` and `content`; a content may be a list of text and image parts."""
+"""Plain text, or chat messages; a message's content is text or a list of text and image parts."""
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PROMPTS = ("prompt", "question")
 _TRUTHS = ("reward_model", "answer")
 _OWN = ("data_source", "agent_name", "extra_info", "images")
 _PLACE = "<image>"
-"""Placeholder for an image in a text prompt."""
+"""Placeholder in a text prompt."""
 _IMAGE = {"type": "image"}
-"""Placeholder for an image in a chat message."""
+"""Placeholder in a chat message."""
 _SHOWN = 60
-"""Maximum characters of an invalid value in an error."""
+"""Characters of an invalid value that an error shows."""
 
 
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
     """Build the prompt of a row that has passed `check_values`; `file_name` replaces a missing `data_source`.
 
-    `folder`: folder of the file; image paths are relative to it. Raises ConfigError for an unreadable image.
+    Image paths are relative to `folder`. Raises ConfigError for an unreadable image.
     """
     prompt, truth = _first(_PROMPTS, values), _first(_TRUTHS, values)
     used = {prompt, truth, *_OWN}
@@ -84,7 +84,7 @@ def check_values(values: Values) -> None:
 
 # --- images ----------------------------------------------------------------------------------------------------------
 def image_sources(values: Values) -> list[Any]:
-    """Return the images as stored in the row: the column `images`, else the image parts of its messages."""
+    """Return the images as stored: the column `images`, else the image parts of the messages."""
     if (column := values.get("images")) is not None:
         return column if isinstance(column, list) else [column]
     prompt = values[_first(_PROMPTS, values)]
@@ -113,7 +113,6 @@ def place_images(values: Values) -> PromptText:
 
 
 def _parts(content: str | list[Any]) -> list[Any]:
-    """Return a content as parts, with images as placeholders."""
     if isinstance(content, list):
         return [_IMAGE if isinstance(part, dict) and part.get("type") == "image" else part for part in content]
     pairs = [[_IMAGE, {"type": "text", "text": text}] for text in content.split(_PLACE)]
@@ -121,12 +120,10 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _first(names: tuple[str, str], values: Values) -> str:
-    """Return the first of two columns if the row has it, else the second."""
     return names[0] if names[0] in values else names[1]
 
 
 def _prompt_problem(prompt: Any) -> str:
-    """Describe why a prompt is invalid; empty for a valid one."""
     if isinstance(prompt, str):
         return "" if prompt else "empty text"
     if not isinstance(prompt, list) or not prompt:
@@ -168,12 +165,10 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def values(self, number: int) -> Values:
-        """Return row `number`, counted from 0."""
         values: Values = _without_nulls(self._table.slice(number, 1).to_pylist()[0])
         return values
 
     def prompts(self) -> list[PromptText]:
-        """Return the prompts of all rows."""
         table = self._table.select([name for name in _PROMPTS if name in self._table.schema.names])
         batches = (batch.to_pylist() for batch in table.to_batches(max_chunksize=1024))
         return [values[_first(_PROMPTS, values)] for batch in batches for values in map(_without_nulls, batch)]
@@ -186,8 +181,7 @@ class ParquetRows:
         return "images" in self._table.schema.names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
-        """Return the memory size of rows without decoding them: more than an eighth of their size in a message."""
-        # Arrow does not count the field names of records.
+        """Return the Arrow size of rows, without decoding them; at least an eighth of their size in a message."""
         return int(self._table.slice(start, end - start).nbytes)
 
 
@@ -208,7 +202,7 @@ def _read_table(path: Path) -> pa.Table:
 
 
 def _unproven_rows(table: pa.Table) -> Sequence[int]:
-    """Return the rows that column types and null counts cannot prove valid: usually none."""
+    """Return the rows that column types and null counts do not prove valid, usually none."""
     prompt, truth = (next(name for name in names if name in table.schema.names) for names in (_PROMPTS, _TRUTHS))
     kinds = {name: (pa.types.is_struct if name == "extra_info" else pa.types.is_string) for name in _OWN}
     is_proven = all(is_kind(_type(table, name)) for name, is_kind in kinds.items() if name in table.schema.names)
@@ -245,14 +239,12 @@ def _are_filled(prompts: pa.ChunkedArray) -> bool:
 
 
 def _has_texts(messages: pa.DataType) -> bool:
-    """Return whether messages of this type have text contents."""
     message = messages.value_type
     index = message.get_field_index("content") if pa.types.is_struct(message) else -1
     return index >= 0 and pa.types.is_string(message.field(index).type)
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Return whether values of this type can be sent without conversion."""
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
@@ -303,7 +295,7 @@ class JsonRows:
 
 
 def open_rows(path: Path) -> ParquetRows | JsonRows:
-    """Read a file: JSON lines by its suffix (.jsonl, .ndjson, .json), else Parquet.
+    """Read a file: JSON by its suffix (.jsonl, .ndjson, .json), else Parquet.
 
     Raises ConfigError naming the file and its first problem.
     """
@@ -332,13 +324,12 @@ def _check(values: Values, *, path: Path, number: int) -> None:
 
 
 def _filled(values: Values) -> Values:
-    """Drop the null columns of a JSON row; nested records keep their nulls."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop the null fields of records. Parquet gives all records of a column the same fields, so a key missing from a
-    row comes back as null, and a reward function or chat template would see it."""
+    """Drop the null fields of records: Parquet gives all records of a column the same fields, null where a row lacks
+    one, and reward functions and chat templates would see them."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""Router: the broker's message loop. A restart loses no state.
+"""Router: the broker's message loop.
 
 Consumes: every message of broker/messages.py that peers send.
 Produces: answers, pings, membership updates for the learner, relayed weight orders.
 Waits for: the next message, at most `timeout_s` per step.
 Woken by: any peer.
-Invariant: all state is in the store, or peers send it again after their next Hello.
+Invariant: a restart loses no state. All state is in the store, or peers send it again after their next Hello.
 """
 
 import os
@@ -79,7 +79,6 @@ class BrokerGauges:
         name: str,
         address: str,
     ) -> None:
-        """`name` and `address` are those of this broker."""
         self._store = store
         self._ingest = ingest
         self._send = send
@@ -87,7 +86,7 @@ class BrokerGauges:
         self._trace = Trace(name, RunFolder(run).profile)
         self.account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
-            # Generators get the order when they join: the learner's would arrive after their first leases.
+            # Order it when generators join: the learner's order would arrive after their first leases.
             self._trace.obey("events")
 
     def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
@@ -103,7 +102,7 @@ class BrokerGauges:
             "pid": os.getpid(),
             "address": self._address,
             **{f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()},
-            # Excludes children: a store that this process started reports its own CPU time.
+            # Without children: an embedded store reports its own CPU time.
             "cpu_s": round(time.process_time(), 3),
             "store_cpu_s": self._store.cpu_s(),
             **self.account.gauges(),
@@ -111,13 +110,11 @@ class BrokerGauges:
 
     # --- profile -------------------------------------------------------------------------------------------------
     def relay(self, order: Profile, generators: Iterable[Peer]) -> None:
-        """Execute the learner's profiling order here and relay it to the generators."""
         for peer in generators:
             self._send(peer.identity, order)
         self._trace.obey(order.stage)
 
     def record_join(self, identity: bytes) -> None:
-        """Start recording in a generator that joins while a recording is in progress."""
         if self._trace.is_on:
             self._send(identity, Profile("events"))
 
@@ -131,25 +128,24 @@ class BrokerGauges:
 
 _MAX_MESSAGES_PER_STEP = 512
 _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
-"""Limits on unacknowledged trajectories and bytes per generator: enough to keep a fast generator busy for a round trip,
-few enough that the backlog of all generators fits into memory during a store outage."""
+"""Credit of each generator: it keeps a fast one busy for a round trip, but the backlog of all fits into memory during a
+store outage."""
 _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
-"""Maximum share of the broker's time spent on rounds of lease requests that lease nothing."""
+"""Maximum share of the broker's time spent on lease rounds that lease nothing."""
 _MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
-"""Up to this many members, the learner gets every change at once. Beyond it, changes are batched over 0.1 ms per
-additional member."""
+"""Up to this many peers, the learner gets every change immediately. Each further peer adds 0.1 ms to the interval."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
-"""Time for peers and the learner to renew their leases and claims after the last failed call to the store."""
+"""Time to renew leases and claims after the last failed call to the store."""
 _SUSPECT_AFTER_PINGS = 2.5
-"""Unanswered pings after which a generator is excluded from broadcasts; an answer is due within one interval."""
+"""Unanswered pings after which a generator is excluded from broadcasts."""
 
 log = structlog.get_logger(__name__)
 
 
 class Router:
-    """The broker's loop over one server channel. Single-threaded: call `step` repeatedly from one thread."""
+    """The broker's loop over one server channel. Single-threaded."""
 
     def __init__(
         self,
@@ -165,8 +161,8 @@ class Router:
         address: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`model`: fingerprint sent to peers; None if the broker has none. `name`: name of this broker. `address`: its
-        address for other machines; empty if they cannot reach it."""
+        """`model`: fingerprint of the model folder; None without one. `address`: this broker's address for other
+        machines; empty if they cannot reach it."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -205,12 +201,12 @@ class Router:
         self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0
 
     def step(self, *, timeout_s: float) -> None:
-        """Handle received messages, then what is due; blocks at most `timeout_s`."""
-        # Retry open lease requests soon: pacing may admit prompts without any message arriving.
+        """Handle received messages, then do the periodic work that is due; blocks at most `timeout_s`."""
+        # Pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
         self._receive_all(timeout_s=timeout_s)
-        # Send Acks only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
+        # A sender deletes its copy on Ack, so send Acks only after the store has confirmed the insert.
         with self._account.phase("storing"):
             answers = self._ingest.flush()
         for identity, answer in answers:
@@ -229,12 +225,12 @@ class Router:
             self._send(peer.identity, Drain(reason))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Run `action`. Record a store outage instead of raising it: peers and timers retry."""
+        """Run `action`; record a store outage instead of raising it, since peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # Leases and claims may have lapsed because their renewals failed: let their holders renew first.
+            # Leases and claims may have lapsed because renewals failed: let their holders renew first.
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
@@ -261,13 +257,13 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            # It joined a previous broker, or was removed as silent: Bye makes it say Hello again.
+            # It joined this broker's predecessor, or was removed as silent: Bye makes it say Hello again.
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
-        """Answer an undecodable message as far as it is readable, so that its sender does not wait; quarantine it."""
+        """Quarantine an undecodable message and answer its sender, which would otherwise wait."""
         self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
@@ -284,7 +280,7 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                # Serve it within this step, since the generator has free slots.
+                # Serve it within this step.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():
@@ -297,7 +293,7 @@ class Router:
                 self._relay(message)
             case Profile() if peer is self._peers.learner():
                 self._gauges.relay(message, self._peers.generators())
-            # The name in the message must match the connection: a generator answers only for itself.
+            # A generator answers only for itself.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
                     # Ignore a guest's reports about other members.
@@ -323,9 +319,9 @@ class Router:
             self._report_broker()
         replaced = self._peers.add(identity, hello, guest=guest)
         for older in replaced:
-            # Prompts sent to the old connection would be lost until they lapse.
+            # Prompts sent to the old connection would be lost.
             self._leases.drop_request(older)
-            # The same incarnation keeps its leases on a new connection; an older process with this name loses them.
+            # The same incarnation keeps its leases; an older process with this name loses them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
                 self._depart(older, "replaced by a new incarnation")
         self._send(
@@ -344,7 +340,7 @@ class Router:
             ),
         )
         self._gauges.record_join(identity)
-        # A peer that waited for this broker has queued one Hello per second: log only the first.
+        # A peer that waited for this broker has queued one Hello per second.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
         self._members_changed = True
@@ -356,12 +352,13 @@ class Router:
             self._store.record_event(peer_id, f"refused: {rejection.reason}")
 
     def _locate_duplicate(self, hello: Hello) -> str:
-        """Describe the connected peer that already has this name; empty if the name is free.
+        """Describe the live peer that already has this name; empty if none.
 
-        Probes the connection, so that a process that was killed and restarted does not wait for `peer_timeout_s`.
+        A process that was killed and restarted does not wait for `peer_timeout_s`, because this probes the old
+        connection.
         """
         duplicate = self._peers.find_duplicate(hello)
-        # ROUTER_MANDATORY lets a send to a closed connection fail at once.
+        # With ROUTER_MANDATORY, a send to a closed connection fails immediately.
         if duplicate is None or not self._send(duplicate.identity, Ping(sent_at=self._clock())):
             return ""
         return f"process {duplicate.hello.pid} on {duplicate.hello.host}"
@@ -377,9 +374,9 @@ class Router:
 
     def _relay(self, order: OpenEpoch | Update) -> None:
         members = set(order.members)
-        # Only the broker needs an update's members: a thousand of them would add 98 KB to each of a thousand messages.
+        # Only the broker needs an update's members: 1,000 members would add 98 KB to each of 1,000 messages.
         frames = [encode(replace(order, members=[]) if isinstance(order, Update) else order)]
-        # Match incarnations: a restarted generator with the same name is not a member of the epoch.
+        # Matches incarnations: a restarted generator is not a member of the epoch.
         for peer in self._peers.generators():
             if peer.member in members:
                 self._send_frames(peer.identity, frames, kind=type(order))
@@ -388,7 +385,6 @@ class Router:
         self._members_changed |= self._peers.silence_has_changed()
         learner, now = self._peers.learner(), self._clock()
         if learner is not None and self._members_changed and now >= self._next_members_at:
-            # Retry an undeliverable message in a later step.
             self._members_changed = not self._send(learner.identity, self._peers.members())
             self._next_members_at = now + _MEMBERS_INTERVAL_S * max(0, len(self._peers) - _MEMBERS_AT_ONCE)
 
@@ -398,10 +394,10 @@ class Router:
             began_at, self._next_serve_at = self._clock(), self._clock() + _SERVE_INTERVAL_S
             for identity, prompts in (answers := self._leases.serve()):
                 self._gauges.record_leases(prompts.prompts)
-                # The generator is gone: return its leases now instead of waiting until they lapse.
+                # If the generator is gone, do not wait until its leases lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
-            # A round's answers are bounded so that messages and pings are not delayed. Continue at once if it had any.
+            # A round's answers are bounded, so continue immediately if it had any.
             pause_s = min((self._clock() - began_at) / _SERVE_SHARE, 5 * _SERVE_INTERVAL_S)
             self._may_serve_at = 0.0 if answers else began_at + pause_s
             self._next_serve_at = 0.0 if answers else max(self._next_serve_at, self._may_serve_at)
@@ -412,13 +408,13 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    # Recorded together below, so that a hanging store is waited for only once.
+                    # Recorded together below, so that a hanging store causes only one timeout.
                     self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
                     self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
-            # Ping before reporting: a slow store must not make peers look silent.
+            # Before reporting: a slow store must not make peers look silent.
             self._ping(peers, now)
             self._report_to_store(peers)
         if now >= self._next_reap_at:
@@ -440,11 +436,10 @@ class Router:
             peer.is_disconnected = not is_connected
 
     def _report_to_store(self, peers: list[Peer]) -> None:
-        """Renew the leases that peers still hold, and store their gauges and the broker's own."""
+        """Renew the leases that peers hold, and store their gauges and the broker's."""
         self._departures.record()
         # Another broker may serve a peer that is silent here: do not overwrite its report.
         served = [p for p in peers if not (self.chief.has_others and self._peers.is_silent(p))]
-        # Renew only the leases in the last Pong: a lease lost in transit then lapses and is leased again.
         beats = [p.beat(self._guests.gauges(p) | self.chief.serving_gauges(p.owner)) for p in served]
         if self._ping_round.is_over:
             own = self._gauges.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))

@@ -1,8 +1,7 @@
-"""Channel protocols for moving frames between processes, implemented over ZeroMQ and in memory.
+"""Channels that move frames between processes: protocols, and an in-memory implementation for serial mode and tests.
 
-The in-memory channels serve the serial mode and tests. By default their `receive` ignores `timeout_s` and returns None
-at once, because nothing can arrive while a single thread waits. Channels of `MemoryBroker.threaded()` wait for other
-threads, at most `timeout_s`.
+In-memory channels never wait, because nothing can arrive while a single thread waits, except those of
+`MemoryBroker.threaded()`.
 """
 
 import threading
@@ -22,7 +21,7 @@ class ClientChannel(Protocol):
     """
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker. Never blocks: `receive` sends them once the broker is reachable."""
+        """Queue frames without blocking; `receive` sends them once the broker is reachable."""
         ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:
@@ -34,11 +33,11 @@ class ClientChannel(Protocol):
         ...
 
     def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all queued frames, then connect with a new identity, to a new address if given."""
+        """Drop the connection and all queued frames; connect with a new identity, to `address` if given."""
         ...
 
     def close(self) -> None:
-        """Close the connection, after a short, bounded time for sending queued frames."""
+        """Close, after a short, bounded time for sending queued frames."""
         ...
 
 
@@ -46,18 +45,18 @@ class ServerChannel(Protocol):
     """The broker's end. Belongs to one thread. `send` and `receive` raise ChannelClosedError after `close`."""
 
     guest: str
-    """Guest that sent the message returned by the last `receive`; empty for a peer with the run's token."""
+    """Guest that sent the last received message; empty for a peer with the run's token."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         """Return (identity, frames) from any peer; None after `timeout_s`."""
         ...
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        """Send to one peer. Never blocks; False if the peer is gone or its queue is full."""
+        """Send without blocking; False if the peer is gone or its queue is full."""
         ...
 
     def take_refused(self) -> int:
-        """Return the number of connections without the run's token that were refused since the last call."""
+        """Return the number of connections refused since the last call for lack of a valid token."""
         ...
 
     def close(self) -> None: ...
@@ -80,7 +79,6 @@ class MemoryBroker:
 
     @classmethod
     def threaded(cls) -> "MemoryBroker":
-        """Create a hub with channels that wait for other threads, like the ZeroMQ channels."""
         hub = cls()
         hub._is_threaded = True
         return hub
@@ -90,11 +88,10 @@ class MemoryBroker:
         return MemoryServerChannel(self)
 
     def client(self, *, guest: str = "") -> "MemoryClientChannel":
-        """Open a peer's end, for a guest if one is named. The server may be opened later."""
         return MemoryClientChannel(self, guest=guest)
 
     def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait for a condition if the hub is threaded. The caller holds `changed`."""
+        """Wait if the hub is threaded. The caller holds `changed`."""
         if self._is_threaded:
             self.changed.wait_for(is_ready, timeout=timeout_s)
 
@@ -112,7 +109,6 @@ class MemoryServerChannel:
         self._is_closed = False
         self.guest = ""
         self.inbox: deque[tuple[bytes, Frames]] = deque()
-        """(identity, frames) from clients, not received yet."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         with self._hub.changed:
@@ -140,7 +136,6 @@ class MemoryServerChannel:
         return 0
 
     def close(self) -> None:
-        """Close and drop unreceived frames. Idempotent."""
         with self._hub.changed:
             self._is_closed = True
             if self._hub.server_channel is self:
@@ -158,7 +153,6 @@ class MemoryClientChannel:
         self._is_closed = False
         self._identity = b""
         self.inbox: deque[Frames] = deque()
-        """Frames from the server, not received yet."""
         with hub.changed:
             self._join()
 
@@ -184,7 +178,7 @@ class MemoryClientChannel:
             self._hub.changed.notify_all()
 
     def reconnect(self, address: str = "") -> None:
-        """Drop all queued frames and take a new identity. Ignores the address, since a hub has one server."""
+        """Drop all queued frames and take a new identity. The hub's one server makes the address irrelevant."""
         with self._hub.changed:
             check_open(is_closed=self._is_closed)
             self._hub.clients.pop(self._identity, None)
@@ -193,7 +187,6 @@ class MemoryClientChannel:
             self._join()
 
     def close(self) -> None:
-        """Close, after sending queued frames if a server is open. Idempotent."""
         with self._hub.changed:
             self._flush()
             self._is_closed = True

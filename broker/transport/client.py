@@ -1,4 +1,4 @@
-"""BrokerClient: a peer's end of the protocol. After losing its broker it rejoins that broker or another one.
+"""BrokerClient: a peer's end of the protocol.
 
 Consumes: messages from the broker; messages and trajectories from its role.
 Produces: Hello until Welcome, a Pong for every Ping, each trajectory until its Ack.
@@ -48,15 +48,13 @@ from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
 _MAX_PROBES = 4
-"""Maximum number of brokers probed at a time. An unreachable address takes one second, during which the peer answers no
-ping."""
+"""Maximum number of brokers probed at a time. An unreachable address takes one second, while pings go unanswered."""
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
     """Return the brokers in this peer's order of preference: by descending hash of both names.
 
-    The order differs between peers, so that they are spread evenly. If a broker dies, its peers spread over the others,
-    and no other peer moves.
+    Peers spread evenly over the brokers. If a broker dies, its peers spread over the others; no other peer moves.
 
     Source: rendezvous hashing (highest random weight), Thaler and Ravishankar, IEEE/ACM Trans. Networking 6(1), 1998.
     """
@@ -67,14 +65,13 @@ class Route:
     """Selects which broker a peer joins. Belongs to the thread of the peer's client. Life: (next | follow)*."""
 
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
-        """`brokers`: known brokers, name -> address. `is_reachable` tests whether a process listens at an address."""
         self._peer_id = peer_id
         self._configured = dict(brokers)
-        """Configured addresses, such as tunnels. The names are assumptions until a Welcome confirms them."""
+        """Configured addresses, such as tunnels; the names are assumptions until a Welcome confirms them."""
         self._confirmed: dict[str, str] = {}
         """Broker -> address at which it welcomed this peer."""
         self._failed: dict[str, str] = {}
-        """Address that accepts connections but gave no answer -> broker assumed there, until that broker dies."""
+        """Address that accepts connections but did not answer -> broker assumed there, until that broker dies."""
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
         self._current = preferred(peer_id, brokers)[0]
@@ -103,7 +100,7 @@ class Route:
 
         Skips brokers that cannot be reached from here, such as those behind a tunnel.
         """
-        # The broker at this address has confirmed its name: drop other assumptions.
+        # Only `at` is confirmed to be at this address.
         self._confirmed = {name: address for name, address in self._confirmed.items() if address != self.address}
         self._confirmed[at], self._current = self.address, at
         self._brokers = {name: found for name in (at, *living) if (found := self._addresses_of(name, living))}
@@ -113,14 +110,13 @@ class Route:
         return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
 
     def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
-        """Return possible addresses of a broker: announced, last used, then those that belong to no other broker."""
+        """Return possible addresses: the announced, the last used, then those that belong to no other broker."""
         others = {address for each in (living, self._confirmed) for name, address in each.items() if name != broker}
         known = (self._confirmed.get(broker), self._configured.get(broker), *self._configured.values())
         found = (living.get(broker), *(address for address in known if address not in others))
         return [address for address in dict.fromkeys(found) if address]
 
     def _go_to_first(self, names: Iterable[str]) -> bool:
-        """Switch to the first of these brokers that is reachable at any of its addresses; False if none is."""
         for name in names:
             for address in self._brokers[name]:
                 if address not in self._failed and self._is_reachable(address):
@@ -136,7 +132,7 @@ log = structlog.get_logger(__name__)
 
 
 class PeerStatus(Record):
-    """Contents of the next Pong, with the same fields."""
+    """Contents of the next Pong."""
 
     state: str
     version: int = -1
@@ -149,12 +145,11 @@ class PeerStatus(Record):
 class BrokerClient:
     """A peer's connection to its broker.
 
-    `step` and `close` belong to one thread (BrokerClientThread, or the main thread of a serial run). Any thread may
-    call the other methods.
+    `step` and `close` belong to one thread. Any thread may call the other methods.
 
     Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message the
-    client reconnects, to the next broker of its route if it has several, and returns once its preferred broker is alive
-    again. Each new Welcome resends the outbox, which is safe because inserts are idempotent.
+    client reconnects; with a route, to the next broker, until its preferred one is alive again. Each new Welcome
+    resends the outbox.
     """
 
     def __init__(
@@ -168,7 +163,7 @@ class BrokerClient:
         route: Route | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_end` is called if the client's thread dies. `route`: for a peer that any broker may serve."""
+        """`on_end` is called if the thread dies. `route`: for a peer that any broker may serve."""
         self._channel = channel
         self._hello = hello
         self._status = status
@@ -184,37 +179,33 @@ class BrokerClient:
         self._connected: set[Member] = set()
         self.outbox = Outbox(clock=clock)
         self.welcome: Welcome | None = None
-        """Newest Welcome; None before the first."""
         self.refusal: str = ""
-        """Reason for the broker's refusal; empty if not refused."""
 
     @property
     def is_joined(self) -> bool:
-        """Whether the client has received a Welcome and not lost the connection since."""
+        """Whether a Welcome has arrived and its connection is not lost."""
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message. Weight orders are resent to members that join later; other messages may get lost."""
+        """Queue a message. It may get lost, except for weight orders, which are resent to members that join later."""
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        # Without a connection the learner's messages would pile up, so drop them. A generator has few, such as answers
-        # to weight orders and returned leases, which must arrive after it rejoins.
+        # Without a connection, drop the learner's messages, which would pile up. A generator has few, such as answers
+        # to weight orders and returned leases, and they must arrive after it rejoins.
         if self.is_joined or self._route:
             self._channel.send([encode(message)])
             self._channel.wake()
 
     def put(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Add a finished trajectory to the outbox, which sends it within the credit until it is acknowledged."""
         self.outbox.add(header, payload)
         self._channel.wake()
 
     def send_status(self) -> None:
-        """Send a Pong without waiting for a Ping."""
         if self.is_joined:
             self.send(self._pong(sent_at=-1.0))
 
     def step(self, *, timeout_s: float) -> None:
-        """Send a due Hello and the outbox within its credit, handle received messages; blocks at most `timeout_s`."""
+        """Send a due Hello and the outbox, then handle received messages; blocks at most `timeout_s`."""
         self._stay_joined()
         self._send_outbox()
         frames = self._channel.receive(timeout_s=timeout_s)
@@ -222,11 +213,11 @@ class BrokerClient:
             self._heard_at = self._clock()
             self._handle(frames)
             frames = self._channel.receive(timeout_s=0)
-        # The received Acks have freed credit.
+        # Acks have freed credit.
         self._send_outbox()
 
     def close(self, *, reason: str = "") -> None:
-        """Send Bye, with the role's error if it has failed, and close the channel."""
+        """Send Bye, with the role's error if it failed, and close the channel."""
         try:
             if self.is_joined:
                 self._channel.send([encode(Bye(reason[:_MAX_REASON_LENGTH]))])
@@ -244,7 +235,7 @@ class BrokerClient:
         now = self._clock()
         has_others = self._route is not None and self._route.has_others
         if (self.is_joined or has_others) and now - self._heard_at > BROKER_SILENCE_S:
-            # Reconnect, because ZeroMQ may keep a half-open connection for a long time.
+            # ZeroMQ may keep a half-open connection for a long time.
             self._welcomed.clear()
             self._connected.clear()
             self._heard_at = now
@@ -269,7 +260,7 @@ class BrokerClient:
             case Welcome():
                 self._accept_welcome(message)
             case Bye() if self.is_joined:
-                # The broker restarted and does not know this peer: say Hello at once.
+                # A restarted broker does not know this peer: say Hello immediately.
                 self._welcomed.clear()
                 self._next_hello_at = self._clock()
             case Refuse():
@@ -289,7 +280,7 @@ class BrokerClient:
                 self._on_message(message)
 
     def _accept_welcome(self, welcome: Welcome) -> None:
-        # Several Hellos may have been queued during a broker outage: ignore all answers but the first.
+        # Hellos may have queued up during an outage: ignore all answers but the first.
         if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
             return
         if self._moves(welcome.living):
@@ -303,13 +294,12 @@ class BrokerClient:
         self._channel.send([encode(self._pong(sent_at=-1.0))])
 
     def _moves(self, living: LivingBrokers | None) -> bool:
-        """Move to another broker if the route prefers a live one; returns whether it moved."""
         if not (self._route and living and self._route.follow(living.brokers, at=living.broker)):
             return False
         log.info("moving", broker=living.broker, to=self._route.address)
         self._welcomed.clear()
         self._channel.send([encode(Bye(is_moving=True))])
-        # `receive` sends queued frames; the received message is obsolete.
+        # `receive` sends queued frames; a received message is obsolete.
         self._channel.receive(timeout_s=0)
         self._channel.reconnect(self._route.address)
         self._heard_at = self._next_hello_at = self._clock()
@@ -318,9 +308,8 @@ class BrokerClient:
     def _resend_order(self, connected: set[Member]) -> None:
         """Repeat the newest order if some of its members are newly connected to this broker.
 
-        The order may have been lost with a previous broker, or may have missed a generator that was moving. The
-        learner's main thread cannot resend it because the broadcast blocks it. A generator that has already handled the
-        order only repeats its answer.
+        It may have been lost with a previous broker, or missed a generator that was moving, and the learner's main
+        thread cannot resend it while the broadcast blocks. A generator that has handled it only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):
@@ -331,11 +320,10 @@ class BrokerClient:
 
 
 def _decode(frames: Frames) -> Message:
-    """Decode a message from the broker. Raises RefusedByBrokerError."""
     try:
         message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
     except RecordRefusedError as refusal:
-        # A newer broker's Refuse may not decode, but its reason is still worth showing.
+        # A newer broker's Refuse may not decode; its reason still helps.
         if refuse := decode_header(frames, RefuseHeader):
             return Refuse(refuse.reason)
         raise RefusedByBrokerError(
@@ -354,7 +342,6 @@ class BrokerClientThread:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="broker-client", daemon=True)
         self.error: BaseException | None = None
-        """Error that ended the thread; None while it runs or after `stop`."""
 
     def start(self) -> None:
         self._thread.start()
@@ -376,8 +363,8 @@ class BrokerClientThread:
         self._stopping.set()
         self._thread.join(timeout=1.0)
         if self.error and not self._thread.is_alive():
-            # A failed thread leaves the channel open so that the role can still send. Close it here, because an open
-            # ZeroMQ context blocks the exit of the process.
+            # A failed thread leaves the channel open for the role to send. An open ZeroMQ context would block the
+            # process's exit.
             with suppress(ChannelClosedError):
                 self._client.close(reason=reason)
 

@@ -1,4 +1,4 @@
-"""Endpoints: validation of addresses, and probes with plain sockets."""
+"""Endpoints: validation and choice of addresses, and probes with plain sockets."""
 
 import ipaddress
 import re
@@ -19,13 +19,13 @@ from slipstream.runtime.credentials import is_loopback
 
 PROBE_TIMEOUT_S = 1.0
 _MAX_PATH_BYTES = 107
-"""The kernel's limit for the path of a unix socket."""
+"""The kernel's limit for a unix socket's path."""
 
 
 def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a role may listen at the address, which is the value of `setting`.
 
-    Allowed are ipc paths, loopback ports, and ports of addresses in `network`, the network of `cluster.interface`.
+    Allowed are ipc paths, and ports on loopback and in `network`.
     """
     transport, _, endpoint = address.partition("://")
     if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
@@ -45,9 +45,9 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Return an id of this machine and network namespace, equal in all processes that share a loopback interface.
+    """Return an id that is equal in all processes that share a loopback interface; host names may repeat.
 
-    Example: `node7-1f0c33a9-4026531840`. Several machines or containers may share the host name.
+    Example: `node7-1f0c33a9-4026531840`.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     try:
@@ -58,7 +58,7 @@ def machine_id() -> str:
 
 
 def is_here(machine: str) -> bool:
-    """Return whether a `machine_id` belongs to this machine; True for an empty one."""
+    """Return whether a `machine_id` is this machine's; True for an empty one."""
     return machine in ("", machine_id())
 
 
@@ -71,8 +71,7 @@ def is_own_machine(address: str) -> bool:
 def check_unused(address: str, *, setting: str) -> None:
     """Raise ChannelClosedError if a process listens at an ipc path.
 
-    Binding an ipc path silently takes it from its owner, whereas binding a port in use fails. A path left behind by a
-    dead broker accepts no connection and counts as free.
+    Binding an ipc path silently takes it from its owner, unlike binding a port. A dead broker's path counts as free.
     """
     transport, _, path = address.partition("://")
     if transport == "ipc" and path != "*" and is_listening(address):
@@ -80,7 +79,7 @@ def check_unused(address: str, *, setting: str) -> None:
 
 
 def remove_path(address: str) -> None:
-    """Delete the path of an ipc endpoint, which libzmq leaves behind. Idempotent; a no-op for other endpoints."""
+    """Delete an ipc endpoint's path, which libzmq leaves behind. Idempotent; a no-op for other endpoints."""
     transport, _, path = address.partition("://")
     if transport == "ipc":
         Path(path).unlink(missing_ok=True)
@@ -97,14 +96,13 @@ def is_listening(address: str) -> bool:
 
 
 def _connected(transport: str, endpoint: str) -> socket.socket:
-    """Open a plain socket to an endpoint. Raises OSError, ValueError."""
     if transport == "tcp":
         host, _, port = endpoint.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S)
     probe = socket.socket(socket.AF_UNIX)
     try:
         probe.settimeout(PROBE_TIMEOUT_S)
-        # ZeroMQ marks names in the abstract namespace with a leading @, the kernel with a zero byte.
+        # Names in the abstract namespace start with @ for ZeroMQ, with a zero byte for the kernel.
         probe.connect(endpoint.replace("@", "\0", 1) if endpoint.startswith("@") else endpoint)
     except OSError:
         probe.close()
@@ -113,11 +111,11 @@ def _connected(transport: str, endpoint: str) -> socket.socket:
 
 
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""Greeting of ZMTP 3.1: signature, version, security mechanism, role and filler."""
+"""ZMTP 3.1 greeting: signature, version, security mechanism, role and filler."""
 
 
 def speaks_curve(address: str) -> bool:
-    """Return whether a CURVE server listens at an endpoint; blocks at most two seconds."""
+    """Return whether a CURVE server listens at an endpoint; a silent process takes up to two seconds."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint) as probe:
@@ -166,7 +164,7 @@ def own_addresses() -> dict[str, list[str]]:
 
 
 def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None) -> Interface:
-    """Return the one address in `cluster.interface` among `addresses` (default: this machine's).
+    """Return the one address of this machine, or in `addresses`, that is in `cluster.interface`.
 
     Raises ConfigError listing the available addresses.
     """
@@ -174,7 +172,7 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
     assert network is not None, "cluster.interface is set"
     candidates = [Interface(name, each) for name, found in (addresses or own_addresses()).items() for each in found]
     inside = [each for each in candidates if IPv4Address(each.address) in network]
-    # A wide network such as 0.0.0.0/0 does not mean to include the loopback address.
+    # Exclude loopback from a wide network such as 0.0.0.0/0.
     reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
     chosen = inside if network.is_loopback else reachable
     if len(chosen) == 1:
@@ -200,7 +198,7 @@ def is_free(host: str, port: int) -> bool:
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
     """Return this machine's address and the last free port of `cluster.ports`. Raises ConfigError.
 
-    For programs that take a port number but no open socket. Roles that keep their port take the first free one.
+    For programs that take a port number but no open socket; roles take the first.
     """
     host = find_interface(cluster).address
     for port in reversed(cluster.port_range):
@@ -210,10 +208,7 @@ def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
 
 
 def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
-    """Return the endpoints that a role may bind here, in order; `previous` first if it is one of them.
-
-    Raises ConfigError.
-    """
+    """Return the endpoints that a role may bind here; `previous` first if it is one of them. Raises ConfigError."""
     host = find_interface(cluster).address
     endpoints = [f"tcp://{host}:{port}" for port in cluster.port_range]
     # Other machines find a restarted role at its previous address.
@@ -221,12 +216,12 @@ def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment variables that select this machine's interface for Gloo and NCCL.
+    """Return the environment variables that select Gloo's and NCCL's interface; empty unless the network is trusted.
 
-    Empty unless the network is trusted. Raises ConfigError.
+    Raises ConfigError.
     """
     if not cluster.trusted_network:
         return {}
     name = find_interface(cluster).name
-    # The = makes NCCL match the exact name instead of a prefix.
+    # The = makes NCCL match the whole name, not a prefix.
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

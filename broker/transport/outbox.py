@@ -17,11 +17,10 @@ class _Entry(Record):
 
 
 class Outbox:
-    """Holds each trajectory until its Ack or fatal Nack and releases it for sending within the credit. Thread-safe.
+    """Holds each trajectory until its Ack or fatal Nack, and releases it for sending within the credit. Thread-safe.
 
-    States of an entry: waiting -> sent -> gone. A non-fatal Nack returns the entry to waiting for `retry_after_s`. So
-    does a missing answer, because a brief connection loss silently drops frames in transit. Resending is safe because
-    inserts are idempotent.
+    States of an entry: waiting -> sent -> gone. A non-fatal Nack returns it to waiting for `retry_after_s`. So does a
+    missing answer, because a lost connection drops frames silently.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
@@ -34,9 +33,9 @@ class Outbox:
         self._max_messages = 0
         self._max_bytes = 0
         self.deferral_reason = ""
-        """Reason of the newest non-fatal Nack, such as `store_full`; cleared by the next Ack."""
+        """Reason of the newest non-fatal Nack; cleared by the next Ack."""
         self.num_deferred = 0
-        """Number of non-fatal Nacks so far."""
+        """Non-fatal Nacks so far."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,12 +47,10 @@ class Outbox:
             return bool(self._waiting) and len(self._entries) >= self._max_messages
 
     def lease_ids(self) -> set[str]:
-        """Return the lease ids of all trajectories in the outbox."""
         with self._lock:
             return {entry.header.lease_id for entry in self._entries.values()}
 
     def set_credit(self, *, messages: int, size_bytes: int) -> None:
-        """Set the maximum number and bytes of unacknowledged trajectories."""
         with self._lock:
             self._max_messages, self._max_bytes = messages, size_bytes
 
@@ -63,7 +60,7 @@ class Outbox:
             self._waiting[header.id] = 0.0
 
     def pop_sendable(self) -> list[tuple[TrajectoryHeader, bytes]]:
-        """Return the trajectories that may be sent now, oldest first, and mark them as sent."""
+        """Return the trajectories to send now, oldest first, and mark them as sent."""
         now = self._clock()
         with self._lock:
             for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
@@ -83,25 +80,23 @@ class Outbox:
             return sendable
 
     def acknowledge(self, ids: list[str]) -> None:
-        """Remove trajectories that the store has confirmed."""
         with self._lock:
             for trajectory_id in ids:
                 self._remove(trajectory_id)
             self.deferral_reason = ""
 
     def reject(self, nack: Nack) -> None:
-        """Remove the trajectory of a fatal Nack; schedule a retry for any other."""
+        """Remove the trajectory of a fatal Nack; schedule a retry otherwise."""
         with self._lock:
             if nack.is_fatal:
                 self._remove(nack.id)
-            # Ignored for a waiting trajectory: a late Nack from before a reconnect must not delay it.
+            # A late Nack from before a reconnect must not delay a waiting trajectory.
             elif nack.id in self._sent_at:
                 self._wait(nack.id, until=self._clock() + nack.retry_after_s)
                 self.deferral_reason = nack.reason
                 self.num_deferred += 1
 
     def resend_all(self) -> None:
-        """Return everything unacknowledged to waiting, for a new broker or connection."""
         with self._lock:
             self._waiting = dict.fromkeys(self._entries, 0.0)
             self._sent_at = {}
@@ -115,7 +110,7 @@ class Outbox:
     def _has_credit(self, size_bytes: int, *, num_sending: int) -> bool:
         sent = len(self._entries) - len(self._waiting) + num_sending
         fits = self._sent_bytes + size_bytes <= self._max_bytes
-        # With nothing in flight, always send one: a trajectory larger than the credit must not block the outbox.
+        # Always keep one in flight, so that a trajectory larger than the credit does not block the outbox.
         return sent == 0 or (sent < self._max_messages and fits)
 
     def _remove(self, trajectory_id: str) -> None:

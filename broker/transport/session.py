@@ -1,7 +1,6 @@
 """Session: a process's membership in a run, from connecting to a broker until its Bye.
 
-BrokerClients: a process's clients, one per joined broker. A generator has one client, which moves between brokers. The
-learner has one client for every broker.
+A generator has one client, which moves between brokers; the learner has one per broker.
 
 Consumes: messages from all brokers.
 Produces: the learner's messages, sent to all brokers; the brokers' members, merged into one list.
@@ -68,10 +67,8 @@ class BrokerClients:
         brokers: Mapping[str, str],
         is_reachable: Callable[[str], bool] = is_listening,
     ) -> None:
-        """`on_message` receives all messages for the role, on the clients' threads. `joins_all`: True for a learner.
-
-        `brokers`: known brokers, name -> address, for those that are unreachable at their announced addresses.
-        """
+        """`on_message` is called on the clients' threads. `joins_all`: True for a learner. `brokers`: name -> address,
+        in case an announced address is unreachable."""
         self._connect = connect
         self._on_message = on_message
         self._joins_all = joins_all
@@ -82,24 +79,24 @@ class BrokerClients:
         self._is_stopped = False
         self._order: OpenEpoch | Update | None = None
         self._members: dict[str, list[MemberState]] = {}
-        """Broker -> its newest members, in order of arrival."""
+        """Broker -> its newest members, oldest report first."""
         self._living: set[str] | None = None
-        """Live brokers, the only ones whose members count; None for all."""
+        """Live brokers; only their members count. None: all count."""
 
     def open(self, address: str, *, broker: str = "") -> tuple[BrokerClient, BrokerClientThread]:
-        """Start a client to an address. After its Welcome, a learner opens clients to the other brokers."""
+        """Start a client; after its Welcome, a learner opens clients to the other brokers."""
         link = _Link(address, broker)
         with self._lock:
             self._links.append(link)
         client = link.client = self._connect(address, lambda message: self._receive(link, message))
-        # Members that were moving from another broker may have missed the order.
+        # Members that were moving may have missed the order.
         client.order = self._order
         link.thread = BrokerClientThread(client)
         link.thread.start()
         return client, link.thread
 
     def send(self, message: Message) -> None:
-        """Queue a message for every broker. Each broker relays a weight order to the members it serves."""
+        """Queue a message for every broker. Each relays a weight order to the members it serves."""
         with self._lock:
             if isinstance(message, OpenEpoch | Update):
                 self._order = message
@@ -107,7 +104,6 @@ class BrokerClients:
                 client.send(message)
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Leave the run at every broker; same arguments as BrokerClientThread.stop."""
         with self._lock:
             self._is_stopped = True
             threads = [link.thread for link in self._links if link.thread]
@@ -120,7 +116,7 @@ class BrokerClients:
                 with self._lock:
                     link.broker = living.broker if living else ""
                     # A broker serves one connection per learner: two would replace each other forever. A link that was
-                    # already left does not end its replacement.
+                    # left does not end its replacement.
                     twins = [each for each in self._links if each.broker == link.broker and each is not link]
                     for twin in twins if link in self._links else ():
                         self._leave(twin)
@@ -137,7 +133,6 @@ class BrokerClients:
                 self._on_message(message)
 
     def _update_brokers(self, living: LivingBrokers | None) -> None:
-        """Open clients to new brokers, and drop the members of dead ones."""
         with self._lock:
             if not (self._joins_all and living) or self._is_stopped:
                 return
@@ -148,17 +143,16 @@ class BrokerClients:
                 if address and (link is None or link.address != address):
                     self._replace(link, name, address)
             before, self._living = self._merged_members(), set(living.brokers)
-            # Report a change at once: the next Members may come late, or not at all from a broker that is back.
+            # The next Members may come late, or not at all from a broker that is back.
             if (merged := self._merged_members()) != before:
                 self._on_message(merged)
 
     def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
-        """Return the address for joining a broker; empty if none is known."""
-        # Only a Welcome tells which known address belongs to which broker.
+        # Until its Welcome, a known address may belong to any broker: exclude those in use.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
-        # Prefer the announced address, since another role may have taken the broker's old port. But it may be
-        # unreachable from here without a tunnel, and a loopback address may belong to another process.
+        # Prefer the announced address, since another role may have the old port. But it may need a tunnel, and a
+        # loopback address may belong to another process.
         both = [*own, announced] if link and is_own_machine(announced) else [announced, *own]
         addresses = [*filter(None, dict.fromkeys(both))]
         if len(addresses) < 2:
@@ -178,11 +172,11 @@ class BrokerClients:
     def _leave(self, link: _Link) -> None:
         self._links.remove(link)
         if link.thread:
-            # On a separate thread, because the client's thread may be waiting for this lock.
+            # The client's thread may be waiting for this lock.
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
 
     def _merged_members(self) -> Members:
-        # If two brokers report a generator, one hangs or has not noticed its move: the last report wins.
+        # If two brokers report a generator, one hangs or has not noticed its move: the newest report wins.
         counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
         by_member = {state.member: state for states in counted for state in states}
         return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))
@@ -194,30 +188,27 @@ class Inbox(Protocol):
     def get(self, *, timeout_s: float) -> Message | None:
         """Return the next message; None after `timeout_s`.
 
-        Raises RefusedByBrokerError after the broker has refused this peer, ClientDiedError if the client's thread died.
+        Raises RefusedByBrokerError if the broker refused this peer, ClientDiedError if the client's thread died.
         """
         ...
 
 
 class Sender(Protocol):
-    """Sends a role's messages to one broker (BrokerClient) or to all (BrokerClients)."""
+    """Sends a role's messages: a BrokerClient to one broker, BrokerClients to all."""
 
-    def send(self, message: Message) -> None:
-        """Queue a message, from any thread."""
-        ...
+    def send(self, message: Message) -> None: ...
 
 
 class QueueInbox:
-    """Queue filled by the client's thread and read by `get`, or forwarded to a listener once one is set."""
+    """Queue from the client's thread to `get`, or to a listener once one is set."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message | ClientDiedError] = queue.SimpleQueue()
         self._listener: Callable[[Message | ClientDiedError], None] = self._queue.put
-        # Keeps messages complete and in order when a listener replaces the queue.
+        # Keeps messages in order when a listener replaces the queue.
         self._lock = threading.Lock()
 
     def put(self, message: Message | ClientDiedError) -> None:
-        """Add a message or the error that ended the client. Serves as the client's `on_message` and `on_end`."""
         with self._lock:
             self._listener(message)
 
@@ -230,7 +221,7 @@ class QueueInbox:
         return message
 
     def forward_to(self, listener: Callable[[Message | ClientDiedError], None]) -> None:
-        """Pass all queued messages to `listener`, then every later one on the client's thread."""
+        """Pass all queued messages to `listener`, then every later one, on the client's thread."""
         with self._lock:
             while (message := self._pop(timeout_s=0)) is not None:
                 listener(message)
@@ -246,7 +237,7 @@ class QueueInbox:
 def call_threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object], argument: object) -> None:
     """Schedule `call(argument)` on `loop`, from any thread or signal handler; a no-op on a closed loop.
 
-    Messages and signals still arrive while a role flushes its outbox after its loop has ended.
+    Messages still arrive while a role flushes its outbox after its loop has ended.
     """
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, argument)
@@ -258,12 +249,12 @@ _FIRST_REPORT_S = 1.0
 
 @dataclass
 class Session:
-    """A joined peer: its client, the thread that runs it, and the messages it receives."""
+    """A joined peer."""
 
     client: BrokerClient
     thread: BrokerClientThread
     clients: BrokerClients
-    """Clients of all joined brokers; `client` is the first, and the only one of a generator."""
+    """All clients; `client` is the first, and a generator's only one."""
     inbox: QueueInbox
     welcome: Welcome
     """The first Welcome; later ones arrive in the inbox."""
@@ -272,7 +263,7 @@ class Session:
 
     @contextmanager
     def leave_at_exit(self, *, flush_s: float = 0.0) -> Iterator[None]:
-        """Leave the run after the block: flush the outbox for at most `flush_s`, then send Bye with any error."""
+        """Leave the run after the block: flush the outbox, then send Bye with any error."""
         reason = ""
         try:
             yield
@@ -284,7 +275,7 @@ class Session:
 
 
 class StatusBoard:
-    """Status for a role's Pongs, read by the client's thread. The role sets the source after loading."""
+    """Status for Pongs. The role sets the source after loading."""
 
     def __init__(self) -> None:
         self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
@@ -310,8 +301,8 @@ def join(
 ) -> Session:
     """Connect and wait for the Welcome, logging what is missing every few seconds.
 
-    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: known
-    brokers, name -> address, including `address`. The Welcome tells the addresses of the others.
+    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: known ones,
+    name -> address, including `address`.
 
     Raises RefusedByBrokerError if the broker refuses this peer, WaitTimeoutError after `timeout_s`.
     """
@@ -347,7 +338,7 @@ def _wait_for_welcome(
     thread: BrokerClientThread, inbox: QueueInbox, *, address: str, keys: Keys, timeout_s: float
 ) -> Welcome:
     deadline = Deadline(timeout_s, what=f"the welcome of the broker at {address}")
-    # Diagnose early the first time, since a wrong token ends the wait.
+    # Diagnose early, since a wrong token ends the wait.
     interval_s = _FIRST_REPORT_S
     while True:
         message = inbox.get(timeout_s=min(interval_s, max(0.1, deadline.left_s)))
@@ -362,7 +353,6 @@ def _wait_for_welcome(
 
 
 def _diagnose(address: str, keys: Keys) -> str:
-    """Describe why the broker does not answer. Raises RefusedByBrokerError if it has another token."""
     if not is_listening(address):
         return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
     if is_refused(address, keys):

@@ -1,11 +1,10 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
-Every socket, unix sockets included, uses CURVE with keys derived from the run's token, which encrypts and authenticates
-both ends. Before authentication libzmq keeps at most one frame per connection, so frames are limited to PIECE_BYTES and
-larger ones are sent in pieces.
+Every socket, unix sockets included, uses CURVE, which encrypts and authenticates both ends with keys derived from the
+run's token. Before authentication libzmq keeps at most one frame per connection, so frames above PIECE_BYTES are sent
+in pieces.
 
-Every option that affects loss, memory or timeouts is set explicitly, because most of libzmq's defaults are "forever" or
-"unlimited".
+Options that affect loss, memory or timeouts are explicit, because most defaults are "forever" or "unlimited".
 """
 
 import socket
@@ -39,13 +38,13 @@ from slipstream.configs.cluster import ClusterConfig
 from slipstream.runtime.credentials import Keys
 
 PIECE_BYTES = 64 * 1024
-"""Maximum frame size towards a server, and so the memory an unauthenticated connection can occupy."""
+"""Maximum frame size towards a server: the memory that an unauthenticated connection can occupy."""
 
 
 def in_pieces(frames: Frames) -> Frames:
     """Split a message with a frame above PIECE_BYTES: an empty frame, the piece count of each frame, the pieces.
 
-    The empty frame is unambiguous, because a header is never empty.
+    A header is never empty, so the empty frame is unambiguous.
     """
     if all(len(frame) <= PIECE_BYTES for frame in frames):
         return frames
@@ -54,7 +53,7 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`. Returns an inconsistent message unchanged; its empty header is refused later."""
+    """Undo `in_pieces`. Inconsistent messages stay as they are and are refused for their empty header."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:
@@ -69,9 +68,9 @@ def assembled(frames: Frames) -> Frames:
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
-"""Messages per peer and direction in libzmq's queues; the credit keeps regular traffic far below."""
+"""Messages per peer and direction in libzmq's queues, far above the credit."""
 LINGER_S = 0.5
-"""Time that `close` waits for queued frames to be sent, seconds."""
+"""Time that `close` waits for queued frames."""
 
 Options = dict[int, int | bytes]
 
@@ -81,7 +80,7 @@ _COMMON_OPTIONS: Options = {
     zmq.LINGER: int(LINGER_S * 1000),
     zmq.IPV6: 0,
     zmq.HANDSHAKE_IVL: 5_000,
-    # A machine that loses power or network sends no FIN: only these options detect that.
+    # Detect a machine that lost power or network and sends no FIN.
     zmq.HEARTBEAT_IVL: 2_000,
     zmq.HEARTBEAT_TIMEOUT: 8_000,
     zmq.HEARTBEAT_TTL: 8_000,
@@ -91,13 +90,13 @@ _COMMON_OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
-    # Otherwise messages to a departed peer are dropped silently.
+    # Report messages to a departed peer instead of dropping them silently.
     zmq.ROUTER_MANDATORY: 1,
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1_000,
-    # 0 keeps frames in libzmq's queue when the broker dies and sends them to its successor; 1 would drop them.
+    # 0 keeps queued frames for a broker's successor; 1 would drop them.
     zmq.IMMEDIATE: 0,
 }
 
@@ -120,7 +119,7 @@ def _server_options(keys: Keys) -> Options:
     return _SERVER_OPTIONS | {
         zmq.CURVE_SERVER: 1,
         zmq.CURVE_SECRETKEY: keys.server_secret,
-        # Without an authenticator libzmq would accept every client that knows the server's key.
+        # Without an authenticator, libzmq accepts every client that knows the server's key.
         zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
         zmq.ZAP_ENFORCE_DOMAIN: 1,
         zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
@@ -128,7 +127,7 @@ def _server_options(keys: Keys) -> Options:
 
 
 class _OwnClients:
-    """Admits clients with the run's client key or a guest's key. A credentials provider for ThreadAuthenticator."""
+    """Admits the run's client key and the guests' keys. A credentials provider for ThreadAuthenticator."""
 
     def __init__(self, keys: Keys) -> None:
         self._expected = {keys.client_public, *keys.guests}
@@ -150,9 +149,9 @@ def check_free(address: str, *, network: IPv4Network | None = None) -> None:
 
 
 def is_refused(address: str, keys: Keys) -> bool:
-    """Return whether a CURVE server at an address refuses these keys; blocks at most three seconds.
+    """Return whether a CURVE server refuses these keys; blocks at most three seconds.
 
-    A server closes connections with wrong keys at once, so a slow answer is not a refusal.
+    A refusal closes the connection immediately, so a slow answer is not one.
     """
     if not speaks_curve(address):
         return False
@@ -171,14 +170,14 @@ class ZmqServerChannel:
     def __init__(
         self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None
     ) -> None:
-        """Bind the address, the value of `setting`, and accept only clients with the same keys.
+        """Bind the address, the value of `setting`; accept only clients with matching keys.
 
         Raises ChannelClosedError if the address is in use, or is neither ipc nor loopback nor in `network`.
         """
         check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
         self._path = self.address = ""
-        """Bound endpoint, with the actual port instead of 0; after `bind`, the endpoint for other machines."""
+        """Bound endpoint, with the actual port; after `bind`, the endpoint for other machines."""
         self._guests = {key.decode(): name for key, name in keys.guests.items()}
         self.guest = ""
         self._context = zmq.Context()
@@ -197,7 +196,7 @@ class ZmqServerChannel:
         self.address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def bind(self, endpoint: str) -> bool:
-        """Also listen at an endpoint for other machines; False if it is in use. Raises ChannelClosedError."""
+        """Also listen for other machines; False if the endpoint is in use. Raises ChannelClosedError."""
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -221,7 +220,7 @@ class ZmqServerChannel:
             identity = self._socket.recv(flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        # The authenticator sets User-Id to the connection's key; the client cannot forge it.
+        # The authenticator sets User-Id to the connection's key, which the client cannot forge.
         self.guest = self._guests.get(str(identity.get("User-Id")), "")
         return [identity.bytes, *self._socket.recv_multipart(flags=zmq.NOBLOCK)]
 
@@ -245,10 +244,10 @@ class ZmqServerChannel:
         return number
 
     def close(self) -> None:
-        """Unbind, after at most LINGER_S for sending queued frames. Idempotent."""
+        """Unbind, after at most LINGER_S for queued frames. Idempotent."""
         if self._socket.closed:
             return
-        # Delete the path while this socket still listens: afterwards it may belong to another broker.
+        # While this socket listens: afterwards the path may belong to another broker.
         remove_path(self._path)
         self._socket.disable_monitor()
         self._refusals.close(linger=0)
@@ -260,8 +259,8 @@ class ZmqServerChannel:
 class ZmqClientChannel:
     """A peer's end. Implements ClientChannel.
 
-    A ZeroMQ socket belongs to one thread, so `send` only appends to a queue and writes to a socket pair. The thread in
-    `receive` polls the pair and moves the queue into the ZeroMQ socket. The broker's credit bounds the queue.
+    A ZeroMQ socket belongs to one thread, so `send` appends to a queue, bounded by the credit, and writes to a socket
+    pair. The thread in `receive` polls the pair and moves the queue into the ZeroMQ socket.
     """
 
     def __init__(self, address: str, *, keys: Keys, max_message_bytes: int) -> None:
@@ -269,7 +268,6 @@ class ZmqClientChannel:
         self._address = address
         self._options: Options = _client_options(keys) | {zmq.MAXMSGSIZE: max_message_bytes}
         self._context = zmq.Context()
-        # Separate from the socket, which only its thread may use.
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
         self._is_notified = False
@@ -305,14 +303,14 @@ class ZmqClientChannel:
         self._queue.clear()
         self._address = address or self._address
         dropped, self._socket = self._socket, self._connect()
-        # When moving to another address, the old broker is alive: let the socket send its last frames, such as Bye.
+        # When moving, the old broker is alive: let it receive the last frames, such as Bye.
         dropped.close(linger=_milliseconds(LINGER_S) if address else 0)
 
     def close(self) -> None:
-        """Close, after at most LINGER_S for sending queued frames. Idempotent."""
+        """Close, after at most LINGER_S for queued frames. Idempotent."""
         if self._socket.closed:
             return
-        # libzmq lingers only for its internal queue, so move this queue there first.
+        # libzmq lingers only for its own queue, so move this one there.
         deadline = time.monotonic() + LINGER_S
         self._flush()
         while self._queue and time.monotonic() < deadline:
@@ -324,7 +322,7 @@ class ZmqClientChannel:
         self._context.term()
 
     def _connect(self) -> zmq.Socket:
-        # Random per connection: a ROUTER that still holds the old connection refuses a new one with the same identity.
+        # Random per connection: a ROUTER refuses the identity of a connection that it still holds.
         identity: Options = {zmq.IDENTITY: uuid.uuid4().hex.encode()}
         connected = _open(self._context, zmq.DEALER, self._options | identity)
         try:
@@ -337,7 +335,7 @@ class ZmqClientChannel:
         return connected
 
     def _flush(self) -> None:
-        # Only this thread removes from the queue, so its head does not change while it is sent.
+        # Only this thread removes from the queue, so its head is stable.
         while self._queue:
             try:
                 self._socket.send_multipart(self._queue[0], flags=zmq.NOBLOCK, copy=False)
@@ -346,14 +344,13 @@ class ZmqClientChannel:
             self._queue.popleft()
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for a message, a notification, room for queued frames, or the timeout."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._queue else 0))
         poller.register(self._wakeup_receiver, zmq.POLLIN)
         poller.poll(_milliseconds(timeout_s))
         with suppress(BlockingIOError):
             self._wakeup_receiver.recv(4096)
-        # Reset before reading the queue: a thread that appends later sees it unset and notifies.
+        # Reset before the queue is read: a thread that appends later notifies again.
         self._is_notified = False
 
     def _notify(self) -> None:
@@ -365,7 +362,7 @@ class ZmqClientChannel:
             self._wakeup_sender.send(b"\0")
 
     def _consume_wake(self) -> bool:
-        # Clear it only if set: otherwise a `wake` between test and clearing would be lost.
+        # Clear only if set, so that a `wake` in between is not lost.
         if not self._is_woken.is_set():
             return False
         self._is_woken.clear()
@@ -387,7 +384,7 @@ def _receive_now(source: zmq.Socket) -> Frames | None:
 
 
 def _milliseconds(seconds: float) -> int:
-    # Rounded up: a wait of half a millisecond must not become a busy loop.
+    # Round up: half a millisecond must not become a busy loop.
     return int(seconds * 1000) + 1
 
 
@@ -396,8 +393,7 @@ def listen(
 ) -> ZmqServerChannel:
     """Open a server at the address, the value of `setting`. Raises ConfigError, ChannelClosedError.
 
-    If `cluster` has an interface, a server at an ipc address also listens for other machines, at the first free one of
-    `tcp_endpoints`.
+    If `cluster` has an interface, a server at an ipc address also listens at the first free one of `tcp_endpoints`.
     """
     is_local = cluster.network is None or not address.startswith("ipc://")
     endpoints = [] if is_local else tcp_endpoints(cluster, previous=previous)

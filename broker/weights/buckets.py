@@ -1,7 +1,6 @@
-"""Flat buckets: pack many named tensors into a few contiguous byte buffers, and unpack them without copying.
+"""Flat buckets: pack named tensors into a few contiguous byte buffers, and unpack them without copying.
 
-`Update` carries the layout (slots and sizes), a weight transport the bytes. Checksums cover all bytes of a bucket,
-including the gaps between tensors.
+`Update` carries the layout, a weight transport the bytes. Checksums include the gaps between tensors.
 """
 
 import math
@@ -23,10 +22,10 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 
 
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
-    """Lay out tensors in the given order; returns their slots and the size of each bucket in bytes.
+    """Lay out tensors in order; returns their slots and the size of each bucket in bytes.
 
-    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own bucket.
-    Raises WeightTransferError for a repeated name.
+    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own. Raises
+    WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
@@ -46,9 +45,9 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def allocate(
     sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Allocate zeroed uint8 buckets in host memory or on `device`, reusing buckets in `reuse` that have the same size.
+    """Allocate uint8 buckets in host memory or on `device`: zeroed, or unchanged from `reuse` where the size matches.
 
-    `is_pinned`: use page-locked memory, for asynchronous copies from and to a GPU.
+    `is_pinned`: page-lock them, for asynchronous copies from and to a GPU.
     """
     return [
         reuse[i]
@@ -68,7 +67,7 @@ def pack(
 ) -> list[Tensor]:
     """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled exactly once.
 
-    `reuse`: buckets of an earlier call, which are overwritten. Raises WeightTransferError.
+    `reuse`: buckets to overwrite. Raises WeightTransferError.
     """
     buckets: list[Tensor] = []
     is_queued = False
@@ -80,7 +79,7 @@ def pack(
             raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
-        # Copies from a GPU into pinned buckets are faster and overlap with gathering the next tensor.
+        # Copies into pinned buckets are faster and overlap with gathering the next tensor.
         buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
         _view(buckets, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not buckets[0].is_cuda
@@ -92,7 +91,7 @@ def pack(
 
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
-    """Return named views into the buckets, in the order of `slots`. Raises WeightTransferError for an invalid slot."""
+    """Return named views into the buckets, in slot order. Raises WeightTransferError for an invalid slot."""
     return [(slot.name, _view(buckets, slot)) for slot in slots]
 
 
@@ -125,12 +124,12 @@ def check_bucket(bucket: Tensor, index: int, *, expected: Sequence[int]) -> None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name on the wire: `torch.bfloat16` -> `bfloat16`."""
+    """Return the name on the wire, like `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _view(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
-    # Slots come from the wire: check that they stay within their buckets.
+    # Slots come from the wire.
     if not 0 <= slot.bucket < len(buckets):
         raise WeightTransferError(
             f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"

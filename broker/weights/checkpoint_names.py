@@ -1,8 +1,8 @@
 """CheckpointNames: converts a transformers module's tensors to the names and shapes of its checkpoint on the hub.
 
-transformers changes the layout of some models when it loads them. For example, it merges the experts of a layer into
-one tensor. Engines load the checkpoint layout, so the learner sends that, and each generator derives the same names
-from its model config.
+transformers changes the layout of some models when it loads them, such as merging a layer's experts into one tensor.
+Engines load the checkpoint layout, so the learner sends that. Each generator derives the same names from its model
+config.
 """
 
 from collections import defaultdict
@@ -23,24 +23,20 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class CheckpointNames:
-    """Names, shapes and dtypes of a module's checkpoint, and the conversion of its tensors in both directions.
+    """Names, shapes and dtypes of a module's checkpoint, and conversion in both directions.
 
-    Includes parameters and persistent buffers. A tied tensor appears once, under its first name, as on the hub.
+    Includes parameters and persistent buffers; a tied tensor once, under its first name, as on the hub.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """Read the shapes of `module`, which may be on the meta device or sharded.
-
-        Raises WeightTransferError for a model that cannot be published.
-        """
+        """`module` may be on the meta device or sharded. Raises WeightTransferError if it cannot be published."""
         if quantized := getattr(module.config, "quantization_config", None):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
             raise WeightTransferError(
                 f"{type(module).__name__} cannot be published: its checkpoint must be unquantized, like the learner's "
                 f"weights, got {method}; convert it to bfloat16 first"
             )
-        # Use the conversions of the model type, not those that a particular file needed, so that every generator
-        # derives the same names regardless of its file's layout.
+        # The model type's conversions, not those that its file needed, so that all generators derive the same names.
         conversions = [
             conversion
             for conversion in get_model_conversion_mapping(module, add_legacy=False)
@@ -55,7 +51,7 @@ class CheckpointNames:
             names[id(tensor)].append(name)
         self.tied = [several for several in names.values() if len(several) > 1]
         """Groups of names of one tensor; the checkpoint uses the first."""
-        # ZeRO-3 replaces a parameter by an empty tensor and keeps its shape in `ds_shape`.
+        # ZeRO-3 empties a parameter and keeps its shape in `ds_shape`.
         shapes = {name: getattr(held[name], "ds_shape", held[name].shape) for name, *_ in names.values()}
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         separate = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
@@ -67,9 +63,9 @@ class CheckpointNames:
         for name, made in separate.items():
             members[next(iter(made))].append(name)
         self._members = {name: members[next(iter(made))] for name, made in separate.items()}
-        """Module name -> all module names converted together with it."""
+        """Module name -> all module names converted together."""
         self.tensors: dict[str, Tensor] = dict(self.convert(meta.items()))
-        """Checkpoint name -> meta tensor with its shape, in the order of `convert`."""
+        """Checkpoint name -> meta tensor, in the order of `convert`."""
         together = self._revert(meta)
         is_same = {name: t.shape for name, t in together.items()} == {name: t.shape for name, t in self.tensors.items()}
         if not is_same or _size(together) != _size(meta):
@@ -85,8 +81,7 @@ class CheckpointNames:
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Return name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
 
-        Tensors that transformers always keeps in float32, such as the routing biases of DeepSeek-V3, are sent in
-        float32.
+        Tensors that transformers always keeps in float32, such as DeepSeek-V3's routing biases, stay in float32.
         """
         return [
             (name, tensor.shape, torch.float32 if name in self._full else dtype)
@@ -94,16 +89,15 @@ class CheckpointNames:
         ]
 
     def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Convert tensors from module names to checkpoint names, one layer at a time.
+        """Convert tensors from module names to checkpoint names.
 
-        Most tensors pass through unchanged. The tensors of a layer with another layout are collected until the layer is
-        complete, then copied.
+        Most pass through unchanged. Tensors that are converted together are collected until complete, then copied.
         """
         waiting: dict[str, Tensor] = {}
         for name, tensor in held:
             if name in self._renamed:
                 yield self._renamed[name], tensor
-            # Skipped: further names of a tied tensor, and buffers that checkpoints lack.
+            # Skips further names of tied tensors, and buffers that checkpoints lack.
             elif members := self._members.get(name):
                 waiting[name] = tensor
                 if all(member in waiting for member in members):
@@ -111,12 +105,12 @@ class CheckpointNames:
 
     @torch.no_grad()
     def load_into(self, module: PreTrainedModel, sent: Mapping[str, Tensor]) -> None:
-        """Copy the checkpoint's tensors into the module; `sent` must hold all names in their shapes."""
+        """Copy the checkpoint's tensors into the module; `sent` must hold all of them."""
         held = module.state_dict()
         for name, target in self._renamed.items():
             held[name].copy_(sent[target])
         for members in {tuple(members) for name, members in self._members.items() if name not in self._renamed}:
-            # Conversions only move elements, so converting the indices gives each element's position.
+            # Conversions only move elements: converting indices gives each element's position.
             sizes = [held[name].numel() for name in members]
             indices = zip(members, torch.arange(sum(sizes)).split(sizes), strict=True)
             values = torch.empty(sum(sizes))
@@ -130,10 +124,9 @@ class CheckpointNames:
 
 
 class AdapterNames(CheckpointNames):
-    """Names and shapes of an adapter, the same as in peft's files."""
+    """Names and shapes of an adapter, as in peft's files."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """`module` may be on the meta device or sharded."""
         parameters = adapter_parameters(module)
         shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters}
         self.tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -1,8 +1,7 @@
 """Collective transport: broadcasts over NCCL, Gloo or unix sockets, in one process group per membership epoch.
 
-The groups are built over a store that the learner keeps for the whole run, with a prefix per epoch. They do not use
-torch's default group, which belongs to DeepSpeed in the learner and to vLLM in a generator, so they can be closed and
-rebuilt as members join and leave.
+torch's default group belongs to DeepSpeed in the learner and to vLLM in a generator. Separate groups can be rebuilt as
+members join and leave.
 """
 
 import time
@@ -42,15 +41,15 @@ class CollectiveSender:
         ports: Iterable[int] = (0,),
         folder: Path | None = None,
     ) -> None:
-        """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
+        """`host`: an IPv4 address or name of this machine. Raises WeightTransferError.
 
-        `folder`: private folder for a rendezvous through a file, inaccessible to other users; None: use a TCPStore on
-        `host` at the first free port of `ports` (0 for any).
+        `folder`: private folder for the rendezvous; None: use a TCPStore on `host` at the first free port of `ports` (0
+        for any).
         """
         self._device = torch.device(device)
         self._own_host = folder or host
         self.address: tuple[str, int]
-        """Host and port of the rendezvous store, or `file://` and its path; constant for the whole run."""
+        """As in WeightSender; constant for the whole run."""
         self._store: dist.Store | None
         if folder:
             self.address = process_group.create_file(folder), 0
@@ -64,7 +63,6 @@ class CollectiveSender:
 
     @property
     def device(self) -> DeviceName:
-        """Device from which NCCL would send."""
         return device_name(self._device)
 
     def open_epoch(
@@ -72,7 +70,7 @@ class CollectiveSender:
     ) -> None:
         """Close the previous group and build a new one. `backend`: None selects the device's.
 
-        Builds no group without members; `broadcast` is then a no-op. An error names the missing ranks.
+        Without members it builds no group, and `broadcast` is a no-op. An error names the missing ranks.
         """
         self._is_aborted.clear()
         self._close_group()
@@ -80,7 +78,7 @@ class CollectiveSender:
             raise WeightTransferError(f"weight epoch {epoch} must be opened before close(): this sender is closed")
         if num_members > 0:
             own = EpochRank(epoch, SENDER_RANK, num_members + 1)
-            # Set before it is built, so that `abort` can end a blocked build.
+            # Set before it opens, so that `abort` can end a blocked `open`.
             wire_device = torch.device("cpu") if backend == "gloo" else self._device
             self._group = ProcessGroup(own, device=wire_device, is_aborted=self._is_aborted)
             try:
@@ -98,7 +96,7 @@ class CollectiveSender:
         try:
             group.send(buckets, timeout_s=timeout_s)
         except WeightTransferError:
-            # The ranks are now at different operations: only a new epoch can synchronize them.
+            # Only a new epoch can synchronize the ranks again.
             self._close_group()
             raise
 
@@ -122,7 +120,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A generator's end: rank 1 or higher. Implements WeightReceiver; belongs to one thread.
+    """A generator's end. Implements WeightReceiver; belongs to one thread.
 
     Received tensors are views into staging buckets in host memory, which the next `receive` overwrites.
     """
@@ -131,7 +129,7 @@ class CollectiveReceiver:
         self._device = torch.device(device)
         self._group: ProcessGroup | None = None
         self.staging: SharedBuckets | None = None
-        """Buckets of the last `receive`, which other processes on this machine may map."""
+        """Buckets of the last `receive`, for other processes on this machine to map."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         self._close_group()
@@ -158,12 +156,12 @@ class CollectiveReceiver:
         except WeightTransferError:
             self._close_group()
             raise
-        # Verify everything before the engine loads anything: a partial load could not be undone.
+        # Before the engine loads anything, since a partial load cannot be undone.
         flat.verify(staging, expected=checksums)
         return flat.unpack(staging, slots)
 
     def close(self) -> None:
-        """Close the group and free the staging memory. Idempotent."""
+        """Close the group and free the staging buckets. Idempotent."""
         self._close_group()
         self._free()
 
@@ -185,7 +183,6 @@ class CollectiveReceiver:
 
 
 def _open_rendezvous(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
-    """Open the learner's rendezvous store; returns it and the group's `own_host`. Raises RuntimeError, OSError."""
     if process_group.is_file(opening.host):
         store = process_group.open_file(opening.host)
         return store, Path(store.path).parent

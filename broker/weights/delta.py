@@ -1,14 +1,14 @@
 """Deltas: lossless, compressed differences between two versions of a bucket, element by element.
 
-A bucket is split into blocks, so that neither end needs much additional memory. A block's payload consists of
+A bucket is split into blocks, which bounds the memory of both ends. A block's payload consists of
 
     gaps    number of unchanged elements before each changed one: the sum of any number of bytes 255 and a final lower
             byte
     steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; in byte planes: the
             lowest byte of every step first, then the next bytes
 
-compressed together by zstd. A small learning rate usually moves a weight to the adjacent number of its format, which is
-a step of 1 at any magnitude. Integers reproduce every bit pattern, including NaNs.
+compressed together by zstd. A small learning rate usually moves a weight to the adjacent number of its format, a step
+of 1 at any magnitude. Integers reproduce every bit pattern, including NaNs.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _WIDTHS = (8, 4, 2, 1)
 _CONTINUED = 255
 """Byte of a gap that continues in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher levels take many times longer and save only a few percent, because the steps are nearly random."""
+"""Higher levels take many times longer and save only a few percent: the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -40,25 +40,25 @@ Elements = npt.NDArray[np.unsignedinteger]
 
 
 class Block(Record, array_like=True):
-    """A block's part of a payload. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
+    """A block of a payload. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
 
     num_changed: Count
-    """Elements that differ; 0: the payload has no bytes for the block."""
+    """Elements that differ; without any, the block has no bytes."""
     num_gap_bytes: Count
-    """Bytes of the gaps before compression."""
+    """Gaps before compression."""
     num_bytes: Count
-    """Bytes of gaps and steps after compression."""
+    """Gaps and steps after compression."""
 
 
 class BucketDelta(Record):
     """Delta of one bucket. Example: BucketDelta(size_bytes=6011, width=2, blocks=[...], checksum=7)."""
 
     size_bytes: Count
-    """Bytes to transfer: size of the payload, or of the whole bucket."""
+    """Bytes of the payload, or of the whole bucket."""
     is_full: bool = False
-    """Whether the whole bucket is transferred because the payload would not be smaller."""
+    """Whether the whole bucket is transferred, because the payload would not be smaller."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
-    """Bytes of one element of the bucket."""
+    """Bytes of one element."""
     blocks: list[Block] = []
     checksum: int = 0
     """xxh3-64 of the payload."""
@@ -72,19 +72,17 @@ class Delta(Record):
 
     version: int
     checksum: str
-    """Combined checksum of all buckets of `version`."""
+    """Combined checksum of all buckets."""
     base_version: int
     base_checksum: str
-    """Combined checksum of all buckets of `base_version`."""
     buckets: list[BucketDelta]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes to transfer for all buckets."""
         return sum(bucket.size_bytes for bucket in self.buckets)
 
     def check_base(self, held_checksum: str) -> None:
-        """Raise WeightTransferError unless the held weights are the base version."""
+        """Raise WeightTransferError unless the held weights are the base."""
         if held_checksum != self.base_checksum:
             raise WeightTransferError(
                 f"the delta to version {self.version} must be applied to version {self.base_version} with checksum "
@@ -98,9 +96,9 @@ def width_of(bucket: int, slots: Sequence[TensorSlot]) -> int:
 
 
 def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes]:
-    """Encode the change from `base` to `new`, both uint8 on the CPU, with `width` bytes per element.
+    """Encode the change from `base` to `new`, uint8 on the CPU; returns the delta and its payload (empty if full).
 
-    Returns the delta and its payload (empty if full).
+    `width`: bytes per element. Raises WeightTransferError if the sizes differ.
     """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
@@ -113,7 +111,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
         block, part = _encode_block(before[start : start + BLOCK_ELEMENTS], after[start : start + BLOCK_ELEMENTS])
         blocks.append(block)
         parts.append(part)
-        # Stop early: compressing the rest cannot make the payload smaller than the bucket.
+        # The payload is already as large as the bucket.
         if sum(map(len, parts)) >= new.numel():
             return BucketDelta(new.numel(), is_full=True), b""
     payload = b"".join(parts)
@@ -127,7 +125,7 @@ def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
             f"got {len(payload)} bytes with checksum {xxhash.xxh3_64_intdigest(payload):#018x}"
         )
-    # The caller verifies the checksum of the result, so the base needs no check here.
+    # The base needs no check, because the caller verifies the result.
     elements = _elements(onto, delta.width)
     starts = range(0, len(elements), BLOCK_ELEMENTS)
     ends = list(itertools.accumulate((block.num_bytes for block in delta.blocks), initial=0))
@@ -152,7 +150,7 @@ def _apply_block(block: Block, part: bytes, *, onto: Elements) -> None:
     if block.num_changed == 0:
         return
     width = onto.dtype.itemsize
-    # Check before allocating anything, because the numbers come from another process.
+    # Before allocating: the numbers come from another process.
     if block.num_changed > len(onto) or block.num_gap_bytes > block.num_changed + len(onto) // _CONTINUED:
         raise _damaged(f"at most {len(onto)} changes in a block", f"{block.num_changed} in {block.num_gap_bytes} bytes")
     plain = _decompress(part, size_bytes=block.num_gap_bytes + width * block.num_changed)
@@ -177,7 +175,7 @@ def _unpack_gaps(packed: Bytes) -> npt.NDArray[np.int64]:
 
 
 def _fold_sign(steps: Elements) -> Elements:
-    """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ..., so that small steps of either sign have zero high bytes."""
+    """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ..., so that the high bytes of small steps are zero."""
     sign = steps >> (8 * steps.dtype.itemsize - 1)
     return (steps << 1) ^ np.negative(sign)
 

@@ -1,9 +1,9 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the update's lenders, then from the learner's folder if it is accessible, then from the learner's server.
-After any failure of a delta it falls back to the whole snapshot. The result always matches the checksums of the update.
-Bytes from a lender must also match the learner's digests, which cannot be forged. Lenders get at most half of the time,
-which leaves enough for the learner.
+It reads from the update's lenders, then from the learner's folder if visible, then from the learner's server. If a
+lender fails, it tries the next source; if the learner's deltas fail, the whole snapshot. The result always matches the
+update's checksums. A lender's bytes must also match the learner's digests, which cannot be forged. Lenders get half of
+the learner's time limit per file.
 """
 
 import os
@@ -31,9 +31,9 @@ from slipstream.runtime.credentials import Keys
 
 _POLL_INTERVAL_S = 0.05
 _DIAGNOSE_TIMEOUT_S = 2.0
-"""Additional time to find out which version is available instead, seconds."""
+"""Additional time to diagnose which version is available instead."""
 _GIVE_UP_S = 10.0
-"""Time without progress after which a lender is abandoned for the next source."""
+"""Time without progress after which a lender is abandoned."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +49,9 @@ class Fetcher:
         cluster: ClusterConfig = LOCAL,
         host_weights: HostWeights | None = None,
     ) -> None:
-        """`keys`: the run's keys; None in a process that never fetches. `host_weights`: memory for the versions.
-
-        `lend_at`: endpoint for lending to other generators, also bound to a port of `cluster` if it has an interface;
-        empty: lend nothing. Raises ConfigError, WeightTransferError if it cannot be bound.
-        """
+        """`keys`: None in a process that never fetches. `lend_at`: endpoint for lending, also bound to a port of
+        `cluster` if it has an interface; empty: lend nothing. Raises ConfigError, WeightTransferError if it cannot be
+        bound."""
         self._keys = keys
         self._streams: dict[str, WeightStream] = {}
         self._host_weights = host_weights or HostWeights()
@@ -67,18 +65,17 @@ class Fetcher:
 
     @property
     def lends_at(self) -> str:
-        """This generator's endpoint for lending; empty: none."""
+        """Bound endpoint for lending; empty: none."""
         return self._server.address if self._server else ""
 
     @property
     def num_bytes_lent(self) -> int:
-        """Bytes sent to other generators."""
         return self._server.num_bytes if self._server else 0
 
     def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
         """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
-        Blocks at most `update.timeout_s`, and returns soon after `cancelled` is set. Raises WeightTransferError.
+        `update.timeout_s` limits each file; returns soon after `cancelled` is set. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"
@@ -101,11 +98,10 @@ class Fetcher:
         return buckets
 
     def release(self) -> None:
-        """Free the buckets, which must no longer be in use. The next version is fetched whole."""
+        """Free the buckets, which must not be in use. The next version is fetched whole."""
         self._host_weights.release()
 
     def close(self) -> None:
-        """Stop lending, free the memory and disconnect. Idempotent."""
         if self._server:
             self._server.close()
         self.release()
@@ -143,7 +139,7 @@ class Fetcher:
             raise WeightTransferError(f"no process listens at {address}")
         stream = self._connect(address, cancelled, give_up_s=_GIVE_UP_S)
         checksum, start = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
-        # The lender gets the update at the same time and may still be loading the previous version.
+        # The lender may still be loading the previous version.
         while (version := stream.find(checksum, timeout_s=deadline.left_s)) is None:
             if start.is_over or deadline.is_over:
                 raise WeightTransferError(f"the lender at {address} must begin to fetch it within {_GIVE_UP_S:g} s")
@@ -152,9 +148,8 @@ class Fetcher:
 
     # --- from the learner ----------------------------------------------------------------------------------------
     def _fetch_from_learner(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> None:
-        """Fetch from the learner's folder if it is visible, else from its server. Raises WeightTransferError."""
         stream, folder = self._connect(source.address, cancelled), source.folder
-        # Not Path.is_dir, which raises if a parent folder may not be searched.
+        # Path.is_dir raises if a parent folder may not be searched.
         is_visible = os.path.isdir(folder)  # noqa: PTH112
         files: list[WeightFiles] = [SnapshotStore(Path(folder)), stream] if is_visible else [stream]
         # The update may arrive before the learner has written the version.
@@ -164,7 +159,7 @@ class Fetcher:
             time.sleep(_POLL_INTERVAL_S)
 
     def _try_files(self, sources: list[WeightFiles], update: Update, deadline: Deadline) -> bool:
-        """Read the version from the first source that has it; False if none does. Raises WeightTransferError."""
+        """Read the version from the first source that has it; False if none has. Raises WeightTransferError."""
         failure: WeightTransferError | None = None
         for files in sources:
             try:
@@ -174,7 +169,7 @@ class Fetcher:
                     self._read(files, version, update, deadline)
                     return True
             except (WeightTransferError, OSError) as error:
-                # Try the next source: a damaged file in the folder does not affect the server.
+                # A damaged file in the folder does not affect the server.
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
                 failure = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
         if failure:
@@ -185,7 +180,7 @@ class Fetcher:
         self, files: WeightFiles, version: int, update: Update, deadline: Deadline, *, digests: Sequence[bytes] = ()
     ) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
-        # Use the version number of these files: the learner may have published equal weights twice.
+        # In these files' numbering: the learner may have published equal weights twice.
         manifest = msgspec.structs.replace(Manifest.of(update), version=version)
         self._host_weights.update_to(
             files, manifest, with_deltas=with_deltas, timeout_s=deadline.left_s, digests=digests
@@ -193,7 +188,6 @@ class Fetcher:
 
 
 def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:
-    """Build the error for a version that did not appear; it describes how the newest one differs."""
     after, checksums = f"within {update.timeout_s:g} s", update.checksums
     newest = files.newest(timeout_s=_DIAGNOSE_TIMEOUT_S)
     if newest is None:

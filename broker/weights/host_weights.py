@@ -1,8 +1,8 @@
-"""HostWeights: a version of the weights in host memory, updated to later versions by deltas or whole snapshots.
+"""HostWeights: a version of the weights in host memory, updated by deltas or whole snapshots.
 
-A generator can lend a version while it arrives: each bucket as soon as it is verified, the deltas once all buckets are.
-A lender therefore sends only verified bytes, and wrong bytes are the sender's fault. Lending needs no additional memory
-except for the deltas of the newest two versions. The next version overwrites the buckets.
+A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. A lender
+sends only verified bytes, so wrong bytes are its fault. Lending needs memory only for the deltas of the newest two
+versions. The next version overwrites the buckets.
 """
 
 import re
@@ -23,9 +23,9 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import DELTA, Manifest, WeightFiles, delta_name
 
 _MAX_DELTAS = 16
-"""Maximum length of a delta chain; beyond it the snapshot is fetched."""
+"""Maximum length of a delta chain."""
 _DELTAS_LENT = 2
-"""Number of newest versions with deltas kept for later fetches."""
+"""Newest versions with deltas kept for lending."""
 _BUCKET = re.compile(r"bucket-(\d{4,6})\.bin")
 
 log = structlog.get_logger(__name__)
@@ -37,23 +37,23 @@ DeltaFiles = dict[tuple[int, str], bytes]
 class HostWeights:
     """Flat buckets, each verified or being overwritten. One thread updates them; others may use it as ServedFiles.
 
-    After a failure, another source can continue the update: verified buckets are not read again.
+    After a failure, another source can continue: verified buckets are not read again.
     """
 
     def __init__(self) -> None:
         self.buckets: SharedBuckets | None = None
         """Updated in place; None while no memory is allocated."""
         self.num_bytes = 0
-        """Bytes read so far, over all versions."""
+        """Bytes read so far."""
         self._held: list[int | None] = []
         """Checksum of each bucket; None while it is overwritten."""
         self._base: list[int] = []
-        """Bucket checksums of the last complete version before `_target`, the base of its deltas."""
+        """Bucket checksums of the last complete version, the base of deltas to `_target`."""
         self._target = ""
         self._source: WeightFiles | None = None
         self._num_arrived = 0
-        """Bytes received over a network so far, without those of `_source`."""
-        # Lent bytes are copied under this lock, so that they are not overwritten at the same time.
+        """Bytes received over a network, except from `_source`."""
+        # Prevents lent bytes from being overwritten while they are copied.
         self._lock = Lock()
         self._lent: Manifest | None = None
         self._is_arriving = self._deltas_may_come = False
@@ -61,17 +61,15 @@ class HostWeights:
 
     @property
     def checksum(self) -> str:
-        """Combined checksum of the buckets; empty while any bucket is incomplete."""
+        """Combined checksum of the buckets; empty while one is incomplete."""
         held = [checksum for checksum in self._held if checksum is not None]
         return flat.combine(held) if held and len(held) == len(self._held) else ""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors of the buckets; empty if no memory is allocated."""
         return self.buckets.tensors if self.buckets else []
 
     def release(self) -> None:
-        """Free the memory and stop lending."""
         with self._lock:
             self._lent = None
             self._free()
@@ -93,8 +91,8 @@ class HostWeights:
     ) -> None:
         """Update to the manifest's version, by a chain of deltas if one exists and is smaller, else by whole buckets.
 
-        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, required for a lender's files. A lender without
-        the deltas is an error, since the learner has them. Raises WeightTransferError.
+        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, for a lender's files; a lender without the
+        deltas is an error, since the learner has them. Raises WeightTransferError.
         """
         self._num_arrived, self._source = self._progress - files.num_arrived, files
         if manifest.checksum != self._target:
@@ -119,7 +117,7 @@ class HostWeights:
 
     @contextmanager
     def _replacing(self, index: int, manifest: Manifest, digests: Sequence[bytes]) -> Iterator[None]:
-        """Let the block overwrite a bucket, then verify it. Raises AlteredWeightsError."""
+        """Verify a bucket after the block has overwritten it. Raises AlteredWeightsError."""
         with self._lock:
             self._held[index] = None
         yield
@@ -132,7 +130,7 @@ class HostWeights:
 
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
-            # Keep lending: requests during the allocation are answered with NotYetError.
+            # Lending continues: requests get NotYetError meanwhile.
             with self._lock:
                 self._free()
             fresh = SharedBuckets(sizes)
@@ -142,11 +140,10 @@ class HostWeights:
     def _apply_deltas(
         self, files: WeightFiles, manifest: Manifest, *, timeout_s: float, digests: Sequence[bytes]
     ) -> None:
-        """Update by deltas. Raises WeightTransferError if no chain leads to the version."""
         read: DeltaFiles = {}
         deltas = self._chain(files, manifest, read, timeout_s=timeout_s)
         for index in self._outdated(manifest):
-            # A bucket that failed before is read whole, as is one that a delta replaces; earlier payloads are skipped.
+            # A bucket that failed before, or that a delta replaces, is read whole; earlier payloads are skipped.
             full = [delta.version for delta in deltas if delta.buckets[index].is_full]
             whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
             later = [delta for delta in deltas if whole is None or delta.version > whole]
@@ -160,7 +157,7 @@ class HostWeights:
             self._lend_deltas(read)
 
     def _chain(self, files: WeightFiles, manifest: Manifest, read: DeltaFiles, *, timeout_s: float) -> list[Delta]:
-        """Return the deltas from the base to this version, in order. Raises WeightTransferError."""
+        """Return the deltas from the base, in order. Raises WeightTransferError if no chain leads there."""
         deltas: list[Delta] = []
         base = flat.combine(self._base)
         version, checksum = manifest.version, manifest.checksum
@@ -173,7 +170,7 @@ class HostWeights:
                 )
             deltas.insert(0, delta)
             version, checksum = delta.base_version, delta.base_checksum
-            # A longer chain costs more than the snapshot it replaces.
+            # Beyond this, the snapshot is cheaper.
             if len(deltas) == _MAX_DELTAS or sum(each.size_bytes for each in deltas) >= sum(manifest.bucket_bytes):
                 break
         deltas[0].check_base(base)
@@ -258,7 +255,7 @@ class HostWeights:
 
 
 def digest(bucket: Tensor) -> bytes:
-    """Return BLAKE3 of a bucket's bytes, computed on all cores."""
+    """Return a bucket's BLAKE3, computed on all cores."""
     return blake3(bucket.numpy().data, max_threads=blake3.AUTO).digest()
 
 

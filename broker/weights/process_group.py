@@ -1,26 +1,20 @@
 """ProcessGroup: one rank of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
 
 Building has three phases, all before the epoch's deadline:
-    gather   every member registers; rank 0 then publishes a verdict: proceed, or which members are missing
+
+    gather   every rank registers in the store; rank 0 then publishes a verdict: proceed, or which ranks are missing
     connect  the process group is built
     probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+
 Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
-ranks that wait for it. NCCL over NVLink has no connection that could break, so the other ranks notice a dead peer only
-at the bucket's timeout.
+ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
+the bucket's timeout.
 
-On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started.
-Otherwise NCCL's watchdog ends the process after an error.
+On GPUs a process survives the death of a peer only if it was started with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. Otherwise
+NCCL's watchdog ends the process.
 
-DoubleBuffer: two GPU buffers between buckets in host memory and a broadcast of GPU memory.
-
-Invariant: nothing is enqueued on the default stream, which the learner trains on. Copies and broadcasts each have a
-stream. A copy starts only after the previous broadcast from its buffer, and a broadcast only after its copy.
-
-Rendezvous: the ranks of a membership epoch meet before they build a process group.
-
-The learner owns one store for the whole run, with a prefix per epoch. The store is a file in the run's private folder,
-or a TCPStore, which accepts writes from anyone who can reach its port. Each rank registers. Rank 0 waits for all ranks
-and publishes a verdict, which is either to proceed or a list of the missing ranks, so that every wait ends.
+The learner owns the store for the whole run. It is a file in the run's private folder, or a TCPStore, which accepts
+writes from anyone who can reach its port.
 """
 
 import select
@@ -43,19 +37,22 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. Returns a function
-that makes that stream wait for the broadcast and blocks until it ends."""
+"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
+makes that stream wait for the broadcast and blocks until it ends."""
 
 
 class DoubleBuffer:
-    """Copies one bucket while another one is broadcast. Belongs to one thread.
+    """Two GPU buffers: one bucket is copied from or to host memory while another one is broadcast. Belongs to one
+    thread.
 
     Versions are staged and verified in host memory, because a second version on the GPU would double the model's
     memory. The buffers grow to the largest bucket and are kept.
+
+    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
+    previous broadcast from its buffer, and a broadcast only after its copy.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        """`cuda`: torch.cuda, or a substitute with streams."""
         self._device = device
         self._cuda = cuda
         self._copies = cuda.Stream(device)
@@ -63,19 +60,18 @@ class DoubleBuffer:
         self._buffers: list[Tensor] = []
 
     def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        """Broadcast buckets in order; buckets on the GPU need no copy. Blocks."""
+        """Broadcast buckets in order, those on the GPU without a copy. Blocks."""
         self._grow([bucket for bucket in buckets if not bucket.is_cuda])
         self._upload(buckets, 0)
         for index in range(len(buckets)):
             self._broadcasts.wait_stream(self._copies)
             with self._cuda.stream(self._broadcasts):
                 finish = start(index, self._buffer(buckets, index))
-                # The other buffer is free, because the previous `finish` blocked until its broadcast ended.
+                # The previous `finish` blocked until the other buffer was free.
                 self._upload(buckets, index + 1)
                 finish()
 
     def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        """Fill host buckets in order. Blocks."""
         self._grow(buckets)
         copied: list[Any] = []
         for index, bucket in enumerate(buckets):
@@ -84,7 +80,7 @@ class DoubleBuffer:
                     self._broadcasts.wait_event(copied[index - 2])
                 start(index, self._buffer(buckets, index))()
             self._copies.wait_stream(self._broadcasts)
-            # Copy out of this buffer while the other one fills.
+            # While the other buffer fills.
             with self._cuda.stream(self._copies):
                 bucket.copy_(self._buffer(buckets, index), non_blocking=True)
             copied.append(self._copies.record_event())
@@ -98,8 +94,7 @@ class DoubleBuffer:
     def _grow(self, buckets: Sequence[Tensor]) -> None:
         largest = max((bucket.numel() for bucket in buckets), default=0)
         if largest > (self._buffers[0].numel() if self._buffers else 0):
-            # Allocate on the stream that writes them first: kernels on the default stream may still read memory that
-            # was allocated there.
+            # On the stream that writes them first: kernels on the default stream may still read memory allocated there.
             with self._cuda.stream(self._copies):
                 self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
@@ -110,7 +105,7 @@ class DoubleBuffer:
 
 SENDER_RANK = 0
 STORE_TIMEOUT_S = 10.0
-"""Timeout of store operations except our explicit waits, seconds."""
+"""Default timeout of the learner's store operations."""
 PROCEED = b"proceed"
 _POLL_INTERVAL_S = 0.002
 
@@ -124,8 +119,8 @@ class EpochRank(NamedTuple):
 
 
 def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
-    """Open the store on this host at the first free port (0 for any). Raises WeightTransferError."""
-    # Bind here, because torch would listen on every interface.
+    """Open the store at the first free port (0 for any). Raises WeightTransferError."""
+    # torch itself would listen on every interface.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _bind_first(listener, host, ports)
@@ -169,21 +164,21 @@ def create_file(folder: Path) -> str:
 
 
 def delete_file(address: str) -> None:
-    """Delete a store that `create_file` made. Idempotent."""
+    """Delete a store of `create_file`. Idempotent."""
     Path(address.removeprefix(_FILE)).unlink(missing_ok=True)
 
 
 def is_file(address: str) -> bool:
-    """Return whether an address names a file rather than a host."""
+    """Return whether an address is a file's."""
     return address.startswith(_FILE)
 
 
 def open_file(address: str) -> dist.FileStore:
-    """Open a store that `create_file` made. Raises OSError if it does not exist."""
+    """Open a store of `create_file`. Raises OSError if it does not exist."""
     path = address.removeprefix(_FILE)
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} must exist, on the learner's machine, got no such file")
-    # With a negative number of users, the learner deletes the file, not its last user.
+    # With -1 users, the learner deletes the file, not its last user.
     return dist.FileStore(path, -1)
 
 
@@ -193,26 +188,24 @@ def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner. Does not require this machine's name to resolve.
+    """Return the local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
 
-    The explicit connection also detects an unreachable store early, with a short error; torch's client would retry and
-    dump its stack. Raises OSError.
+    Fails early if the store is unreachable, whereas torch's client would retry and dump its stack.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]
 
 
 def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
-    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError naming missing ranks.
+    """Wait until all ranks have registered. Raises RuntimeError naming the ranks missing at `deadline` (monotonic).
 
-    Rank 0 also stops waiting when `is_aborted` is set, and publishes its verdict to all ranks.
+    Rank 0 also stops waiting when `is_aborted` is set.
     """
     if own.rank != SENDER_RANK:
         store.set(f"ready/{own.rank}", b"1")
         _await_verdict(store, deadline=deadline)
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    # Publish it in both cases, because all other ranks wait for it.
     verdict = f"rank {missing} did not arrive in time" if missing else ""
     store.set("verdict", verdict.encode() or PROCEED)
     if missing:
@@ -220,13 +213,13 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until the deadline, at least a millisecond because torch treats zero as no timeout."""
+    """Return the seconds until the deadline, at least 0.001: torch treats 0 as no timeout."""
     return max(deadline - time.monotonic(), 0.001)
 
 
 def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
     for rank in range(SENDER_RANK + 1, own.num_ranks):
-        # Poll instead of calling `wait`, because torch writes two lines to stderr for every timeout.
+        # Not `wait`, because torch writes two lines to stderr for every timeout.
         while not store.check([f"ready/{rank}"]):
             if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
                 yield rank
@@ -245,17 +238,17 @@ def _await_verdict(store: dist.Store, *, deadline: float) -> None:
 
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one Gloo operation, equal on all ranks. Gloo notices a dead peer at once except during a write to it, so a
-piece must fit into the kernel's socket buffer. Otherwise all other ranks would wait for the deadline."""
+"""Size of one operation on host memory, equal on all ranks. It fits into the kernel's socket buffer: if Gloo blocks in
+a write to a peer, it notices the peer's death only at the deadline."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
-"""Time limits for the connect phase, below the epoch's deadline: all members are ready, and a member that dies now
-blocks the others and their engines. NCCL takes longer because it detects the topology first."""
+"""Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
+others and their engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
-"""Additional time for a timed-out operation to raise its error, seconds."""
+"""Additional time for a timed-out operation to raise its error."""
 _ABORT_S = 5.0
-"""Maximum wait for an NCCL abort, which may hang; it then continues in the background."""
+"""Maximum wait for an NCCL abort, which may hang; it continues in the background."""
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
-"""Errors of torch and sockets: DistError and Gloo's errors are RuntimeErrors."""
+"""DistError and Gloo's errors are RuntimeErrors."""
 
 
 def device_name(device: torch.device) -> str:
@@ -266,7 +259,7 @@ def device_name(device: torch.device) -> str:
 def choose_backend(
     setting: Literal["auto", "gloo", "nccl"], own: DeviceName, others: Sequence[DeviceName]
 ) -> GroupBackend:
-    """Choose an epoch's backend by the devices of the learner and the members: NCCL if each has a separate GPU.
+    """Choose an epoch's backend: NCCL if the learner and each member have separate GPUs.
 
     Raises WeightTransferError if the setting is `nccl` but NCCL cannot work.
     """
@@ -284,7 +277,7 @@ def choose_backend(
 
 
 class Backend(Protocol):
-    """Common interface of UnixBackend, ProcessGroupGloo, and ProcessGroupNCCL, which only CUDA builds of torch have."""
+    """UnixBackend, ProcessGroupGloo, or ProcessGroupNCCL, which only CUDA builds of torch have."""
 
     def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "dist.Work | UnixBackend": ...
 
@@ -292,9 +285,9 @@ class Backend(Protocol):
 
 
 class UnixBackend:
-    """Broadcasts from rank 0 to processes on the same machine, over unix sockets in a folder private to the user.
+    """Broadcasts from rank 0 over unix sockets in a folder private to the user.
 
-    Gloo would listen at TCP ports, which accept connections from every user of the machine. Operations run in `wait`.
+    Gloo would listen at TCP ports, which accept connections from every user. Operations run in `wait`.
     """
 
     def __init__(self, store: dist.Store, own: EpochRank, *, folder: Path, timeout_s: float) -> None:
@@ -308,7 +301,7 @@ class UnixBackend:
             self._peers[0].connect(store.get("socket"))
             self._peers[0].setblocking(False)
             return
-        # A new name per epoch, so that members of an earlier one cannot find it.
+        # A new name per epoch, unknown to members of earlier ones.
         path = folder / f"{FILE_NAME}{uuid.uuid4().hex[:8]}.s"
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
@@ -361,7 +354,7 @@ class ProcessGroup:
     """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even during `open`."""
 
     def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
-        """`is_aborted`: set by `abort`, or by the caller to end the wait for members."""
+        """`is_aborted`: set by `abort`, or by the caller to end `open`."""
         self._own = own
         self._phase = partial(naming_phase, own)
         self._device = device
@@ -376,7 +369,7 @@ class ProcessGroup:
         `own_host`: address of this machine, or the socket folder of ranks on the same machine.
         """
         deadline = time.monotonic() + timeout_s
-        # A prefix per epoch separates it from late writes of earlier epochs.
+        # The prefix separates it from late writes of earlier epochs.
         prefixed = dist.PrefixStore(f"weights/epoch-{self._own.epoch}", store)
         with self._phase("gather"):
             gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
@@ -386,7 +379,7 @@ class ProcessGroup:
                 prefixed, self._own, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline)
             )
         try:
-            # NCCL's timeout starts only once its communicator is established, which may never happen.
+            # NCCL's timeout starts only after the communicator is established, which may never happen.
             with self._phase("probe"), self._aborting_at(deadline):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 self._begin_operation(byte, timeout_s=seconds_left(deadline))()
@@ -397,7 +390,7 @@ class ProcessGroup:
         return self
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """Send buckets to all other ranks, in order, each within `timeout_s`. Raises WeightTransferError."""
+        """Send buckets in order, each within `timeout_s`. Raises WeightTransferError."""
         if self._double_buffer:
             self._double_buffer.send(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
         else:
@@ -411,15 +404,15 @@ class ProcessGroup:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Abort the running operation, if the backend supports it; Gloo does not."""
+        """Abort the running operation; Gloo finishes its current piece first."""
         self._is_aborted.set()
         self._abort_backend()
 
     def close(self) -> None:
-        """Close all connections, which ends the other ranks' operations. This rank must not be running one."""
+        """Close all connections, which ends the other ranks' operations. This rank must not be in one."""
         self._abort_backend()
-        # Gloo closes its connections with the last reference to the backend. Clear it explicitly, because a traceback
-        # may keep this object alive.
+        # Gloo closes its connections with the last reference to the backend, and a traceback may keep this object
+        # alive.
         self._backend = None
 
     def _abort_backend(self) -> None:
@@ -450,15 +443,14 @@ class ProcessGroup:
         return finish_in_phase
 
     def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
-        """Begin an operation; returns a function that blocks until it ends and raises its error."""
         if bucket.numel() == 0:
             return lambda: None
-        # The operation's timeout ends it and makes `wait` raise. Gloo cannot cancel it earlier, and deleting the group
-        # during an operation would block with the GIL held.
+        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
+        # meanwhile would block with the GIL held.
         assert self._backend is not None, "a closed group must not be used"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
-        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. It is called without a frame that holds
-        # `work`: a traceback would keep it, and thereby Gloo's connections, alive.
+        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. `work` must stay out of frames: a
+        # traceback would keep it, and thereby Gloo's connections, alive.
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
     def _check_not_aborted(self) -> None:
@@ -468,7 +460,6 @@ class ProcessGroup:
 
     @contextmanager
     def _aborting_at(self, deadline: float) -> Iterator[None]:
-        """Abort at the deadline, because NCCL's connecting has no timeout."""
         if self._is_on_host:
             yield
             return
@@ -510,10 +501,10 @@ def build_backend(
 
 def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
-    # Longer than all other timeouts, because NCCL's watchdog ends the process when this one expires.
+    # NCCL's watchdog ends the process when this timeout expires.
     options._timeout = timedelta(days=1)
     options.group_name = f"weights-epoch-{own.epoch}"
-    # Non-blocking calls, so that another thread can abort a communicator that cannot be established.
+    # Another thread can abort non-blocking calls that never connect.
     options.config.blocking = 0
     return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
 

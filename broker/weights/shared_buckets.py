@@ -23,23 +23,20 @@ log = structlog.get_logger(__name__)
 
 
 def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Return the memory still available to this process on the machine, or in its container if that is less."""
+    """Return the memory available to this process on the machine, or in its container if less."""
     limits = group_limits("memory", root=mount, own=own)
     return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 
 
 class SharedBuckets:
-    """Zeroed uint8 buckets of the given sizes.
-
-    They share one mapping, because one descriptor each would exceed the process's limit for a large model.
-    """
+    """Zeroed uint8 buckets in one mapping: one descriptor each could exceed the process's limit."""
 
     def __init__(self, sizes: Sequence[int], *, is_pinned: bool = False) -> None:
-        """Allocate the buckets; raises WeightTransferError if memory is short.
+        """Allocate the buckets. Raises WeightTransferError if memory is short.
 
         `is_pinned`: page-lock the memory, for asynchronous copies from and to a GPU.
         """
-        # The kernel allocates memory lazily and would kill the process only at the first write.
+        # The kernel allocates lazily and would kill the process at the first write.
         free = free_memory_bytes()
         if sum(sizes) > free:
             raise _memory_error(sum(sizes), f"{free / 2**20:.0f} MiB available")
@@ -54,7 +51,7 @@ class SharedBuckets:
             self.close()
             raise _memory_error(sum(sizes), str(error)) from error
         self.tensors: list[Tensor] = _split(memory, sizes)
-        """Writable tensors. They and their views are valid until `close`."""
+        """Writable tensors, valid with their views until `close`."""
 
     @property
     def path(self) -> str:
@@ -69,9 +66,9 @@ class SharedBuckets:
 
 
 def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> list[Tensor]:
-    """Map another process's buckets, unverified and read-only. Raises WeightTransferError."""
+    """Map another process's buckets, unverified; treat them as read-only. Raises WeightTransferError."""
     try:
-        # Page-locking copy-on-write memory would copy it, so pinned memory is mapped writable.
+        # Page-locking copy-on-write memory would copy it, so map pinned memory writable.
         with Path(path).open("r+b" if is_pinned else "rb") as file:
             return _split(_map(file.fileno(), _end(sizes), is_writable=is_pinned, is_pinned=is_pinned), sizes)
     except (OSError, ValueError) as error:
@@ -92,7 +89,7 @@ def _split(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # Readers map it copy-on-write, because torch has no read-only tensors.
+    # Copy-on-write for readers, because torch has no read-only tensors.
     access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_COPY
     mapped = np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
     memory = torch.from_numpy(mapped)
@@ -102,7 +99,7 @@ def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> T
 
 
 def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """Page-lock the memory while it is mapped. Failure is not fatal: copies are only slower."""
+    """Page-lock the memory while it is mapped. A failure only makes copies slower."""
     cuda: Any = torch.cuda.cudart()
     if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
         weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())

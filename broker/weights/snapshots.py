@@ -1,18 +1,16 @@
 """Snapshots: the weights of a version as files, for generators that do not take part in its broadcast.
 
-version-00000012/
-    manifest.json       the version's tensors, buckets and their checksums
-    bucket-0000.bin     the bytes of one bucket, as in a broadcast
-Invariant: a folder with this name is complete even if its writer was killed. Readers verify everything they read.
+    <run folder>/weights/
+        version-00000012/       only the newest few versions keep their buckets
+            manifest.json       tensors, buckets and their checksums
+            bucket-0000.bin     the bytes of one bucket, as in a broadcast
+            delta.json          the delta from the previous version, if it has one
+            delta-0000.bin      the delta's payload for one bucket
 
-SnapshotStore: the newest versions of the weights in a folder, each with the delta from the previous version.
+One process writes versions. Any number of processes read and verify them, directly or through broker/weights/stream.py.
 
-<run folder>/weights/
-    version-00000012/       a snapshot; only the newest few keep their buckets
-        delta.json          the delta to this version, if it has one
-        delta-0000.bin      the delta's payload for one bucket
-One process writes versions. Any number of processes read them, directly or through broker/weights/stream.py.
-Invariant: the last written version is the newest. Higher versions are deleted: a resumed learner has rolled them back.
+Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher
+ones, which a resumed learner has rolled back, are deleted.
 """
 
 import mmap
@@ -58,31 +56,30 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
-        """Build the manifest of the version in an update."""
         checksum = flat.combine(update.checksums)
         return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
 
 
 def folder_name(version: int) -> str:
-    """Return the folder of a version, like `version-00000012`."""
+    """Return a version's folder, like `version-00000012`."""
     return f"version-{version:08d}"
 
 
 def bucket_name(index: int) -> str:
-    """Return the file of a bucket, like `bucket-0003.bin`."""
+    """Return a bucket's file, like `bucket-0003.bin`."""
     return f"bucket-{index:04d}.bin"
 
 
 def versions(folder: Path) -> list[int]:
-    """Return the versions of the snapshots in a folder, ascending."""
+    """Return the versions in a folder, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
 
 
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
-    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing folder.
+    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
 
-    Raises WeightTransferError if the disk is full or the folder is not writable, leaving nothing behind.
+    Raises WeightTransferError, leaving nothing behind, if the disk is full or not writable.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -93,7 +90,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         for name, content in more:
             write_synced(unfinished / name, content)
         write_synced(unfinished / MANIFEST, msgspec.json.encode(manifest))
-        # Sync files and folder before the rename publishes them, so that no crash leaves a partial version.
+        # Before the rename publishes them, so that no crash leaves a partial version.
         sync_path(unfinished)
         if path.exists():
             remove(path)
@@ -110,7 +107,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the snapshot at `path`. Raises WeightTransferError."""
+    """Read the manifest at `path`. Raises WeightTransferError."""
     try:
         return parse_manifest((path / MANIFEST).read_bytes())
     except OSError as error:
@@ -121,7 +118,7 @@ def parse_manifest(content: bytes) -> Manifest:
     """Decode a manifest. Raises WeightTransferError if it is damaged or inconsistent."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
-        # Raises OverflowError for a checksum that is not a 64-bit number.
+        # OverflowError: a checksum is not a 64-bit number.
         own_checksum = flat.combine(manifest.checksums)
     except (ValueError, OverflowError) as error:
         raise WeightTransferError(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
@@ -148,7 +145,7 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def remove(path: Path) -> None:
-    """Delete a snapshot. Renames it first, so that a crash leaves no partial snapshot under its name."""
+    """Delete a snapshot, after a rename, so that a crash leaves no partial snapshot under its name."""
     aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -165,37 +162,32 @@ class WeightFiles(Protocol):
     """Source of versions for a generator: a SnapshotStore, or a WeightStream from a server."""
 
     num_arrived: int
-    """Bytes received over a network so far, including those of incomplete files."""
+    """Bytes received over a network so far."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
-        """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
+        """Return the version with this checksum; None if missing. Raises WeightTransferError."""
         ...
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """Return the newest version, None without any. Raises WeightTransferError."""
+        """Return the newest version; None without any. Raises WeightTransferError."""
         ...
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
-        """Read a whole file. Raises WeightTransferError if it is missing or does not arrive in time."""
+        """Read a file. Raises WeightTransferError if it is missing or late."""
         ...
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """Read a whole file, which must have the size of `into`. Raises WeightTransferError."""
+        """Read a file of the size of `into`. Raises WeightTransferError."""
         ...
 
 
 class _Label(msgspec.Struct):
-    """The fields of a manifest needed for a search."""
-
     version: int
     checksum: str
 
 
 class SnapshotStore:
-    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles.
-
-    `put` belongs to one process; any process may call the other methods.
-    """
+    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles. One process calls `put`."""
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
         """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
@@ -211,15 +203,15 @@ class SnapshotStore:
     ) -> None:
         """Write a version and, with `with_delta`, the delta from the previous one; a no-op if it already exists.
 
-        Versions in `pinned` keep their buckets regardless of age. Blocks until the files are on disk. Raises
-        WeightTransferError if the disk is full or the buckets do not match the update.
+        `pinned` versions keep their buckets. Blocks until the files are on disk. Raises WeightTransferError if the disk
+        is full or the buckets do not match the update.
         """
         manifest = Manifest.of(update)
         with self._put_lock:
             if self._is_newest(manifest):
                 return
             flat.verify(buckets, expected=manifest.checksums)
-            # Leftovers of killed writers. This process is the folder's only writer.
+            # Leftovers of killed writers.
             for leftover in self.folder.glob(f".version-*{_UNFINISHED}"):
                 shutil.rmtree(leftover, ignore_errors=True)
             base = self._base_for(manifest) if with_delta else None
@@ -228,16 +220,15 @@ class SnapshotStore:
             try:
                 self._prune(newest=manifest.version, pinned=pinned)
             except OSError as error:
-                # Not fatal: the next version retries.
+                # The next version retries.
                 log.warning("snapshots_not_pruned", reason=str(error))
 
     def _is_newest(self, manifest: Manifest) -> bool:
-        # Compare the checksum too: a resumed learner reuses version numbers for different weights.
+        # A resumed learner reuses version numbers for different weights.
         newest = self.newest()
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        """Return the previous version and its buckets; None if they are missing or have a different layout."""
         before = [version for version in versions(self.folder) if version < manifest.version]
         if not before:
             return None
@@ -254,7 +245,7 @@ class SnapshotStore:
     def _delta_files(
         self, base: Manifest, before: Sequence[Tensor], manifest: Manifest, buckets: Sequence[Tensor]
     ) -> Iterator[tuple[str, bytes]]:
-        """Yield the files of a delta, one bucket at a time, so that only one payload is in memory."""
+        """Yield a delta's files one by one, so that only one payload is in memory."""
         entries: list[delta.BucketDelta] = []
         for index, (old, new) in enumerate(zip(before, buckets, strict=True)):
             entry, payload = delta.encode(old, new.detach().cpu(), width=delta.width_of(index, manifest.slots))
@@ -265,7 +256,6 @@ class SnapshotStore:
         yield DELTA, msgspec.json.encode(step)
 
     def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
-        """Delete old buckets and deltas, and versions above the newest, which a resumed learner has rolled back."""
         held = versions(self.folder)
         kept = [version for version in held if version <= newest]
         for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):
@@ -276,7 +266,7 @@ class SnapshotStore:
 
     # --- reading -------------------------------------------------------------------------------------------------
     def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
-        # Newest first, because most queries ask for the version that was just announced.
+        # Newest first: most queries ask for the latest version.
         labels = (self._label(version) for version in reversed(versions(self.folder)))
         return next((label.version for label in labels if label and label.checksum == checksum), None)
 
@@ -303,7 +293,7 @@ class SnapshotStore:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def _path(self, version: int, name: str) -> Path:
-        # Names may come from other processes: open only files that belong to a version.
+        # Names come from other processes: open only files of a version.
         if not _FILE.fullmatch(name) or version < 0:
             raise WeightTransferError(
                 f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"
@@ -318,7 +308,7 @@ class SnapshotStore:
 
 
 def delta_name(index: int) -> str:
-    """Return the file of a delta's payload, like `delta-0003.bin`."""
+    """Return a delta payload's file, like `delta-0003.bin`."""
     return f"delta-{index:04d}.bin"
 
 

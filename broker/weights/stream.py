@@ -1,14 +1,14 @@
-"""Stream: reads a SnapshotStore in chunks over ZeroMQ, for generators that do not share its file system.
+"""Stream: serves the files of versions in chunks over ZeroMQ, to generators that do not share the file system.
 
     generator -> server               server -> generator
     Find                              Found
     ReadChunk                         Chunk + bytes | Later | Gone
+
 The generator requests only a few chunks ahead, which bounds the memory of both ends. After a damaged, lost or reordered
 chunk or a restart of the server it reconnects and resumes after the last good byte.
-The run's token encrypts and authenticates the stream, like all sockets (broker/transport/zmq_channels.py).
 
-The server belongs to the learner, or to a generator that lends a version, possibly while it is still fetching it.
-Clients wait for the learner until their deadline, but abandon a lender without progress.
+The server belongs to the learner, or to a generator that lends a version, possibly while still fetching it. Clients
+wait for the learner until their deadline, but abandon a lender without progress.
 """
 
 import math
@@ -36,24 +36,24 @@ from slipstream.runtime.credentials import Keys
 
 
 class _Stream(Record, tag_field="type", tag=True):
-    """Base of all messages of the stream."""
+    """Base of the stream's messages."""
 
 
 class Find(_Stream):
     """Query for the version with a checksum and for the newest version."""
 
     checksum: Name
-    """Combined checksum of the requested version; empty: query only the newest."""
+    """Combined checksum of the version; empty: query only the newest."""
 
 
 class Found(_Stream):
-    """Answer to Find; repeats its checksum."""
+    """Answer to Find."""
 
     checksum: Name
     version: int | None
-    """Version with that checksum; None: missing."""
+    """None: missing."""
     newest: int | None
-    """Newest version; None without any."""
+    """None: no version at all."""
 
 
 class ReadChunk(_Stream):
@@ -61,14 +61,14 @@ class ReadChunk(_Stream):
 
     version: int
     name: Name
-    """File name in the snapshot, like bucket-0003.bin."""
+    """File name, like bucket-0003.bin."""
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
     num_bytes: Annotated[int, Meta(ge=0)]
-    """Number of bytes; 0 requests only the file's size."""
+    """0 requests only the file's size."""
 
 
 class Chunk(_Stream):
-    """Answer to ReadChunk; repeats its version, name and offset. The bytes are the second frame."""
+    """Answer to ReadChunk. The bytes are the second frame."""
 
     version: int
     name: Name
@@ -76,7 +76,7 @@ class Chunk(_Stream):
     file_bytes: int
     """Size of the whole file."""
     checksum: int
-    """xxh3-64 of the bytes in the second frame."""
+    """xxh3-64 of the second frame."""
 
 
 class Later(_Stream):
@@ -86,11 +86,11 @@ class Later(_Stream):
     name: Name
     offset: int
     num_bytes: int
-    """Bytes the lender has received so far; waiting is worthwhile while this grows."""
+    """Bytes the lender has received; waiting is worthwhile while this grows."""
 
 
 class Gone(_Stream):
-    """Answer to ReadChunk for a file that does not exist or was deleted."""
+    """Answer to ReadChunk for a missing file."""
 
     version: int
     name: Name
@@ -104,15 +104,15 @@ CHUNK_BYTES = 256 * 1024
 CHUNKS_AHEAD = 8
 _HEADER_BYTES = 4096
 _MAX_READ_BYTES = 256 * 2**20
-"""Maximum size of a file for `read`, such as a manifest or a delta's payload."""
+"""Maximum size of a file for `read`."""
 _MAX_DAMAGED = 5
-"""Consecutive damaged chunks after which a transfer fails."""
+"""Consecutive damaged chunks that a transfer survives."""
 _STEP_S = 0.1
-"""Interval at which blocked threads check for `close` and cancellation."""
+"""Interval between checks for `close` and cancellation."""
 _CLOSE_TIMEOUT_S = 5.0
-"""Time limit for the current answer and queued frames; a slower thread ends with the process."""
+"""Time limit of `close`; a slower thread ends with the process."""
 _ASK_AGAIN_S = 0.02
-"""Interval between requests for data that a lender does not have yet."""
+"""Interval between requests for data that a lender lacks."""
 
 log = structlog.get_logger(__name__)
 
@@ -121,22 +121,20 @@ T = TypeVar("T")
 
 
 class ServedFiles(Protocol):
-    """Files to serve: a SnapshotStore, or a lender's HostWeights. Called by the server's thread."""
+    """Files to serve, on the server's thread: a SnapshotStore, or a lender's HostWeights."""
 
     def find(self, checksum: str) -> int | None:
-        """Return the version with this checksum; None if it is missing."""
+        """Return the version with this checksum; None if missing."""
         ...
 
-    def newest(self) -> int | None:
-        """Return the newest version, None without any."""
-        ...
+    def newest(self) -> int | None: ...
 
     def size_bytes(self, version: int, name: str) -> int:
-        """Return the size of a file. Raises NotYetError, WeightTransferError."""
+        """Raises NotYetError, WeightTransferError."""
         ...
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Read up to `num_bytes` from `offset`, fewer at the end. Raises NotYetError, WeightTransferError."""
+        """Read `num_bytes` from `offset`, fewer at the end. Raises NotYetError, WeightTransferError."""
         ...
 
 
@@ -148,23 +146,21 @@ class StreamServer:
     ) -> None:
         """Listen at an endpoint of this machine; `*` selects any free port. Raises WeightTransferError.
 
-        If `cluster` has an interface and the endpoint is ipc, also listens at a port for other machines.
+        With an interface in `cluster`, an ipc server also listens at a port for other machines.
         """
         self._files = files
         self.num_bytes = 0
-        """Bytes of files sent so far."""
         try:
             self._channel = listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
         except ChannelClosedError as error:
             raise WeightTransferError(str(error)) from error
         self.address = self._channel.address
-        """Bound endpoint, with the actual port instead of `*`."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; blocks at most `_CLOSE_TIMEOUT_S` for the current answer. Idempotent."""
+        """Stop serving, after the current answer. Idempotent."""
         self._is_closing.set()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
@@ -172,7 +168,7 @@ class StreamServer:
         while not self._is_closing.is_set():
             received = self._channel.receive(timeout_s=_STEP_S)
             if received and (reply := self._answer(received[1])):
-                # An undeliverable answer is dropped: the generator requests it again.
+                # If the answer is undeliverable, the generator requests it again.
                 self._channel.send(received[0], reply)
         self._channel.close()
 
@@ -197,7 +193,6 @@ class StreamServer:
 
     def _chunk(self, request: ReadChunk) -> Frames:
         file_bytes = self._files.size_bytes(request.version, request.name)
-        # Limit the chunk regardless of the request.
         num_bytes = min(request.num_bytes, CHUNK_BYTES)
         content = self._files.read_part(request.version, request.name, offset=request.offset, num_bytes=num_bytes)
         self.num_bytes += len(content)
@@ -218,21 +213,20 @@ class WeightStream:
         stall_s: float = 2.0,
         give_up_s: float | None = None,
     ) -> None:
-        """Connect in the background to an address like tcp://127.0.0.1:5758; the server may start later.
+        """Connect in the background; the server may start later.
 
-        Reconnects after `stall_s` without a chunk and doubles that time after each stall, since the link may be slow.
-        `give_up_s`: time without progress after which a lender fails; None waits until the deadline, for the learner.
+        Reconnects after `stall_s` without a chunk, doubled after each stall, since the link may be slow. `give_up_s`:
+        time without progress after which a lender fails; None for the learner.
         """
         self._give_up_s = give_up_s
         self._address = address
         self._channel = channel or ZmqClientChannel(address, keys=keys, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
         self.cancelled = threading.Event()
-        """Another thread sets it to end a blocked operation with WeightTransferError."""
+        """Set by another thread to end an operation with WeightTransferError."""
         self.num_resumed = 0
-        """Number of reconnects within transfers."""
         self.num_arrived = 0
-        """Bytes received so far, and those that a lender told to have received instead."""
+        """Bytes received so far; also grows while a lender is still receiving the file."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         return self._find(checksum, timeout_s=timeout_s).version
@@ -257,7 +251,7 @@ class WeightStream:
         try:
             self._run(transfer, deadline)
         except WeightTransferError:
-            # Discard chunks still in transit, so that they do not answer a later request.
+            # Chunks in transit must not answer a later request.
             self._channel.reconnect()
             raise
 
@@ -292,7 +286,7 @@ class WeightStream:
                 self.cancelled.wait(_ASK_AGAIN_S)
             if is_accepted:
                 continue
-            # A slow link looks like a stall: with a constant limit the stream would reconnect forever.
+            # A slow link looks like a stall: with a constant limit it would reconnect forever.
             stall_s *= 2 if frames is None else 1
             log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
             self.num_resumed += 1
@@ -318,7 +312,6 @@ class WeightStream:
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
 
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
-        """Send a request until `read` recognizes its answer; resend it after each stall."""
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
         progress = _Progress(self._give_up_s)
         self._channel.send([msgspec.msgpack.encode(request)])
@@ -343,7 +336,7 @@ class WeightStream:
                 self._channel.send([msgspec.msgpack.encode(request)])
 
     def _reconnect(self) -> None:
-        # A learner may restart at its address; a dead lender does not.
+        # A learner may restart at its address; a dead lender will not.
         if self._give_up_s is not None and not is_listening(self._address):
             raise WeightTransferError(f"the lender at {self._address} must be alive, but no process listens there now")
         self._channel.reconnect()
@@ -357,18 +350,16 @@ class WeightStream:
 
 
 class _Transfer:
-    """Progress of one file: the bytes received and requested so far."""
-
     def __init__(self, version: int, name: str, into: memoryview) -> None:
         self.version = version
         self.name = name
         self.into = into
         self.num_good = 0
-        """Received and verified bytes, from the start."""
+        """Received and verified bytes."""
         self.num_arriving = 0
-        """Bytes that the lender has received, if it is still fetching the file."""
+        """Bytes that a lender has received while it is fetching the file."""
         self.is_waiting = False
-        """Whether the lender does not have the next bytes yet."""
+        """Whether the lender lacks the next bytes."""
         self._num_requested = 0
 
     @property
@@ -376,18 +367,16 @@ class _Transfer:
         return self.num_good == len(self.into)
 
     def next_requests(self) -> Iterator[ReadChunk]:
-        """Yield requests for as many chunks ahead as allowed."""
         chunks_ahead = 1 if self.is_waiting else CHUNKS_AHEAD
         while self._num_requested < min(len(self.into), self.num_good + chunks_ahead * CHUNK_BYTES):
             yield ReadChunk(self.version, self.name, self._num_requested, CHUNK_BYTES)
             self._num_requested += CHUNK_BYTES
 
     def rewind(self) -> None:
-        """Request the missing bytes again."""
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:
-        """Store the next chunk, or record that it is not available yet; False for any other message.
+        """Store the next chunk, or record that the lender lacks it; False for any other message.
 
         Raises WeightTransferError if the file does not exist.
         """
@@ -402,7 +391,7 @@ class _Transfer:
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
-        # Any other chunk answers a request from before a reconnect.
+        # Other chunks answer requests from before a reconnect.
         is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if self.is_waiting and answer.offset > self.num_good:

@@ -1,7 +1,4 @@
-"""Protocols for the two ends of a weight transport, and an in-memory transport for the serial mode.
-
-The in-memory transport implements the protocols on a single thread: the sender publishes before receivers read.
-"""
+"""Protocols for the two ends of a weight transport, and a single-threaded in-memory transport for the serial mode."""
 
 from typing import Protocol
 
@@ -17,16 +14,16 @@ class WeightSender(Protocol):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store, for OpenEpoch."""
+        """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
         ...
 
     @property
     def device(self) -> DeviceName:
-        """Device of the sender, which determines an epoch's backend."""
+        """Device of the sender, for the choice of an epoch's backend."""
         ...
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
-        """Build the group as rank 0. Blocks until all members have joined. Raises WeightTransferError."""
+        """Build the group as rank 0, blocking until all members have joined. Raises WeightTransferError."""
         ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
@@ -34,7 +31,7 @@ class WeightSender(Protocol):
         ...
 
     def abort(self) -> None:
-        """Abort another thread's blocked operation, which then raises WeightTransferError."""
+        """Abort another thread's blocked operation, which raises WeightTransferError."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +41,7 @@ class WeightReceiver(Protocol):
     """A generator's end, in the process that holds the model (for vLLM, the worker process)."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the group. Blocks until all members have joined. Raises WeightTransferError."""
+        """Join the group, blocking until all members have. Raises WeightTransferError."""
         ...
 
     def receive(
@@ -52,8 +49,7 @@ class WeightReceiver(Protocol):
     ) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
 
-        The tensors are views, valid until the next `receive`. Verification comes first, so that an error leaves the
-        engine at its current version.
+        The tensors are views, valid until the next `receive`. An error leaves the engine at its current version.
         """
         ...
 
@@ -61,7 +57,7 @@ class WeightReceiver(Protocol):
 
 
 class MemoryWeights:
-    """State shared by sender and receivers: the open epoch and its newest broadcast."""
+    """State shared by both ends: the open epoch and its newest broadcast."""
 
     def __init__(self) -> None:
         self.epoch: int | None = None
@@ -73,7 +69,6 @@ class MemorySender:
     """The learner's end. Implements WeightSender; never blocks."""
 
     address = "memory", 0
-    """Placeholder for OpenEpoch."""
     device: DeviceName = "cpu"
 
     def __init__(self, weights: MemoryWeights) -> None:
@@ -92,7 +87,6 @@ class MemorySender:
         """Do nothing: no operation blocks."""
 
     def close(self) -> None:
-        """Close the epoch and free the copy. Idempotent."""
         self._weights.epoch, self._weights.buckets = None, []
 
 
