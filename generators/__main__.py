@@ -250,7 +250,6 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def _transport_override(overrides: list[str]) -> Any:
-    """Weight transport set on this command line; empty = use the run's."""
     is_set = any(override.startswith("weights.transport=") for override in overrides)
     return load(overrides).weights.transport if is_set else ""
 

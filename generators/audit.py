@@ -37,10 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class Auditor:
-    """Agent of a generator in a run with guests. Wraps another Agent and remembers its answers.
-
-    Checks one answer at a time while generation continues.
-    """
+    """Wraps another Agent in a run with guests, and remembers its answers."""
 
     def __init__(
         self, agent: Agent, *, engine: Engine, rewards: Scorer, encoder: PromptEncoder, client: BrokerClient
@@ -97,7 +94,7 @@ class Auditor:
             self._client.send(Audited(check))
 
     async def check(self, prompt: Prompt, trajectory: Trajectory) -> AnswerCheck:
-        """Check an answer's prompt, reward, and log-probabilities. Raises GeneratorError."""
+        """Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
         lie = await self._find_lie(prompt, trajectory)
@@ -184,5 +181,5 @@ class Auditor:
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:
-    """int64[N]: positions of tokens sampled by the newest version. Earlier tokens used older weights."""
+    """int64[N]: positions of tokens sampled by the newest version."""
     return np.flatnonzero(trajectory.token_versions() == trajectory.version_spans[-1].version)

@@ -73,7 +73,7 @@ def assemble(
     token: str = "",
     clock: Clock = time.monotonic,
 ) -> Generator:
-    """Build a Generator and its parts. Nothing runs until `Generator.run`."""
+    """Build a Generator and its parts, without starting them."""
     engine = build_engine(run, receiver=receiver)
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)

@@ -177,7 +177,7 @@ class Generator:
             self._rewards.close()
 
     async def _start_engine(self) -> bool:
-        """Return False if drained before the engine is ready, because loading may take minutes."""
+        """Return False if drained before the engine is ready."""
         starting = asyncio.create_task(self._engine.start())
         starting.add_done_callback(lambda _: self.wake())
         while not starting.done() and self._is_running:
@@ -290,7 +290,7 @@ class Generator:
         self._set_state("draining", reason)
 
     def status(self) -> PeerStatus:
-        """Status for the next Pong. Safe to call from any thread."""
+        """Status for the next Pong. Thread-safe."""
         outbox = self._client.outbox
         gauges = (
             dict[str, float | str](self._gauges)
@@ -320,7 +320,6 @@ class Generator:
 
     @property
     def _phase(self) -> str:
-        """Phase for the time account."""
         if self._state == "updating":
             return "updating"
         if self._tasks:

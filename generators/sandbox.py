@@ -47,7 +47,7 @@ class Limits(Config):
     """
 
     time_s: float = 10.0
-    """Wall-clock time."""
+    """Wall clock."""
     cpu_s: int = 5
     """CPU time per process."""
     memory_mib: int = 512
@@ -55,7 +55,6 @@ class Limits(Config):
     disk_mib: int = 64
     """Total size of /tmp, the only writable folder."""
     file_mib: int = 16
-    """Size of a single file."""
     processes: int = 16
     """Processes and threads, including about three of the sandbox."""
     output_bytes: int = 2**16
@@ -141,7 +140,6 @@ class LocalSandbox:
 
     @property
     def limits_all_processes(self) -> bool:
-        """Whether `memory_mib` also limits all processes of a run together."""
         return self._groups is not None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
@@ -199,7 +197,7 @@ def _command(python: str, number: int, limits: Limits, group: Path | None, *, fd
 
 @cache
 def _can_disable_user_namespaces() -> bool:
-    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces in any case."""
+    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces anyway."""
     help_text = subprocess.run(["bwrap", "--help"], capture_output=True, env={"PATH": _PROGRAMS}, timeout=_END_S).stdout
     return b"--disable-userns" in help_text
 
@@ -214,7 +212,7 @@ _REFUSED = """
     delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
     clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
 """
-"""System calls that evade the memory limits or reach into the kernel. Ordinary computation never needs them."""
+"""System calls that evade the memory limits or reach into the kernel."""
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """`clone` flags that create namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
@@ -228,7 +226,7 @@ _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
 
 
 class _Condition(ctypes.Structure):
-    """libseccomp's scmp_arg_cmp: argument number, comparison, and two operands."""
+    """libseccomp's scmp_arg_cmp."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -435,7 +433,6 @@ async def _probe(sandbox: LocalSandbox) -> list[str]:
 
 @contextmanager
 def _surroundings() -> Iterator[dict[str, Any]]:
-    """Create targets for the escapes."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as abstract,
@@ -456,7 +453,7 @@ def _surroundings() -> Iterator[dict[str, Any]]:
 
 
 async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str, Any]) -> dict[str, str]:
-    """Run attempts together and return their results. Raises ValueError if the run failed."""
+    """Make attempts in one run. Raises ValueError if the run failed."""
     program = Path(escapes.__file__).read_text()
     found = await sandbox.run(program, stdin=json.dumps({"around": around, "names": names}), limits=_PROBE_LIMITS)
     if found.is_out_of_memory:

@@ -33,7 +33,7 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 
 
 class PromptEncoder:
-    """Encodes prompts and observations. Model output stays token ids and is never tokenized again."""
+    """Encodes prompts and observations. Model output is never tokenized again."""
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
         """`vision`: needed for prompts with images."""
@@ -75,7 +75,6 @@ class PromptEncoder:
         return token_ids, images
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode a response without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
@@ -133,7 +132,6 @@ class PromptEncoder:
         return sorted(names, key=len, reverse=True)
 
     def _hide_names(self, value: Any) -> Any:
-        """Replace names of special tokens in all strings of a value by placeholders."""
         if isinstance(value, str):
             for number, name in enumerate(self._special_names):
                 value = value.replace(name, _HIDDEN.format(number))

@@ -38,14 +38,14 @@ _GIVEN_UP_S = 20.0
 
 
 class _UnendedBroadcastError(EngineDiedError):
-    """The engine hangs in a broadcast. Unlike other update errors, this ends the generator."""
+    """The engine hangs in a broadcast. This ends the generator."""
 
 
 class ProbeResult(Record):
     """Absolute log-probability differences, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
 
     mean: float = 0.0
-    """The larger of two means: over canary tokens, and over sampled tokens."""
+    """The larger of the means over canary tokens and over sampled tokens."""
     largest: float = 0.0
 
 
@@ -146,7 +146,7 @@ class WeightUpdates:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint where other generators can fetch these weights; empty if they cannot."""
+        """Endpoint where other generators can fetch these weights, or empty."""
         return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
@@ -193,7 +193,6 @@ class WeightUpdates:
         self._answer(opening, EpochOpened(opening.epoch, self._member, message))
 
     async def _apply(self, update: Update) -> None:
-        """Load and probe an update, and report the result to the learner."""
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
         try:
             with self._trace.timed("fetch", version=update.version):

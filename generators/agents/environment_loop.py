@@ -63,7 +63,6 @@ class EnvironmentLoop(AgentLoop):
             self._serving = asyncio.create_task(self._serve(self._ready))
 
     async def close(self) -> None:
-        """Kill the process and its descendants."""
         if self._serving:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -102,7 +101,6 @@ class EnvironmentLoop(AgentLoop):
 
     # --- the process ---------------------------------------------------------------------------------------------
     async def _serve(self, ready: asyncio.Future[None]) -> None:
-        """Run the process and deliver its answers. At the end, kill it and fail pending answers."""
         config, problem, self._process = self._config, "", None
         name = f"the environment {config.environment}"
         self._num_starts += 1

@@ -62,7 +62,7 @@ class Scorer(Protocol):
         ...
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        """Return the rewards of answers to one prompt, in their order."""
+        """Score and compare answers to one prompt. Keeps their order."""
         ...
 
 
@@ -84,7 +84,6 @@ class Transcript:
         self._num_routed = 0
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a model turn exactly as sampled."""
         if completion.experts is not None:
             # Keep the routing of earlier turns as recorded when they were sampled.
             self._experts.append(completion.experts[self._num_routed :])
@@ -165,7 +164,6 @@ class Access(Protocol):
     """Access of one answer's agent to the model, valid until the answer ends."""
 
     base_url: str
-    """Address of an OpenAI-compatible API."""
     model: str
 
     @property
@@ -204,7 +202,7 @@ class Episode:
         self.id = request_id
         """Unique within the run."""
         self.prompt = prompt
-        """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
+        """The dataset row."""
         self.images = images
         self.sampling = sampling
         """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
@@ -224,7 +222,7 @@ class Episode:
         self.turn_rewards: list[float] = []
         """Rewards from the loop, one per turn or none."""
         self.metrics: Counter[str] = Counter()
-        """Reported numbers, such as `tool_calls`."""
+        """For example `tool_calls`."""
         self.extras: dict[str, Any] = {}
         """Plain values stored with the trajectory."""
         self.stop_reason = "stop"
@@ -237,12 +235,10 @@ class Episode:
 
     @property
     def transcript(self) -> Transcript:
-        """The context that `generate` continues."""
         return self.contexts[0]
 
     @property
     def room(self) -> int:
-        """Number of tokens that the model may still write."""
         return self.room_after(self.transcript.token_ids)
 
     def room_after(self, token_ids: list[int]) -> int:
@@ -277,7 +273,7 @@ class Episode:
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str], images: Sequence[PromptImage] = ()
     ) -> Completion:
-        """Request a completion from the engine without recording it. Raises EngineError."""
+        """Request a completion without recording it. Raises EngineError."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Offer:
-    """An answer that is offered to agents or lent to one."""
+    """An answer offered to agents or lent to one."""
 
     def __init__(self, episode: Episode, access: Access) -> None:
         self.episode = episode
@@ -107,7 +107,7 @@ class AnswerQueue:
                 log.warning("waiting_for_agents", reason=self.waiting)
 
     async def _wait_for_end(self, offer: _Offer, *, silence_timeout_s: float) -> str:
-        """Wait until the agent finishes or is lost. Returns the problem, empty if none."""
+        """Return the problem, empty if the agent finished."""
         episode = offer.episode
         while not offer.ended.done():
             if (left_s := silence_timeout_s - offer.access.idle_s()) <= 0:

@@ -55,7 +55,7 @@ class ToolLoop:
         await self.converse(episode, _silence)
 
     async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
-        """Run the loop. `answer` returns the reply to a turn without calls, or None to end."""
+        """`answer`: returns the reply to a turn without calls, or None to end."""
         # Means must include answers without calls.
         episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
@@ -316,7 +316,7 @@ def read_action(text: str) -> tuple[str, str]:
 def build_loop(
     config: AgentKind, *, encoder: PromptEncoder, setting: str, queue: AnswerQueue | None = None
 ) -> AgentLoop:
-    """Build the configured loop. Raises ConfigError."""
+    """Raises ConfigError."""
     match config:
         case SingleTurnConfig():
             return SingleTurn()

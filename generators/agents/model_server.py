@@ -114,7 +114,6 @@ class ModelServer:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
-        """`http://127.0.0.1:PORT`."""
         generate = self._route(self._generate)
         self._app = Starlette(
             routes=[

@@ -55,7 +55,7 @@ class _ReadyLoop(NamedTuple):
     loop: AgentLoop
     timeout_s: float
     form: ChatForm | None
-    """Chat format of requests to the model server; None if the loop makes none."""
+    """Chat format of requests to the model server, if the loop makes any."""
 
 
 class Comparison:
@@ -73,11 +73,11 @@ class Comparison:
 
     @property
     def size(self) -> int:
-        """Number of compared answers; final after the comparison."""
+        """Number of compared answers."""
         return len(self._samples)
 
     async def score(self, index: int, sample: RewardInput) -> Reward:
-        """Return the reward of this answer after all other answers have arrived or left."""
+        """Return the reward after all other answers have arrived or left."""
         self._samples[index] = sample
         self._drop(index)
         await self._is_over.wait()
@@ -119,7 +119,7 @@ class AgentRunner:
         trace: Trace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`token`: the run's token, which external agents must present. Raises ConfigError for an invalid loop."""
+        """`token`: the run's token, which external agents must present. Raises ConfigError."""
         self._run = run
         self._engine = engine
         self._rewards = rewards

@@ -124,12 +124,12 @@ class Session:
     async def chat(
         self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
     ) -> Written:
-        """Let the model answer the messages. Raises NoRoomError, PromptError, EngineError."""
+        """Raises NoRoomError, PromptError, EngineError."""
         context, observed = self._continued(messages, tools)
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Let the model continue these tokens. Raises NoRoomError, PromptError, EngineError."""
+        """Raises NoRoomError, PromptError, EngineError."""
         known = [
             context
             for context in self._contexts
@@ -144,7 +144,7 @@ class Session:
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
-        """Return the context of a request, perhaps new, and the tokens to add."""
+        """Return the context, perhaps new, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
@@ -194,7 +194,7 @@ class Session:
 
 
 def text_of(message: Message) -> str:
-    """Text of a message. Raises PromptError for other parts, such as images."""
+    """Text of a message. Raises PromptError for other kinds of parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""

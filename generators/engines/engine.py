@@ -28,7 +28,7 @@ class Completion(Record):
     """
 
     token_ids: list[int]
-    """Response tokens, including the end token."""
+    """Includes the end token."""
     logprobs: list[float]
     """One per token, under the sampled distribution (after temperature, top-p, and top-k)."""
     version_spans: list[VersionSpan]
@@ -58,11 +58,11 @@ class EngineLoad(Record):
     num_waiting: int = 0
     """Requests queued for cache space, including preempted ones."""
     num_preempted: int = 0
-    """Preemptions since start."""
+    """Since start."""
     num_open: int = 0
     """Unanswered requests."""
     num_steps: int = 0
-    """Decoding steps since start."""
+    """Since start."""
 
 
 class Engine(Protocol):
@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model. Raises EngineError."""
+        """Raises EngineError."""
         ...
 
     async def generate(
@@ -127,7 +127,7 @@ class Engine(Protocol):
         ...
 
     def current_load(self) -> EngineLoad:
-        """Return the latest known utilization without a call to the engine, between `start` and `stop`."""
+        """Return the latest known utilization without a call to the engine. Valid between `start` and `stop`."""
         ...
 
     async def check_health(self) -> None:
@@ -140,7 +140,7 @@ class Engine(Protocol):
 
 
 def require_routers(module: Any) -> list[Router]:
-    """Return a model's routers. Raises EngineError if it has none."""
+    """Raises EngineError for a model without routers."""
     if routers := find_routers(module):
         return routers
     raise EngineError(

@@ -129,7 +129,6 @@ class HfRequest:
             self.completion.set_result(completed)
 
     def _stop_string(self) -> str:
-        """Return `stop_string` if the last token completes a stop string, else empty."""
         if not self._stop:
             return ""
         # A stop string spans at most one token per byte. Decoding the whole response would take quadratic time.
@@ -139,9 +138,9 @@ class HfRequest:
 
 
 class HfBatch:
-    """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
+    """Requests decoded together with a KV cache and left padding. The weights may change between steps.
 
-    The weights may change between steps. The KV cache is kept.
+    Life cycle: step until `is_done`.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class HfBatch:
 
     @torch.inference_mode()
     def step(self, model: Any, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Sample one token for every open request."""
         self._drop_finished()
         if self.is_done:
             return
@@ -243,7 +241,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Decodes one batch at a time; later requests wait for the next batch. Implements Engine.
+    """Implements Engine. Decodes one batch at a time; later requests wait for the next batch.
 
     Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """

@@ -16,7 +16,6 @@ from slipstream.runtime.images import PromptImage
 
 END_TOKEN_ID = 1
 VOCABULARY = range(2, 12)
-"""Range of all other tokens."""
 
 
 class ScriptedEngine:

@@ -118,7 +118,6 @@ class VerifiersEnvironment:
         await self._stack.enter_async_context(self._env.serving())
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """Return the first `number` tasks as plain data."""
         return [task.data.model_dump(mode="json", exclude_none=True) for task in islice(self._env.taskset, number)]
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class FunctionEnvironment:
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
-    """Build the environment with this name."""
+    """Import and build an environment."""
     # The user's modules are in the working directory.
     sys.path.append(str(Path.cwd()))
     if ":" in environment:

@@ -103,7 +103,6 @@ class RewardFunctions:
         """Whether to use `score_async`, because a function is async."""
 
     def start(self) -> None:
-        """Call the functions' `start` methods, e.g. to load a model."""
         for function in self._functions:
             function.load()
 
@@ -135,11 +134,9 @@ class RewardFunctions:
             return self._failed(error, "")
 
     def compares(self, data_source: str) -> bool:
-        """Whether a function compares answers of this data source."""
         return any(function.compares and function.config.takes(data_source) for function in self._functions)
 
     def scores_alone(self, data_source: str) -> bool:
-        """Whether a function scores answers of this data source individually."""
         return any(not function.compares and function.config.takes(data_source) for function in self._functions)
 
     async def compare(self, samples: list[RewardInput]) -> list[Reward]:

@@ -71,7 +71,7 @@ class ChatClient:
         self._client: httpx.AsyncClient | None = None
 
     async def ask(self, template: str, texts: dict[str, str]) -> str:
-        """Fill the template's `{name}` placeholders and return the model's answer. Raises RuntimeError."""
+        """Fill the template's `{name}` placeholders and query the model. Raises RuntimeError."""
         # One pass, so that a {ground_truth} in an answer is not filled in.
         question = _PLACEHOLDER.sub(lambda found: texts.get(found.group(1), found.group()), template)
         messages = [{"role": "system", "content": self._system}] if self._system else []

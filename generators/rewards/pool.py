@@ -43,13 +43,13 @@ _MAX_PENDING = 16
 
 
 class ScoreRequest:
-    """One sample, or all samples of a comparison, and their future rewards."""
+    """One sample, or all samples of a comparison."""
 
     def __init__(self, samples: list[RewardInput], *, compares: bool, tries: int) -> None:
         self.samples = samples
         self.compares = compares
         self.tries = tries
-        """Remaining tries, with the current one."""
+        """Includes the current one."""
         self.rewards: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
 
     def resolve(self, rewards: list[Reward]) -> None:
@@ -58,7 +58,6 @@ class ScoreRequest:
             self.rewards.set_result(rewards)
 
     def fail(self, reward: Reward) -> None:
-        """Resolve every sample with the same reward."""
         self.resolve([reward] * len(self.samples))
 
 
@@ -104,12 +103,10 @@ class RewardWorker(asyncio.Protocol):
 
     @property
     def capacity(self) -> int:
-        """Number of requests that the worker can accept."""
         most = self._config.max_concurrency if self._is_concurrent else _MAX_PENDING
         return most - len(self._pending)
 
     async def open(self) -> None:
-        """Connect to the process without waiting until it is ready."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     @property
@@ -204,7 +201,7 @@ class RewardWorker(asyncio.Protocol):
 
     def _fail_culprit(self, reward: Reward) -> None:
         """Fail the request that ran last: the marked one among concurrent calls, else the oldest."""
-        # Without a mark, the process died between steps of calls.
+        # Without a mark, the process died between steps of calls. Failing the oldest lets the rest proceed.
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
@@ -295,7 +292,7 @@ class RewardPool:
         self._is_dispatch_scheduled = False
 
     async def start(self) -> None:
-        """Start the workers without waiting until they are ready."""
+        """Does not wait until the workers are ready."""
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
@@ -366,7 +363,6 @@ class RewardPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the ready workers."""
         return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:

@@ -6,8 +6,8 @@
 
 Select a function by module or file, as in `generators.reward.function=my_module:my_reward`. It may be `async def`. Its
 keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments, and its
-instance is called. Functions should not import large libraries, because their worker process is killed at the
-wall-clock limit, together with every process that it started, and restarted.
+instance is called. At the wall-clock limit, the worker process is killed with every process that it started, and
+restarted, so functions should not import large libraries.
 """
 
 import inspect
@@ -38,9 +38,9 @@ class RewardInput(Record):
     response: str
     """Text of the last model turn, without special tokens."""
     ground_truth: Any
-    """Reference answer, any JSON value."""
+    """Any JSON value."""
     data_source: str = ""
-    """Kind of task, from the dataset."""
+    """Kind of task."""
     stop_reason: str = "stop"
     """`stop` (the model wrote its end token), `length`, or another reason."""
     response_token_ids: list[int] = []
@@ -133,7 +133,7 @@ class Form(NamedTuple):
     result: Callable[[Any], Reward | None]
     """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
-    """Whether the function takes all answers to a prompt and returns one value per answer."""
+    """Whether it takes all answers to a prompt and returns one value per answer."""
 
 
 def bind(

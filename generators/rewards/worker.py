@@ -66,11 +66,11 @@ MEMORY_EXIT = 77
 STUCK_EXIT = 78
 """Exit code of a worker with a call that ignores cancellation, which has already failed."""
 SIGNAL_EXIT = 128
-"""Exit code of a worker whose scorer was killed by a signal, minus the signal number."""
+"""Exit codes above it mean that a signal killed the scorer: 128 + signal number."""
 
 
 def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
-    """Encode one frame."""
+    """Encode a record."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
 
@@ -198,7 +198,6 @@ class _ConcurrentServer:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Score until the pool closes the socket."""
         asyncio.get_running_loop().set_task_factory(self._make_task)
         reader, writer = await asyncio.open_connection(sock=self._pool)
         decoder = FrameDecoder()
@@ -266,7 +265,7 @@ def _steps(
 
 
 def timeout_reward(config: RewardConfig) -> Reward:
-    """Build the reward of a call that exceeded `timeout_s`."""
+    """Reward of a call that exceeded `timeout_s`."""
     return failed_reward(
         "timeout",
         f"the reward function ({config.summary}) must answer within generators.reward.timeout_s "

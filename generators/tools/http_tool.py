@@ -75,7 +75,7 @@ class HttpTool:
         if missing := [name for name in self._required if name not in arguments]:
             raise ToolError(f"the parameter {missing[0]} is required")
         if self._client is None:
-            # Created here, because it must belong to the running event loop. Tool limits calls.
+            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         for number in range(self._retries + 1):
             is_last = number == self._retries or self._method not in _REPEATABLE

@@ -41,8 +41,8 @@ class McpServer:
         """Start the server and list its tools. Raises ConfigError.
 
         `command`: program and arguments of a stdio server. `url`: address of a streamable HTTP server. `env`,
-        `headers`: may contain $NAME for environment variables, of which the program inherits only PATH, HOME, etc.
-        `only`: names of tools to offer. `hang_s`: time limit of a liveness probe.
+        `headers`: may contain $NAME for environment variables. The program inherits only PATH, HOME, etc. `only`: names
+        of tools to offer. `hang_s`: time limit of a liveness probe.
         """
         if bool(command) == bool(url):
             raise ConfigError("an mcp tool requires either a `command` (a list) or a `url`, got both or none.")
@@ -64,7 +64,7 @@ class McpServer:
         self.tools = [McpTool(self, each) for each in found if only is None or each.name in only]
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Run a coroutine on the separate event loop. Returns its concurrent future."""
+        """Run a coroutine on the separate loop. Returns a concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, _event_loop())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -73,7 +73,6 @@ class McpServer:
         call = asyncio.create_task(connection.client.call_tool(name, arguments))
         try:
             while not (await asyncio.wait([call], timeout=self._hang_s / 2))[0]:
-                # Check whether the server hangs.
                 await asyncio.shield(self._probe(connection))
             return call.result()
         except asyncio.CancelledError:

@@ -38,7 +38,7 @@ class Retriever(Protocol):
 _ANALYZER = "passages"
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _MAX_WORDS = 64
-"""Words of a query to look up, because search time grows with their number."""
+"""Search time grows with the number of words."""
 _WRITER_BYTES = 256 * 2**20
 _CACHED_QUERIES = 4096
 """The answers of a group often send the same query."""
@@ -175,7 +175,7 @@ class RemoteIndex:
     async def find(self, query: str, topk: int) -> list[Passage]:
         """Raises ToolError."""
         if self._client is None:
-            # Created here, because it must belong to the running event loop. Tool limits calls.
+            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             body = {"queries": [query], "topk": topk, "return_scores": True}

@@ -20,7 +20,7 @@ ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
 
 
 def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
-    """vLLM arguments for an adapter slot in the layers named `targets`; empty without an adapter."""
+    """vLLM arguments for an adapter slot in the layers `targets`, if any."""
     if lora is None:
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
@@ -28,7 +28,7 @@ def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[s
 
 
 def check_experts(module: Any) -> None:
-    """Raise EngineError for a mixture-of-experts model on a CPU, before loading it."""
+    """Raise EngineError for a mixture-of-experts model on a CPU."""
     if current_platform.is_cpu() and find_routers(module):
         raise EngineError(
             f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: vLLM does not "
@@ -37,7 +37,7 @@ def check_experts(module: Any) -> None:
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
-    """Adapter settings for the workers, in peft's format; empty without an adapter."""
+    """Adapter settings for the workers in peft's format, if any."""
     if lora is None:
         return {}
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}

@@ -188,15 +188,11 @@ class VllmEngine:
             raise WeightTransferError(error)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause, receive, verify, load, and resume. Returns the pause, seconds.
-
-        Raises EngineError if the engine does not answer, otherwise as `Engine.update`.
-        """
+        """See `Engine.update`. Also raises EngineError if the engine does not answer."""
         # Shielded, because an update canceled halfway would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
 
     def current_load(self) -> EngineLoad:
-        """Return the utilization as of vLLM's newest step. Raises EngineError unless started."""
         return read_load(self._running)
 
     async def check_health(self) -> None:
@@ -209,7 +205,7 @@ class VllmEngine:
         self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
 
     async def stop(self) -> None:
-        """Stop the engine process and fail open requests with EngineError."""
+        """Also fails open requests with EngineError."""
         llm, self._llm = self._llm, None
         if llm is None:
             return

@@ -63,7 +63,6 @@ class LoadRecorder(PrometheusStatLogger):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Called by vLLM after every step."""
         self._num_steps += 1
         if scheduler_stats is not None:
             self._kv_usage = scheduler_stats.kv_cache_usage
@@ -80,7 +79,7 @@ class LoadRecorder(PrometheusStatLogger):
 
 
 def read_load(llm: AsyncLLM) -> EngineLoad:
-    """Utilization of an engine with a LoadRecorder."""
+    """The engine must have a LoadRecorder."""
     recorder = next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
     newest = recorder.load
     if num_open := llm.output_processor.get_num_unfinished_requests():

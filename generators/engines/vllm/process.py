@@ -33,10 +33,8 @@ from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
 
 _STOP_GRACE_S = 1.0
-"""Time for the engine process to clean up."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
-"""Output folder of vLLM's profiler."""
 # Costs nothing until a profile starts. Call stacks would be most of the file.
 _PROFILER = ProfilerConfig(
     profiler="torch",
@@ -131,7 +129,7 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
-    """Start the engine process and wait until the model is loaded. Raises EngineError."""
+    """Raises EngineError."""
     forget_fatal_error()
     # The constructor blocks. Its thread cannot be canceled, so it is shielded below.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))

@@ -140,7 +140,7 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Build a layer from these parameters and repack it as vLLM does; None if that is not possible."""
+    """Build a layer from these parameters and repack it as vLLM does, if possible."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method

@@ -45,7 +45,7 @@ _ANSWER_BYTES = 16384
 """Size of the first worker's message to the others."""
 _MAX_ERROR_LENGTH = 2000
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
-"""Name prefixes of vLLM's processes."""
+"""Name prefixes."""
 
 
 def register() -> None:
@@ -80,12 +80,12 @@ def _kill_at_parent_exit(sentinel: int) -> None:
 # --- weight updates --------------------------------------------------------------------------------------------------
 @dataclass
 class EpochInfo(WeightTransferInitInfo):
-    """Argument of `init_transfer_engine`, equal on every worker."""
+    """Argument of `init_transfer_engine`."""
 
     opening: dict[str, Any]
     """An OpenEpoch as builtins."""
     rank: int
-    """This generator's rank in the weight group."""
+    """Of this generator in the weight group."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
 
     def finish_weight_update(self) -> None:
-        """Load the received tensors, if any. vLLM repacks each layer as at startup."""
+        """Load the received tensors, if any."""
         received, self._received = self._received, []
         if not received:
             return
@@ -199,7 +199,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         )
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors under the names of separate layers, such as a tied head, which vLLM's CPU build packs."""
+        """Yield tied tensors for layers that hold a separate copy, such as the packed head in vLLM's CPU build."""
         # `named_modules` lists a shared layer once, so a head that is the embedding itself is not included.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
