@@ -6,7 +6,8 @@ GeneratorError
 │       └── EngineStartError
 ├── PromptError
 └── UnverifiedWeightsError
-ToolError
+
+ToolError reaches only the model.
 """
 
 
@@ -35,4 +36,4 @@ class UnverifiedWeightsError(GeneratorError, RuntimeError):
 
 
 class ToolError(Exception):
-    """A failed tool call. The model reads the message."""
+    """A failed tool call. Its message is the call's result."""

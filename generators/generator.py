@@ -310,7 +310,7 @@ class Generator:
             }
         )
         # `list` copies atomically, because the loop may change the dict. A lease is held until its last trajectory is
-        # acknowledged, not just generated.
+        # acknowledged.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:

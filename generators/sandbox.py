@@ -1,10 +1,9 @@
 """Sandboxes: run model-written code on this machine in bubblewrap, or on a service.
 
 The local sandbox has new namespaces without network, an empty file system with /usr read-only, a system call filter,
-none of the generator's environment, and limits on memory, CPU time, files, processes, and output. If the generator is
-root, the code gets an unused user id, because root is exempt from the process limit.
-Memory is limited per process. A cgroup v2 memory controller also limits the processes of a run and their files in /tmp
-together; without one, a run can use `processes` times `memory_mib`, which is logged.
+none of the generator's environment, and Limits. If the generator is root, the code gets an unused user id, because root
+is exempt from the process limit. A cgroup v2 memory controller limits all processes of a run and their files in /tmp
+together. Without one, a run can use `processes` times `memory_mib`, which is logged.
 Invariant: no code runs before a probe has tried the escapes in `escapes.py` on this machine.
 """
 
@@ -51,7 +50,7 @@ class Limits(Config):
     cpu_s: int = 5
     """CPU time per process."""
     memory_mib: int = 512
-    """Address space per process. With cgroup v2 also the memory of all processes together, excluding /tmp."""
+    """Address space per process; with cgroup v2 also memory of all processes together, excluding /tmp."""
     disk_mib: int = 64
     """Total size of /tmp, the only writable folder."""
     file_mib: int = 16
@@ -342,8 +341,8 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
     try:
         _, late = await asyncio.wait(tasks, timeout=limits.time_s)
     finally:
-        # Killing bubblewrap kills every process of its namespace, which closes the pipes. Wait for the tasks, because
-        # asyncio reports the exit only after that.
+        # Killing bubblewrap kills every process of its namespace, which closes the pipes. Only then does asyncio report
+        # the exit, so the tasks are not canceled.
         _kill(process)
         _, left = await asyncio.wait([*tasks, feeder], timeout=_END_S)
         for task in left:
@@ -406,7 +405,7 @@ time.sleep(6)
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
-    """Try all escapes, but the one of total memory only with a cgroup. Returns a phrase for each that succeeds."""
+    """Try all escapes that the limits should prevent. Returns a phrase for each that succeeds."""
 
     async def escaped(names: list[str]) -> list[str]:
         try:

@@ -33,8 +33,8 @@ _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
 """Tokens that a probe samples after a prefix of each canary sequence."""
 _GIVEN_UP_S = 20.0
-"""Time for the engine to end a broadcast that the learner has abandoned. Must be shorter than
-`learner.dead_end.after_s`, after which the learner ends a run without generators that have weights."""
+"""Time for the engine to end an abandoned broadcast. Must be shorter than `learner.dead_end.after_s`, after which the
+learner ends a run without generators that have weights."""
 
 
 class _UnendedBroadcastError(EngineDiedError):

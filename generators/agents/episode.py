@@ -18,7 +18,7 @@ from slipstream.runtime.images import PromptImage
 
 
 class Agent(Protocol):
-    """Turns a leased prompt into a scored trajectory. Calls run concurrently on one asyncio loop."""
+    """Turns leased prompts into scored trajectories, concurrently on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
@@ -39,7 +39,7 @@ class Agent(Protocol):
 
 
 class AgentLoop(Protocol):
-    """Alternates model turns and observations. One object serves all answers of a generator."""
+    """Writes answers. One object serves all answers of a generator."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
         """JSON schemas of the tools to render with this prompt, if any."""
@@ -179,10 +179,7 @@ class Access(Protocol):
 
 
 class Episode:
-    """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
-
-    Life cycle: generate -> (observe -> generate)*. Model tokens are kept as sampled; observations are encoded once.
-    """
+    """One answer in progress. Life cycle: generate -> (observe -> generate)*."""
 
     def __init__(
         self,
@@ -253,8 +250,8 @@ class Episode:
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
         """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
 
-        Without room, sets the stop reason to `length` (`max_tokens` used up) or `context_overflow` (the model's context
-        is full), and returns an empty turn, which is not recorded.
+        Without room, sets the stop reason to `length` (`max_tokens` used up) or `context_overflow` (full context), and
+        returns an empty turn, which is not recorded.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")

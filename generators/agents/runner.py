@@ -59,9 +59,9 @@ class _ReadyLoop(NamedTuple):
 
 
 class Comparison:
-    """Answers to one lease that are scored together after the last one ends. Failed answers leave.
+    """Scores the answers to one lease together, after the last one ends.
 
-    Life cycle: score | leave, for each of `indices`. Members delivered under an earlier lease are not in `indices`.
+    Life cycle: score | leave (a failed answer), for each of `indices`, the members not delivered under earlier leases.
     """
 
     def __init__(self, indices: Sequence[int], scorer: Scorer) -> None:

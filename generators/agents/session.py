@@ -107,8 +107,8 @@ class Session:
     """Maps requests to contexts, without encoding the model's tokens again.
 
     - A request that repeats all messages of a context, including the model's, continues it.
-    - A request that repeats only some of them (a fork), or arrives while another request uses the context, opens a new
-      context with a copy of the shared tokens. The copy carries no loss, so no token is trained on twice.
+    - A request that repeats only some of them (a fork), or that finds the context in use, opens a new context with a
+      copy of the shared tokens. The copy carries no loss, so no token is trained on twice.
     - A request that repeats none of the model's messages (a sub-agent, a compaction) opens a context with its own text.
     """
 

@@ -159,8 +159,7 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 class WeightLayout:
     """Names, order, shapes, and dtypes of the tensors in a complete update, for an engine that computes in `dtype`.
 
-    Catches errors that the checksum and the probe miss: intact bytes of other tensors, and a small tensor that keeps
-    its old value.
+    Finds errors that checksum and probe miss: intact bytes of other tensors, and missing small tensors.
     """
 
     def __init__(self, names: CheckpointNames, *, dtype: str) -> None:

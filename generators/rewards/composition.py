@@ -85,8 +85,8 @@ class RewardFunction:
 class RewardFunctions:
     """Scores a sample with every function that accepts its data source.
 
-    Reward of a row = sum over its functions of weight * value, with one part per function. A single function in
-    `generators.reward.function` keeps its reward and parts. Functions that compare answers run after the others.
+    Reward of a row = sum over its functions of weight * value, with a part per function. A single function in
+    `generators.reward.function` keeps its own parts. Functions that compare answers run after the others.
     Invariant: every call returns a Reward. Exceptions become rewards with status `error` and a one-line detail.
     """
 

@@ -1,4 +1,4 @@
-"""Graders that ask a language model, through OpenAI's chat API, for a score or for the better of two answers."""
+"""Graders that query a language model through OpenAI's chat API."""
 
 import asyncio
 import json

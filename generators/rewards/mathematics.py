@@ -1,4 +1,4 @@
-"""Graders of mathematics: exact comparison of numbers, Minerva's normalization of text, math-verify for formulas."""
+"""Graders of mathematics: exact numbers, Minerva's normalization of text, and math-verify for formulas."""
 
 import logging
 import re

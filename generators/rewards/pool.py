@@ -1,8 +1,7 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers are interpreters that import the reward function but no large modules, and talk to the event loop over socket
-pairs. The threads of an executor library would compete with the loop for the GIL, and it could not identify which of
-several calls in a worker hangs.
+Workers import the reward function but no large modules, and talk to the event loop over socket pairs. An executor
+library's threads would compete with the loop for the GIL, and it could not identify a hanging call among several.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ REAP_TIMEOUT_S = 2.0
 """Time limit for a worker to kill its reward function's processes and exit."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
-"""Unanswered samples per worker: enough to keep it busy, but a hang delays few others."""
+"""Unanswered samples per worker. A hang delays all of them."""
 
 
 class ScoreRequest:
@@ -64,9 +63,8 @@ class ScoreRequest:
 class RewardWorker(asyncio.Protocol):
     """Connection to one worker process. Life cycle: open -> ready -> (submit, reply)* -> ending -> closed.
 
-    A worker with synchronous functions replies in order, so its oldest pending request is to blame for a timeout or
-    crash. A worker with async functions cancels slow calls itself. If one call blocks the others or crashes the
-    process, the worker's mark identifies that call.
+    A worker with synchronous functions replies in order, so its oldest request is to blame for a timeout or crash. A
+    worker with async functions cancels slow calls itself. Its Mark identifies a call that blocks or crashes it.
     `on_change(worker)`: called when it may have capacity, and when it is closed. `on_failure(request, rewards)`: called
     for a request whose samples all failed.
     """
@@ -245,7 +243,7 @@ class RewardWorker(asyncio.Protocol):
 
 
 def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
-    """Return status and detail for the request that a worker was scoring when it exited with this code."""
+    """Return status and detail of the reward for the request that a worker died on."""
     number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"

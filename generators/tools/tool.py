@@ -131,8 +131,8 @@ class Tool:
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
         function = shared or BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
-        # The model calls instances of a class, which get the configured arguments. An instance of a built-in class
-        # serves all answers and is created now, so that missing requirements fail at startup.
+        # The model calls instances of a class. One instance of a built-in class serves all answers. It is created now,
+        # so that missing requirements fail at startup.
         is_class, called = inspect.isclass(function), function
         if is_class:
             called = _called(function, setting=setting)

@@ -258,9 +258,8 @@ class OutcomeReport:
 class SharedReceiver:
     """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
 
-    The first worker receives and verifies in host memory, which the others map. Each worker loads its parts from there,
-    so an update needs GPU memory only for the layer being loaded. Every worker must make the same calls, and gets the
-    first worker's errors.
+    The first worker receives and verifies in host memory, which the others map, so that an update needs GPU memory only
+    for the layer being loaded. Every worker must make the same calls, and gets the first worker's errors.
     """
 
     def __init__(self, receiver: CollectiveReceiver, *, device: torch.device) -> None:
@@ -292,8 +291,7 @@ class SharedReceiver:
         return self._mapped
 
     def _run_on_first(self, action: Callable[[], object]) -> str:
-        """Run on the first worker and return the path of its memory. Raises WeightTransferError on every worker if that
-        fails, so that none loads unverified tensors."""
+        """Run on the first worker. Returns the path of its memory, or raises WeightTransferError, on every worker."""
         group = get_world_group()
         path, error = "", ""
         if group.is_first_rank:
