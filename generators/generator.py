@@ -53,8 +53,8 @@ class ConcurrencyLimit:
     """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
 
     Grows by one group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
-    in a full cache and on requests that stay queued. Ignores a shrinking queue (a burst of prompts) and preemptions in
-    a cache with room (a weight update).
+    in a full cache, and on requests that stay queued, which another generator could start sooner. Ignores a shrinking
+    queue (a burst of prompts) and preemptions in a cache with room (a weight update).
 
     Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
     Differs: a queue reduces the limit by its length, which is the excess, rather than by a factor.

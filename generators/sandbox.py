@@ -46,7 +46,7 @@ class Limits(Config):
     """
 
     time_s: float = 10.0
-    """Wall clock."""
+    """Wall-clock time."""
     cpu_s: int = 5
     """CPU time per process."""
     memory_mib: int = 512
@@ -54,6 +54,7 @@ class Limits(Config):
     disk_mib: int = 64
     """Total size of /tmp, the only writable folder."""
     file_mib: int = 16
+    """Size of one file."""
     processes: int = 16
     """Processes and threads, including about three of the sandbox."""
     output_bytes: int = 2**16

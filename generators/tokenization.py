@@ -141,7 +141,7 @@ class PromptEncoder:
         return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def result_role(self, *, setting: str) -> str:
-        """Role for tool results: `tool`, or `user` if the template omits `tool` messages. Raises ConfigError."""
+        """Role for tool results: `tool`, or `user` if the template does not support it. Raises ConfigError."""
         for role in ("tool", "user"):
             try:
                 shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens that a probe samples after a prefix of each canary sequence."""
+"""Tokens that a probe samples after a prefix of each canary sequence. Each costs a decoding step."""
 _GIVEN_UP_S = 20.0
 """Time for the engine to end an abandoned broadcast. Must be shorter than `learner.dead_end.after_s`, after which the
 learner ends a run without generators that have weights."""
@@ -118,7 +118,7 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`release(reason)`: cancel the generator's requests in flight. `fetcher`: None if nothing is fetched."""
+        """`release(reason)`: cancel the generator's requests in flight. `fetcher`: closed at the end; may be None."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client

@@ -39,7 +39,7 @@ class Agent(Protocol):
 
 
 class AgentLoop(Protocol):
-    """Writes answers. One object serves all answers of a generator."""
+    """Alternates model turns and observations. One object serves all answers of a generator."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
         """JSON schemas of the tools to render with this prompt, if any."""
@@ -179,7 +179,10 @@ class Access(Protocol):
 
 
 class Episode:
-    """One answer in progress. Life cycle: generate -> (observe -> generate)*."""
+    """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
+
+    Life cycle: generate -> (observe -> generate)*.
+    """
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class Episode:
         self.id = request_id
         """Unique within the run."""
         self.prompt = prompt
-        """The dataset row."""
+        """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.images = images
         self.sampling = sampling
         """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
@@ -219,7 +222,7 @@ class Episode:
         self.turn_rewards: list[float] = []
         """Rewards from the loop, one per turn or none."""
         self.metrics: Counter[str] = Counter()
-        """For example `tool_calls`."""
+        """Reported numbers, such as `tool_calls`."""
         self.extras: dict[str, Any] = {}
         """Plain values stored with the trajectory."""
         self.stop_reason = "stop"

@@ -25,7 +25,7 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval of checks that a waiting agent is still connected."""
+"""Interval of checks that a waiting agent is still connected, because a disconnected one must not get an answer."""
 _REPORT_AFTER_S = 5.0
 """Shorter waits for an agent are normal between two answers, and not reported."""
 _LOG_INTERVAL_S = 30.0
@@ -76,7 +76,7 @@ class AnswerQueue:
         self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
-        """Have an agent write the answer. Returns when it finishes, returns the answer, or stays silent.
+        """Have an agent write the answer, until it finishes, returns the answer, or is silent for `silence_timeout_s`.
 
         If the agent is lost or returns the answer before the model has written a turn, the answer is offered again.
         """

@@ -89,7 +89,7 @@ class AgentAccess:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded, because a client that disconnects may retry.
+        # Shielded, because a client that disconnects may retry, and the transcript keeps sampled tokens.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:

@@ -37,7 +37,7 @@ class Completion(Record):
     """`stop` (end token) | `stop_string` | `length`."""
     experts: np.ndarray | None = None
     """uint8 or int16[T - 1, M, K]: K experts in each of M routers for each token of prompt and response except the
-    last. None unless `model.router_replay`."""
+    last, as chosen in the forward pass that sampled the next token. None unless `model.router_replay`."""
 
 
 class PromptScores(NamedTuple):
@@ -54,7 +54,7 @@ class EngineLoad(Record):
     """
 
     kv_usage: float = 0.0
-    """Fraction of the KV cache in use; 0 if it is unbounded."""
+    """Fraction of the KV cache in use, 0..1; 0 if it is unbounded."""
     num_waiting: int = 0
     """Requests queued for cache space, including preempted ones."""
     num_preempted: int = 0
@@ -118,7 +118,7 @@ class Engine(Protocol):
         ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive and verify an update, load it without aborting requests, and switch the version.
+        """Receive and verify an update, pause requests to load it, and switch the version.
 
         `fetched`: the bytes of an update that is not broadcast. Returns the pause, seconds. Raises WeightTransferError
         if generation continues with the previous weights, UnverifiedWeightsError if the new weights are loaded
@@ -159,7 +159,8 @@ def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 class WeightLayout:
     """Names, order, shapes, and dtypes of the tensors in a complete update, for an engine that computes in `dtype`.
 
-    Finds errors that checksum and probe miss: intact bytes of other tensors, and missing small tensors.
+    Finds errors that the checksum misses (intact bytes of other tensors) or the probe (a small tensor that was not
+    sent and keeps its old value).
     """
 
     def __init__(self, names: CheckpointNames, *, dtype: str) -> None:

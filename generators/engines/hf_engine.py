@@ -138,9 +138,9 @@ class HfRequest:
 
 
 class HfBatch:
-    """Requests decoded together with a KV cache and left padding. The weights may change between steps.
+    """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    Life cycle: step until `is_done`.
+    The weights may change between steps, without recomputing the KV cache.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class HfEngine:
         except (OSError, ValueError) as error:
             raise EngineError(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-            # SDPA silently ignores soft-capping of attention scores.
+            # transformers' SDPA silently ignores soft-capping of attention scores.
             model.set_attn_implementation("eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if self._config.lora:

@@ -99,7 +99,7 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-# --- form ------------------------------------------------------------------------------------------------------------
+# --- form; added to a grader's rewards with weights ------------------------------------------------------------------
 def format_tags(
     sample: RewardInput, *, tags: Sequence[str] = ("think", "answer"), is_first_open: bool = False
 ) -> Reward:

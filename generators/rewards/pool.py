@@ -38,7 +38,7 @@ REAP_TIMEOUT_S = 2.0
 """Time limit for a worker to kill its reward function's processes and exit."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
-"""Unanswered samples per worker. A hang delays all of them."""
+"""Unanswered samples per worker: enough to keep it busy, few enough that a hang delays few others."""
 
 
 class ScoreRequest:
@@ -243,7 +243,7 @@ class RewardWorker(asyncio.Protocol):
 
 
 def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
-    """Return status and detail of the reward for the request that a worker died on."""
+    """Return status and detail for the request that a worker was scoring when it exited with this code."""
     number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"

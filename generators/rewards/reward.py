@@ -100,7 +100,7 @@ _MAX_PART_NAME = 64
 
 
 def failed_reward(status: str, detail: str) -> Reward:
-    """Build the reward of a failed call, which training masks. `status`: error | timeout."""
+    """Build the reward of a failed call, which training masks instead of using 0. `status`: error | timeout."""
     return Reward(total=0.0, status=status, detail=_one_line(detail))  # type: ignore[arg-type]
 
 

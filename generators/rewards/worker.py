@@ -100,7 +100,7 @@ _MIB = 2**20
 
 
 def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
-    # A hanging reward function would not notice a closed socket.
+    # A hanging reward function would not notice a closed socket, so the kernel kills it with its supervisor.
     die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
@@ -110,7 +110,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
         config = decode_config(first)
         _limit_memory(config.max_memory_mib)
         try:
-            # A function's leftover data would fail the next calls too.
+            # After running out of memory, a function's leftover data would fail the next calls too.
             functions = RewardFunctions(config, on_memory_error=_end_without_memory)
             functions.start()
         except MemoryError:

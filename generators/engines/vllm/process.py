@@ -33,6 +33,7 @@ from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
 
 _STOP_GRACE_S = 1.0
+"""Short, because the engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
 # Costs nothing until a profile starts. Call stacks would be most of the file.
@@ -82,7 +83,8 @@ def engine_arguments(
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=engine.enforce_eager,
-        # Pays off for multi-turn answers. Required to record experts, which vLLM stores per block of cached prefixes.
+        # Pays off for multi-turn answers, whose requests share a prefix. Required to record experts, which vLLM stores
+        # per block of cached prefixes.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,

@@ -86,7 +86,7 @@ class RecordedLoad(TorchDispatchMode):
                 if is_held:
                     compared.add(id(layer._parameters[name]))
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
-        # The model may have transformed or replaced tensors before loading.
+        # The model may have transformed or replaced the tensors that no loader received.
         calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
         missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
@@ -140,7 +140,7 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Build a layer from these parameters and repack it as vLLM does, if possible."""
+    """Build a layer from these parameters and repack it as vLLM does; None if parameters alone are not enough."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method

@@ -45,7 +45,7 @@ _ANSWER_BYTES = 16384
 """Size of the first worker's message to the others."""
 _MAX_ERROR_LENGTH = 2000
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
-"""Name prefixes."""
+"""Name prefixes of vLLM's processes."""
 
 
 def register() -> None:
@@ -65,14 +65,16 @@ def register() -> None:
 # --- parent watch ----------------------------------------------------------------------------------------------------
 def die_with_parent() -> None:
     """Kill this process when its multiprocessing parent ends."""
-    # Not PR_SET_PDEATHSIG, which fires when the *thread* that started the process ends.
+    # vLLM's engine process would not notice that its parent was killed. PR_SET_PDEATHSIG would fire when the *thread*
+    # that started the process ends, which may be much earlier.
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
 
 
 def _kill_at_parent_exit(sentinel: int) -> None:
-    # Only the parent holds the other end of the sentinel pipe, so it becomes ready when the parent ends.
+    # Only the parent holds the other end of the sentinel pipe, so it becomes ready when the parent ends. No deadline,
+    # because this thread has no other purpose.
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -83,14 +85,14 @@ class EpochInfo(WeightTransferInitInfo):
     """Argument of `init_transfer_engine`."""
 
     opening: dict[str, Any]
-    """An OpenEpoch as builtins."""
+    """An OpenEpoch as builtins, which vLLM can serialize."""
     rank: int
-    """Of this generator in the weight group."""
+    """Of this generator in the weight group, where the learner has rank 0."""
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """Argument of `receive_weights`: the bytes of an Update."""
+    """Argument of `receive_weights`: fields of an Update that describe its bytes."""
 
     slots: list[Any]
     """TensorSlots as builtins, in parameter order."""
@@ -221,7 +223,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             with load:
                 loaded = self.model.load_weights(tensors)
         except Exception as error:
-            # A model's loader may raise anything.
+            # A model's loader may raise anything. The engine stays alive but unverified until an update succeeds.
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
