@@ -136,9 +136,9 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
 
 
 def start_loading(run: RunConfig | None) -> threading.Thread:
-    """Import vLLM, which takes ten seconds, in a thread during the wait for the broker, if the local `run` uses it.
+    """Import vLLM in a thread while waiting for the broker, if the local `run` uses it. This takes ten seconds.
 
-    Returns the thread. Errors are ignored here; they recur at the import that needs the module.
+    Ignores errors, which recur at the later import.
     """
     modules = []
     if run and isinstance(run.generators.engine, VllmEngineConfig):
@@ -160,17 +160,15 @@ def start_loading(run: RunConfig | None) -> threading.Thread:
 def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
     """Return the local settings of the run, those with the broker's address first, and the run's token.
 
-    Waits for a run that has not started yet. Removes secrets from the environment. Raises ConfigError,
-    WaitTimeoutError.
+    Waits for the run to start. Removes secrets from the environment. Raises ConfigError, WaitTimeoutError.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     while True:
         known = find_local_run(given, overrides)
         own = [given] if known is None else [given, known] if address else [known, given]
         token = given_token(given.broker) or (find_token(known) if known else "")
-        # A named run's folder is known before it exists.
         if token and (known or is_named or address):
-            # Child processes inherit the environment, including third-party graders, tools, and environments.
+            # Third-party graders, tools, and environments inherit the environment.
             os.environ.pop(TOKEN_VARIABLE, None)
             os.environ.pop(STORE_PASSWORD_VARIABLE, None)
             return own, token
@@ -188,9 +186,9 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 
 
 def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
-    """Return the settings of the run in `runs_dir` to join: the named run, or the newest one at the given address.
+    """Return the settings of the run in `runs_dir` to join, None if there is none, as on another machine.
 
-    Without name and address, the newest run whose broker listens. None if no run matches, as on another machine.
+    This is the named run, else the newest run at the given address, else the newest run with a listening broker.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     folders = [Path(given.runs_dir) / given.name] if is_named else list_runs(Path(given.runs_dir))
@@ -211,8 +209,8 @@ def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
 def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[str]) -> RunConfig:
     """Decode the broker's settings and apply this machine's model path.
 
-    A broker must not choose the code that runs here: raises ConfigError unless all code that the settings name is
-    built in or also named in `own`.
+    A broker must not choose the code that runs here. Raises ConfigError for code that is neither built in nor named in
+    `own`.
     """
     try:
         run = msgspec.json.decode(config_json, type=RunConfig)
@@ -252,13 +250,12 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def _transport_override(overrides: list[str]) -> Any:
-    """Weight transport set on this command line; empty = use the run's."""
     is_set = any(override.startswith("weights.transport=") for override in overrides)
     return load(overrides).weights.transport if is_set else ""
 
 
 def ignored_settings(overrides: list[str]) -> list[str]:
-    """Overrides that have no effect, because the broker sends the run's settings."""
+    """Return overrides that have no effect, because the broker sends these settings."""
     return [text for text in overrides if not text.lstrip("+").startswith(_OWN_SETTINGS)]
 
 

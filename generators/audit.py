@@ -1,11 +1,11 @@
-"""Auditor: checks guests' answers by scoring and grading them again with this generator's engine and reward functions.
+"""Auditor: checks guests' answers with this generator's engine and reward functions.
 
 Consumes: Audit, and a few answers of this generator.
 Produces: Audited, one per Audit.
 Waits for: audits; within an audit, the engine and the reward functions.
 Woken by: an audit.
-Invariant: an answer is scored with the policy version that wrote it. If the engine has moved on, the difference is
-reported together with the same difference for this generator's answers of that version.
+Invariant: if the engine no longer holds the policy version that wrote an answer, the log-probability difference is
+reported together with that of this generator's own answers of the same version.
 """
 
 import asyncio
@@ -30,17 +30,14 @@ _VERSIONS_KEPT = 16
 _ANSWERS_KEPT = 4
 """Own answers kept per version."""
 _TRIES = 3
-"""Scoring passes to try; one must complete without a weight update in between."""
+"""Scoring passes to try, until one is not interrupted by a weight update."""
 _MAX_REWARD_DIFF = 1e-6
 
 log = structlog.get_logger(__name__)
 
 
 class Auditor:
-    """Agent of a generator in a run with guests. Wraps another Agent and remembers its answers.
-
-    Checks one answer at a time while generation continues. Scoring a finished answer is cheap compared to decoding it.
-    """
+    """Wraps another Agent in a run with guests, and remembers its answers."""
 
     def __init__(
         self, agent: Agent, *, engine: Engine, rewards: Scorer, encoder: PromptEncoder, client: BrokerClient
@@ -53,7 +50,7 @@ class Auditor:
         self._orders: asyncio.Queue[Audit] = asyncio.Queue()
         self._checking: asyncio.Task[None] | None = None
         self._own: OrderedDict[int, deque[Trajectory]] = OrderedDict()
-        """Newest version in an answer -> own answers."""
+        """Newest version in an answer -> own answers with it."""
         self._own_diffs: dict[tuple[int, int], float] = {}
         """(version of the answers, version of the engine) -> mean log-probability difference."""
 
@@ -82,7 +79,6 @@ class Auditor:
         return self._agent.waiting
 
     def submit(self, order: Audit) -> None:
-        """Queue an audit. The broker keeps few of them open at a time."""
         self._orders.put_nowait(order)
 
     async def _check_all(self) -> None:
@@ -98,7 +94,7 @@ class Auditor:
             self._client.send(Audited(check))
 
     async def check(self, prompt: Prompt, trajectory: Trajectory) -> AnswerCheck:
-        """Check an answer's prompt, reward, and log-probabilities. Raises GeneratorError."""
+        """Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
         lie = await self._find_lie(prompt, trajectory)
@@ -125,7 +121,7 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Check prompt and reward. Returns the mismatch; empty if they match or the reward cannot be recomputed."""
+        """Return a mismatch of prompt or reward; empty if they match or the reward cannot be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
@@ -155,7 +151,7 @@ class Auditor:
         )
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Return an answer's scores and their version; None if weight updates interrupted every try."""
+        """Return an answer's scores (None if weight updates interrupted every try) and the engine's version."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())
@@ -166,7 +162,7 @@ class Auditor:
     async def _own_diff(self, version: int, engine_version: int) -> float | None:
         """Mean log-probability difference between own answers of a version and the engine's current weights.
 
-        Without own answers: 0 if the engine still holds the version, else None.
+        Without own answers, 0 if the engine still holds the version, else None.
         """
         if (version, engine_version) not in self._own_diffs:
             diffs = [diff for answer in [*self._own.get(version, ())] for diff in await self._diffs(answer)]
@@ -185,5 +181,5 @@ class Auditor:
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:
-    """int64[N]: positions of tokens sampled by the newest version. Earlier tokens used older weights."""
+    """int64[N]: positions of tokens sampled by the newest version."""
     return np.flatnonzero(trajectory.token_versions() == trajectory.version_spans[-1].version)

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
-    """Build the configured engine without starting it. vLLM ignores `receiver`, because its workers build their own."""
+    """Build the configured engine. vLLM ignores `receiver`, because its workers build their own."""
     # Local imports: torch and vLLM read the environment at import, and the scripted engine needs neither.
     match run.generators.engine:
         case VllmEngineConfig() as config:
@@ -51,8 +51,7 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
     """Build the fetcher of weights. If `cluster.network` is set, it also lends fetched weights to other generators.
 
-    Guests and generators that reach the broker over ipc never lend; neither do machines outside the network, such as
-    one behind a tunnel.
+    Guests, generators that reach the broker over ipc, and machines outside the network never lend.
     """
     if run.cluster.network is None or keys.guest or broker_address.startswith("ipc://"):
         return Fetcher(keys)
@@ -74,7 +73,7 @@ def assemble(
     token: str = "",
     clock: Clock = time.monotonic,
 ) -> Generator:
-    """Build a Generator and its parts. Nothing runs until `Generator.run`."""
+    """Build a Generator and its parts, without starting them."""
     engine = build_engine(run, receiver=receiver)
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)

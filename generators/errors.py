@@ -1,11 +1,13 @@
 """Errors of a generator.
 
 GeneratorError
-├── EngineError               the engine does not start, or fails a request
-│   └── EngineDiedError       the engine exited or stalled; restart the process
-│       └── EngineStartError  the engine exited before its first answer; restart once
-├── PromptError               a prompt cannot be answered
-└── UnverifiedWeightsError    loaded weights failed the probe or a check
+├── EngineError
+│   └── EngineDiedError
+│       └── EngineStartError
+├── PromptError
+└── UnverifiedWeightsError
+
+ToolError reaches only the model.
 """
 
 
@@ -18,7 +20,7 @@ class EngineError(GeneratorError, RuntimeError):
 
 
 class EngineDiedError(EngineError):
-    """The engine exited or stalled. Restarting the generator process recovers it."""
+    """The engine exited or stalled. Restart the generator process."""
 
 
 class EngineStartError(EngineDiedError):
@@ -30,8 +32,8 @@ class PromptError(GeneratorError, ValueError):
 
 
 class UnverifiedWeightsError(GeneratorError, RuntimeError):
-    """The engine's weights differ from the learner's."""
+    """Loaded weights failed the probe or a check."""
 
 
 class ToolError(Exception):
-    """A failed tool call. The model reads the message."""
+    """A failed tool call. Its message is the call's result."""

@@ -1,9 +1,8 @@
 """Escape attempts that run inside the sandbox before any other code.
 
 A program for the Python below /usr with only its standard library. It reads a JSON record from stdin: `names` of
-attempts, and `around` with what the attempts need to know about the machine. It prints a JSON record: attempt -> ""
-(the sandbox holds), "escaped", or an error. Even a successful attempt is bounded: at most 256 MiB of memory, 12 MiB of
-files, and 40 processes for 3 s.
+attempts, and their targets in `around`. It prints a JSON record: attempt -> "" (the sandbox holds), "escaped", or an
+error. A successful attempt uses at most 256 MiB of memory, 12 MiB of files, and 40 processes for 3 s.
 """
 
 import ctypes
@@ -56,19 +55,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_served(*arguments: int) -> bool:
-    """Make a system call and return whether the kernel did more than refuse it."""
     ctypes.set_errno(0)
     _libc.syscall(*map(ctypes.c_long, arguments))
     return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
 
 
 def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
-    # These arguments are invalid for every call (16 is PTRACE_ATTACH, to no process), so an allowed call has no effect.
+    # These arguments are invalid for every call, so an allowed call has no effect. 16 is PTRACE_ATTACH.
     return _is_served(number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
 
 
 def _clone_into_new_namespace(_: Surroundings) -> bool:
-    """Try `clone` with a namespace flag. The C library needs plain `clone`."""
+    """Try `clone` with a namespace flag. Plain `clone` must stay allowed."""
     number = 56 if platform.machine() == "x86_64" else 220
     found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
     if found == 0:
@@ -116,7 +114,6 @@ def _fill_tmp(around: Surroundings) -> bool:
 
 
 def _read_environment(around: Surroundings) -> bool:
-    """Read the environment of every visible process, including the namespace's first one."""
     names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
     return bool(names - {"", *around["variables"]})
 
@@ -134,7 +131,7 @@ def _read(path: str) -> bytes:
 
 
 def _use_inherited_descriptor(_: Surroundings) -> bool:
-    """Try every visible process: a descriptor may lead out, such as bubblewrap's status file."""
+    """Try every visible process. A descriptor such as bubblewrap's status file may lead out."""
     for folder in _each_process("fd"):
         try:
             paths = [os.path.join(folder, name) for name in os.listdir(folder) if int(name) > 2]
@@ -162,7 +159,7 @@ def _connect_to_abstract_socket(around: Surroundings) -> bool:
 
 
 def _open_other_socket(_: Surroundings) -> bool:
-    """Try socket families that network namespaces do not contain, or that have crashed kernels: ALG, VSOCK, etc."""
+    """Try families that network namespaces do not isolate or that have crashed kernels, such as ALG and VSOCK."""
     for family in (*range(3, 10), *range(11, 16), *range(17, 46)):
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
             try:
@@ -214,7 +211,6 @@ def _is_opened(path: str) -> bool:
 
 
 def _allocate_in_children(around: Surroundings) -> bool:
-    """Allocate half of the limit in each of four concurrent children."""
     children = []
     for _number in range(4):
         child = os.fork()

@@ -52,18 +52,18 @@ from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
 class ConcurrencyLimit:
     """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
 
-    Grows by one group while the engine is limited only by it: the queue is empty and the KV cache has room. Shrinks on
-    preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. Ignores a
-    shrinking queue (after a burst of prompts) and preemptions in a cache with room (caused by a weight update).
+    Grows by one group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
+    in a full cache, and on requests that stay queued, which another generator could start sooner. Ignores a shrinking
+    queue (a burst of prompts) and preemptions in a cache with room (a weight update).
 
     Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
-    Differs: a queue reduces the limit by its length rather than by a factor, because its length is the excess.
+    Differs: a queue reduces the limit by its length, which is the excess, rather than by a factor.
     """
 
     ROOM_BELOW = 0.8
-    """The limit grows only below this KV cache usage. The rest is reserved for the growth of running sequences."""
+    """The limit grows only below this KV cache usage. Running sequences need the rest to grow."""
     DECREASE = 0.75
-    """Factor after a preemption, which discards the work of a whole sequence."""
+    """Factor after a preemption."""
 
     def __init__(self, *, least: int, most: int) -> None:
         """Start at `most`. `least`: group size, which is also the increment."""
@@ -74,12 +74,12 @@ class ConcurrencyLimit:
         self.limit = most
 
     def observe(self, load: EngineLoad, *, running: int) -> None:
-        """Update the limit from the engine's load, with `running` trajectories in flight. Call about once a second."""
+        """Update the limit about once a second. `running`: trajectories in flight."""
         preempted = load.num_preempted - self._num_preempted
         lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
         self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
         if running > self.limit:
-            # The last decrease has not taken effect yet; another one for the same cause would overshoot.
+            # The last decrease has not taken effect yet.
             return
         has_room = load.kv_usage < self.ROOM_BELOW
         if preempted > 0 and not has_room:
@@ -94,21 +94,21 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""An unanswered lease request is resent after this time, because the broker may have restarted."""
+"""Time after which an unanswered lease request is resent, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
 """A shorter interval would adjust the limit before the load reflects the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _SERVING = ("ready", "updating")
-"""States in which the generator holds prompts."""
+"""States in which the generator accepts prompts."""
 
 log = structlog.get_logger(__name__)
 
 
 class Generator:
-    """One generator. Not thread-safe, except `status`; everything else runs on one asyncio loop.
+    """States: starting -> unsynced -> (updating -> ready | unsynced)* -> draining.
 
-    States: starting -> unsynced -> (updating -> ready | unsynced)* -> draining.
+    Runs on one asyncio loop. Only `status` is thread-safe.
     """
 
     def __init__(
@@ -165,8 +165,7 @@ class Generator:
     async def run(self) -> None:
         """Start the engine, then serve until drained.
 
-        Raises EngineError, GeneratorError, or ClientDiedError when the generator cannot continue. Any other exception
-        is a bug and propagates unchanged.
+        Raises GeneratorError or ClientDiedError when the generator cannot continue. Any other exception is a bug.
         """
         await self._rewards.start()
         try:
@@ -178,7 +177,7 @@ class Generator:
             self._rewards.close()
 
     async def _start_engine(self) -> bool:
-        """Return False if drained before the engine is ready: a drain does not wait minutes for loading."""
+        """Return False if drained before the engine is ready."""
         starting = asyncio.create_task(self._engine.start())
         starting.add_done_callback(lambda _: self.wake())
         while not starting.done() and self._is_running:
@@ -189,12 +188,11 @@ class Generator:
             self._raise_error()
             return False
         await starting
-        # Include the engine process, which has used CPU time since it started.
+        # Include the engine process.
         self._processor.list_children()
         return True
 
     async def _serve(self) -> None:
-        """Request prompts while capacity allows, until drained or failed; then release all work and stop the engine."""
         self._set_state("unsynced", "waiting for weights from the learner")
         background = [asyncio.create_task(self._weight_updates.run()), asyncio.create_task(self._monitor_engine())]
         for task in background:
@@ -250,7 +248,6 @@ class Generator:
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
-        """Handle a message from the broker, or the end of the connection."""
         self._requested_at = None if isinstance(message, Prompts | Welcome) else self._requested_at
         match message:
             case Prompts(prompts=prompts, reason=reason):
@@ -275,7 +272,7 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Start or write a recording. The engine goes first, because the learner waits for the event file."""
+        """Start or write a recording. The engine's comes first, because the learner waits for the event file."""
         if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
                 self._trace.adopt(await profile(is_on=stage == "engine"))
@@ -284,16 +281,16 @@ class Generator:
         await asyncio.to_thread(self._trace.obey, stage)
 
     def wake(self) -> None:
-        """Run another iteration of the serving loop, e.g. after acknowledgments freed credit."""
+        """Run another iteration of the serving loop. Serial runs call this every turn."""
         self._wake_up.set()
 
     def drain(self, reason: str) -> None:
-        """Stop requesting prompts, return the leases in flight, and end `run`."""
+        """Make `run` return the leases in flight and end."""
         log.info("draining", reason=reason)
         self._set_state("draining", reason)
 
     def status(self) -> PeerStatus:
-        """Status for the next Pong. Safe to call from any thread."""
+        """Status for the next Pong. Thread-safe."""
         outbox = self._client.outbox
         gauges = (
             dict[str, float | str](self._gauges)
@@ -312,8 +309,8 @@ class Generator:
                 "cpu_s": round(self._processor.seconds, 3),
             }
         )
-        # `list` copies atomically: this may run on the client's thread while the loop changes the dict. A lease is held
-        # until its last trajectory is acknowledged, not just generated.
+        # `list` copies atomically, because the loop may change the dict. A lease is held until its last trajectory is
+        # acknowledged.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
@@ -323,7 +320,6 @@ class Generator:
 
     @property
     def _phase(self) -> str:
-        """Phase for the time account: whether the engine has work, and if not, why."""
         if self._state == "updating":
             return "updating"
         if self._tasks:
@@ -359,7 +355,6 @@ class Generator:
             self._concurrency.observe(self._load, running=len(self._tasks))
 
     def _request_prompts(self) -> None:
-        """Request as many trajectories as fit, at least one group; only one request is open at a time."""
         room = self._concurrency.limit - len(self._tasks)
         is_pending = self._requested_at is not None and self._clock() - self._requested_at <= _REQUEST_TIMEOUT_S
         is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
@@ -381,13 +376,12 @@ class Generator:
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # A response that ends during an update is sent only after the new weights are verified. If verification fails,
-        # this task is canceled here and its lease returned.
+        # Hold back a response that ends during an update. If verification fails, this task is canceled here.
         await self._weight_updates.is_verified.wait()
         lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
         if len(payload) > self._max_payload_bytes:
-            # Sending it would drop the connection, again after every reconnect.
+            # Sending it would drop the connection after every reconnect.
             raise PromptError(
                 f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} with "
                 f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise the limit in a new run, or lower "
@@ -414,7 +408,7 @@ class Generator:
 
     def _handle_nack(self, nack: Nack) -> None:
         if not nack.is_fatal:
-            # The outbox resends it. Logged once per reason, not per trajectory and attempt.
+            # The outbox resends it. Log once per reason.
             if nack.reason != self._deferred_reason:
                 log.warning("trajectories_deferred", reason=nack.reason)
             self._deferred_reason = nack.reason
@@ -425,7 +419,6 @@ class Generator:
             self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
-        """Cancel all requests in flight and return their leases."""
         # Collected first, because canceled tasks remove themselves.
         tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:

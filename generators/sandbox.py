@@ -1,11 +1,10 @@
 """Sandboxes: run model-written code on this machine in bubblewrap, or on a service.
 
-The local sandbox switches to an unused user id, then starts bubblewrap without the generator's environment: new
-namespaces without network, an empty file system with /usr read-only, a system call filter, and limits on memory, CPU
-time, files, processes, and output. The user id comes first, because root is exempt from the process limit.
-Memory is limited per process. If a cgroup v2 memory controller is available, it also limits all processes of a run and
-their files in /tmp together; otherwise a run can use `processes` times `memory_mib`, which is logged.
-Invariant: no code runs before a probe has tried every escape in `escapes.py` on this machine.
+The local sandbox has new namespaces without network, an empty file system with /usr read-only, a system call filter,
+none of the generator's environment, and Limits. If the generator is root, the code gets an unused user id, because root
+is exempt from the process limit. A cgroup v2 memory controller limits all processes of a run and their files in /tmp
+together. Without one, a run can use `processes` times `memory_mib`, which is logged.
+Invariant: no code runs before a probe has tried the escapes in `escapes.py` on this machine.
 """
 
 import asyncio
@@ -47,19 +46,19 @@ class Limits(Config):
     """
 
     time_s: float = 10.0
-    """Wall-clock time, seconds."""
+    """Wall-clock time."""
     cpu_s: int = 5
-    """CPU time per process, seconds."""
+    """CPU time per process."""
     memory_mib: int = 512
-    """Address space per process, MiB. With cgroup v2 also the memory of all processes together, excluding /tmp."""
+    """Address space per process; with cgroup v2 also memory of all processes together, excluding /tmp."""
     disk_mib: int = 64
-    """Total size of /tmp, MiB, the only writable folder."""
+    """Total size of /tmp, the only writable folder."""
     file_mib: int = 16
-    """Size of a single file, MiB."""
+    """Size of one file."""
     processes: int = 16
     """Processes and threads, including about three of the sandbox."""
     output_bytes: int = 2**16
-    """Limit of stdout and of stderr; exceeding it ends the run."""
+    """Size of stdout and of stderr. Exceeding it ends the run."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -72,28 +71,27 @@ class Execution(msgspec.Struct, frozen=True):
     """
 
     status: Literal["ok", "error", "timeout", "output"]
-    """Exit code 0 | another exit code or a signal | over `time_s` or `cpu_s` | over `output_bytes`."""
+    """Exit code 0 | another exit code or a signal | exceeded `time_s` or `cpu_s` | exceeded `output_bytes`."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
     is_out_of_memory: bool = False
-    """Whether the kernel killed a process because the run exceeded `memory_mib`."""
+    """Whether the kernel killed a process for lack of memory in its cgroup."""
 
 
 class Sandbox(Protocol):
     """Runs Python code. Calls may run concurrently."""
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code until it ends or exceeds a limit. Raises SandboxError if it could not be run."""
+        """Run the code until it ends or exceeds a limit. Raises SandboxError."""
         ...
 
 
 # --- on this machine -------------------------------------------------------------------------------------------------
 _PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
 _VARIABLES = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-"""Environment of the code."""
 _FIRST_UID, _NUM_UIDS = 60100, 4800
-"""Sandbox user ids: above user accounts, below systemd's ids, and within the id range of most containers."""
+"""User ids above user accounts, below systemd's ids, and within the id range of most containers."""
 _MIB = 2**20
 _CPU_EXITS = (128 + 9, 128 + 24, -9, -24)
 """Exit codes after SIGKILL and SIGXCPU."""
@@ -108,9 +106,9 @@ class LocalSandbox:
     _run_numbers = itertools.count()
 
     def __init__(self, *, python: str = "python3") -> None:
-        """Find the programs and run the escape probe, which takes a few seconds. `python`: program below /usr.
+        """Run the escape probe, which takes a few seconds. `python`: program below /usr.
 
-        Raises ConfigError if programs are missing or the sandbox does not hold.
+        Raises ConfigError if programs are missing or an escape succeeds.
         """
         self._python = python
         missing = [name for name in ("bwrap", "setpriv", "prlimit", python) if not shutil.which(name, path=_PROGRAMS)]
@@ -142,7 +140,6 @@ class LocalSandbox:
 
     @property
     def limits_all_processes(self) -> bool:
-        """Whether `memory_mib` also limits all processes of a run together."""
         return self._groups is not None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
@@ -165,7 +162,7 @@ class LocalSandbox:
                     found = await _watch(process, stdin.encode(), limits)
                     if group is not None and _num_killed(group):
                         return Execution("error", found.stdout, found.stderr, found.exit_code, is_out_of_memory=True)
-            # Check bubblewrap's status file, because the code could imitate its messages.
+            # Read from bubblewrap's status file, because the code could imitate its messages.
             if found.exit_code is not None and b"exit-code" not in os.pread(status_fd, 4096, 0):
                 raise SandboxError(f"the sandbox cannot be started: {found.stderr.strip()[:200]}")
             return found
@@ -200,7 +197,7 @@ def _command(python: str, number: int, limits: Limits, group: Path | None, *, fd
 
 @cache
 def _can_disable_user_namespaces() -> bool:
-    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces in any case."""
+    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces anyway."""
     help_text = subprocess.run(["bwrap", "--help"], capture_output=True, env={"PATH": _PROGRAMS}, timeout=_END_S).stdout
     return b"--disable-userns" in help_text
 
@@ -215,13 +212,13 @@ _REFUSED = """
     delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm personality settimeofday clock_settime
     clock_adjtime adjtimex lookup_dcookie nfsservctl vhangup uselib modify_ldt
 """
-"""System calls that ordinary computation never needs. They hide memory from the limits or reach into the kernel."""
+"""System calls that evade the memory limits or reach into the kernel."""
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """`clone` flags that create namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """`ioctl` requests that inject terminal input: TIOCSTI, TIOCLINUX."""
 _FAMILIES = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
-"""Socket families that a network namespace isolates; it does not isolate AF_VSOCK, for example."""
+"""Socket families that a network namespace isolates, unlike AF_VSOCK."""
 _ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000, -1
 """libseccomp's SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(0) and __NR_SCMP_ERROR."""
 _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
@@ -229,7 +226,7 @@ _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
 
 
 class _Condition(ctypes.Structure):
-    """libseccomp's scmp_arg_cmp: argument number, comparison, and two operands."""
+    """libseccomp's scmp_arg_cmp."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -241,7 +238,7 @@ class _Condition(ctypes.Structure):
 
 @cache
 def _system_call_filter() -> bytes:
-    """Compile the filter with libseccomp, for bubblewrap to load. Raises OSError if the library is missing."""
+    """Compile bubblewrap's filter with libseccomp. Raises OSError if the library is missing."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
@@ -249,7 +246,7 @@ def _system_call_filter() -> bytes:
     def refuse(name: str, *conditions: _Condition, error: int = errno.EPERM) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number == _UNKNOWN:
-            return  # newer than this library; the probe checks whether the kernel serves it
+            return  # unknown to this library; the probe checks whether the kernel serves it
         array = (_Condition * len(conditions))(*conditions)
         code = library.seccomp_rule_add_array(context, ctypes.c_uint32(_REFUSE | error), number, len(array), array)
         if code:
@@ -274,7 +271,7 @@ def _system_call_filter() -> bytes:
 
 # --- memory of all processes -----------------------------------------------------------------------------------------
 def _find_groups() -> Path | None:
-    """Find a cgroup v2 in which this process may create groups with a memory limit; None if it may not."""
+    """Find a cgroup v2 in which this process may create groups with a memory limit."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         mount = next(words[1] for words in mounts if words[2] == "cgroup2")
@@ -291,7 +288,6 @@ def _find_groups() -> Path | None:
 
 @asynccontextmanager
 async def _memory_group(parent: Path | None, number: int, limits: Limits) -> AsyncIterator[Path | None]:
-    """Create a cgroup for the processes of one run, and remove it afterwards."""
     if parent is None:
         yield None
         return
@@ -332,7 +328,7 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 
 async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limits) -> Execution:
-    """Wait for the process to end, or kill it with its descendants."""
+    """Wait for the process until `time_s`, then kill it with its descendants."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -346,8 +342,8 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
     try:
         _, late = await asyncio.wait(tasks, timeout=limits.time_s)
     finally:
-        # Killing bubblewrap kills the first process of its namespace and with it all others, which closes every pipe.
-        # The tasks are not canceled, because asyncio reports a process's exit only after its pipes are closed.
+        # Killing bubblewrap kills every process of its namespace, which closes the pipes. Only then does asyncio report
+        # the exit, so the tasks are not canceled.
         _kill(process)
         _, left = await asyncio.wait([*tasks, feeder], timeout=_END_S)
         for task in left:
@@ -406,11 +402,11 @@ time.sleep(6)
 """,
     ("output: more can be printed than allowed", "output"): "print('x' * 2**18)",
 }
-"""(limit, status of a run that exceeds it) -> code that ends on its own after six seconds."""
+"""(escape, status of a run that is stopped as intended) -> code, which ends within six seconds even if it escapes."""
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
-    """Try every escape in `escapes.py`. Returns one phrase for each that succeeds."""
+    """Try all escapes that the limits should prevent. Returns a phrase for each that succeeds."""
 
     async def escaped(names: list[str]) -> list[str]:
         try:
@@ -437,7 +433,6 @@ async def _probe(sandbox: LocalSandbox) -> list[str]:
 
 @contextmanager
 def _surroundings() -> Iterator[dict[str, Any]]:
-    """Create targets for the escapes: a port, an abstract socket, and a world-readable file."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as abstract,
@@ -458,7 +453,7 @@ def _surroundings() -> Iterator[dict[str, Any]]:
 
 
 async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str, Any]) -> dict[str, str]:
-    """Run attempts together and return their results. Raises ValueError if the run failed."""
+    """Make attempts in one run. Raises ValueError if the run failed."""
     program = Path(escapes.__file__).read_text()
     found = await sandbox.run(program, stdin=json.dumps({"around": around, "names": names}), limits=_PROBE_LIMITS)
     if found.is_out_of_memory:
@@ -476,13 +471,12 @@ class RemoteSandbox:
     """
 
     def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: added to the run's limit for a response."""
+        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: time for a response, in addition to the run's."""
         self._address = address.rstrip("/")
         self._timeout_s = timeout_s
         self._client: httpx.AsyncClient | None = None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code until it ends or exceeds a limit. Raises SandboxError if the service fails."""
         body = {
             "code": code,
             "language": "python",

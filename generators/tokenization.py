@@ -1,4 +1,4 @@
-"""PromptEncoder: encodes prompts and observations to token ids, and decodes responses to text."""
+"""PromptEncoder: converts prompts and observations to token ids, and responses to text."""
 
 import re
 from functools import cached_property
@@ -33,7 +33,7 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 
 
 class PromptEncoder:
-    """Encodes prompts and observations. Model output stays token ids and is never tokenized again."""
+    """Encodes prompts and observations. Model output is never tokenized again."""
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
         """`vision`: needed for prompts with images."""
@@ -46,14 +46,13 @@ class PromptEncoder:
     ) -> tuple[list[int], list[PromptImage]]:
         """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
-        `tools`: JSON schemas of the functions that the model may call, for the template. Also returns the prompt's
-        images; the token ids contain as many placeholder tokens per image as the model reads.
+        `tools`: JSON schemas for the template. Also returns the prompt's images, whose placeholder tokens are expanded.
         """
         if isinstance(prompt.prompt, str):
             token_ids = self._encode_prompt_text(prompt)
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-            # The template has already inserted special tokens. Rows may contain more of them.
+            # The template has inserted special tokens, and rows may contain more.
             text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
         images: list[PromptImage] = []
@@ -76,18 +75,16 @@ class PromptEncoder:
         return token_ids, images
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode a response without special tokens, for the reward function."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Encode text that the model did not write, without adding special tokens.
+        """Encode text without adding special tokens.
 
-        `special_tokens`: encode names of special tokens in the text as those tokens; by default they are plain text.
+        `special_tokens`: encode names of special tokens in the text as those tokens, not as plain text.
         """
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     def shortened(self, text: str, max_tokens: int) -> str:
-        """Truncate the text to `max_tokens`."""
         token_ids = self.encode_text(text)
         # The cut may split a character.
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
@@ -95,13 +92,12 @@ class PromptEncoder:
     def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
-        Only the template inserts special tokens. Their names in messages are plain text, so that no tool result can end
-        a turn or start one. `last_token_id`: the model's last token; if it is the template's end token, it is not
-        repeated. Raises PromptError.
+        Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
+        `last_token_id`: the model's last token, which is not repeated if it is the template's end token. Raises
+        PromptError.
         """
         self._require_template("an agent answers with chat messages")
-        # Render a conversation with a marker in place of the model's turn. The text after the marker does not depend on
-        # that turn, so the model's tokens stay untouched.
+        # A marker replaces the model's turn, because the text after the turn does not depend on it.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         hidden = self._hide_names(messages)
         text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
@@ -113,8 +109,10 @@ class PromptEncoder:
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
     def encode_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None) -> list[int]:
-        """Encode a conversation up to the header of the model's next turn. Names of special tokens in it are plain
-        text. Raises PromptError."""
+        """Encode a conversation up to the header of the model's next turn, with names of special tokens as plain text.
+
+        Raises PromptError.
+        """
         self._require_template("an agent sends chat messages")
         hidden = self._hide_names(messages)
         return self._encode_hidden(self._render(hidden, tools=tools, subject="the messages of an agent"))
@@ -134,7 +132,6 @@ class PromptEncoder:
         return sorted(names, key=len, reverse=True)
 
     def _hide_names(self, value: Any) -> Any:
-        """Replace names of special tokens in all strings of a value by placeholders that no tokenizer knows."""
         if isinstance(value, str):
             for number, name in enumerate(self._special_names):
                 value = value.replace(name, _HIDDEN.format(number))

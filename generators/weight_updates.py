@@ -1,4 +1,4 @@
-"""WeightUpdates: applies the learner's weight updates one at a time, verifies each version, and answers each command.
+"""WeightUpdates: applies and verifies the learner's weight updates one at a time.
 
 Consumes: OpenEpoch, Update; the weights, broadcast or fetched.
 Produces: EpochOpened, UpdateApplied.
@@ -31,29 +31,29 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens that a probe samples after a prefix of each canary sequence; each costs a decoding step."""
+"""Tokens that a probe samples after a prefix of each canary sequence. Each costs a decoding step."""
 _GIVEN_UP_S = 20.0
-"""Time for the engine to end a broadcast that the learner has abandoned. A dead engine must be replaced before the
-learner ends the run because no generator has weights (`learner.dead_end.after_s`)."""
+"""Time for the engine to end an abandoned broadcast. Must be shorter than `learner.dead_end.after_s`, after which the
+learner ends a run without generators that have weights."""
 
 
 class _UnendedBroadcastError(EngineDiedError):
-    """The engine hangs in a broadcast. Unlike other update errors, this ends the generator."""
+    """The engine hangs in a broadcast. This ends the generator."""
 
 
 class ProbeResult(Record):
     """Absolute log-probability differences, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
 
     mean: float = 0.0
-    """The larger of two means: over canary tokens, and over sampled tokens."""
+    """The larger of the means over canary tokens and over sampled tokens."""
     largest: float = 0.0
 
 
 async def probe(engine: Engine, update: Update) -> ProbeResult:
     """Verify the engine's log-probabilities after an update.
 
-    Compares canary sequences with the learner's values, and sampled tokens with the values that the engine gives the
-    same tokens in a prompt. Raises UnverifiedWeightsError unless both mean differences are at most
+    Compares those of canary sequences with the learner's values, and those of sampled tokens with the engine's own
+    values for the same tokens in a prompt. Raises UnverifiedWeightsError if a mean difference exceeds
     `update.max_probe_diff`.
     """
     try:
@@ -89,7 +89,7 @@ async def _prompt_diffs(engine: Engine, update: Update) -> np.ndarray:
 
 
 async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
-    # Prompt plus response is as long as the canary, which fits every engine.
+    # Prompt plus response is as long as the canary, which fits into the context.
     num_tokens = min(_SAMPLED_TOKENS, len(update.canary_token_ids[0]) // 2)
     prompts = [tokens[:-num_tokens] for tokens in update.canary_token_ids]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=num_tokens, seed=update.version)
@@ -101,10 +101,10 @@ async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
 
 
 class WeightUpdates:
-    """Executes weight commands for one engine, strictly in order, on one asyncio loop.
+    """Executes weight commands for one engine in order, skipping superseded ones, on one asyncio loop.
 
-    The learner repeats each command until it is answered, because a command or an answer may be lost. A repeated
-    command is answered again but not executed again.
+    The learner repeats each command until it is answered, because messages may be lost. A repeated command is answered
+    again but not executed again.
     """
 
     def __init__(
@@ -118,9 +118,7 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`set_state(state, reason)` sets the generator's state. `release(reason)` cancels its requests in flight.
-        `fetcher` is closed at the end; None if nothing is fetched.
-        """
+        """`release(reason)`: cancel the generator's requests in flight. `fetcher`: closed at the end; may be None."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
@@ -136,10 +134,10 @@ class WeightUpdates:
         self._given_up = asyncio.Event()
         self._received: Update | None = None
         self.version = -1
-        """Newest verified version; -1 before the first."""
+        """Newest verified version, initially -1."""
         self.is_fetching = False
         self.is_verified = asyncio.Event()
-        """Set while the weights that the engine samples from have passed the probe."""
+        """Set while the engine's weights have passed the probe."""
         self._gauges: dict[str, float] = {"updates": 0, "fetched_mib": 0.0}
 
     @property
@@ -148,11 +146,10 @@ class WeightUpdates:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint where other generators can fetch from this one; empty if it lends nothing."""
+        """Endpoint where other generators can fetch these weights, or empty."""
         return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
-        """Queue a command. If it repeats the newest one, only send the answer again."""
         if command == self._newest:
             if self._newest_answer:
                 self._client.send(self._newest_answer)
@@ -165,7 +162,6 @@ class WeightUpdates:
         self._commands.put_nowait(command)
 
     async def run(self) -> None:
-        """Execute commands in order until cancelled."""
         try:
             while True:
                 command = await self._commands.get()
@@ -182,8 +178,8 @@ class WeightUpdates:
             self._fetch_thread.shutdown(wait=False)
 
     def _is_superseded(self, command: OpenEpoch | Update) -> bool:
-        # Within an epoch every command is executed, because a broadcast needs all members. A new epoch rebuilds the
-        # group. Of fetched versions only the newest matters.
+        # Commands of an old epoch and all fetched versions except the newest are skipped. Within the newest epoch every
+        # command is executed, because a broadcast needs all members.
         newest = self._newest or command
         return command is not newest and (command.epoch != newest.epoch or command.epoch == NO_EPOCH)
 
@@ -197,12 +193,11 @@ class WeightUpdates:
         self._answer(opening, EpochOpened(opening.epoch, self._member, message))
 
     async def _apply(self, update: Update) -> None:
-        """Load and probe an update. Failures are reported too, so that the learner knows each generator's version."""
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
         try:
             with self._trace.timed("fetch", version=update.version):
                 fetched = await self._fetch(update)
-            # Cleared before the swap, so that a response that ends before the probe is held back.
+            # Cleared before the swap, to hold back responses that end before the probe.
             self.is_verified.clear()
             self._set_state("updating", "")
             with self._trace.timed("receive and load", version=update.version):
@@ -215,7 +210,7 @@ class WeightUpdates:
         except _UnendedBroadcastError:
             raise
         except WeightTransferError as error:
-            # The engine still holds the previous weights, so their verification stays valid.
+            # The engine still holds the previous weights.
             message = str(error)
             self._set_state("unsynced", message)
             if was_verified:
@@ -230,8 +225,8 @@ class WeightUpdates:
     async def _receive(self, update: Update) -> float:
         """Have the engine receive and load a broadcast. Returns the pause, seconds. Raises EngineDiedError if it hangs.
 
-        The engine's limit applies per bucket, which adds up to hours for a large model. A command for another epoch
-        shows that the learner has abandoned this broadcast; a healthy engine then ends it soon.
+        The engine's limit applies per bucket, which adds up to hours for a large model. Therefore the engine must also
+        end soon after a command for another epoch, which shows that the learner has abandoned this broadcast.
         """
         self._received = update
         self._given_up.clear()
@@ -252,12 +247,12 @@ class WeightUpdates:
             loading.cancel()
 
     async def _fetch(self, update: Update) -> SharedBuckets | None:
-        """Fetch an update that is not broadcast. Generation continues during the fetch."""
+        """Fetch an update while generation continues; None if it is broadcast."""
         if update.source is None:
             return None
         if self.version < 0:
             self._set_state("unsynced", f"fetching version {update.version}")
-        # Only the newest update gets a new event; `submit` has canceled all others.
+        # `submit` has set the event of older updates, which are abandoned.
         if update is self._newest:
             self._abandoned = Event()
         fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)

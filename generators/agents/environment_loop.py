@@ -1,4 +1,4 @@
-"""EnvironmentLoop: runs an environment in a separate process, which acts as the agent and scores the answer."""
+"""EnvironmentLoop: runs an environment that acts as the agent and scores the answer in a separate process."""
 
 import asyncio
 import itertools
@@ -31,11 +31,11 @@ log = structlog.get_logger(__name__)
 
 
 class EnvironmentDiedError(Exception):
-    """The environment's process exited or was killed before it answered."""
+    """The environment's process ended before it answered."""
 
 
 class EnvironmentLoop(AgentLoop):
-    """Agent loop of an environment. One process serves all answers. Life cycle: start -> run* -> close."""
+    """One process serves all answers. Life cycle: start -> run* -> close."""
 
     def __init__(self, config: EnvironmentAgentConfig, *, setting: str) -> None:
         self._config = config
@@ -49,28 +49,26 @@ class EnvironmentLoop(AgentLoop):
         self._num_starts = 0
         self._problem = ""
         self.waiting = ""
-        """Reason that answers wait for the process; empty if they do not."""
+        """Reason that answers wait for the process, or empty."""
 
     async def start(self) -> None:
-        """Start the process; `run` waits until it is ready. Raises GeneratorError after `_MOST_STARTS` failures."""
+        """Start the process without waiting for it. Raises GeneratorError after `_MOST_STARTS` failures."""
         if self._serving is None or self._serving.done():
             if self._num_starts >= _MOST_STARTS:
-                # Every answer would fail the same way, so end the generator with this reason.
+                # End the generator, because every answer would fail the same way.
                 raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
             self._ready = asyncio.get_running_loop().create_future()
-            # Retrieve the exception even if no `run` awaits it, so that asyncio does not log it as unhandled.
+            # Retrieve the exception, which asyncio would otherwise log as unhandled.
             self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
             self._serving = asyncio.create_task(self._serve(self._ready))
 
     async def close(self) -> None:
-        """Kill the environment's process and its descendants."""
         if self._serving:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Have the environment write and score the answer. Raises GeneratorError if it does not start,
-        EnvironmentDiedError if it dies."""
+        """Raises GeneratorError if the environment does not start, EnvironmentDiedError if it dies."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)
@@ -103,7 +101,6 @@ class EnvironmentLoop(AgentLoop):
 
     # --- the process ---------------------------------------------------------------------------------------------
     async def _serve(self, ready: asyncio.Future[None]) -> None:
-        """Start the process, deliver its answers, and kill it at the end. Pending answers then fail."""
         config, problem, self._process = self._config, "", None
         name = f"the environment {config.environment}"
         self._num_starts += 1
@@ -114,7 +111,7 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # Its own process group, so that tool servers, browsers, and other children can be killed with it.
+                # A separate group, so that its tool servers, browsers, etc. can be killed with it.
                 process_group=0,
                 # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
@@ -166,7 +163,7 @@ class EnvironmentLoop(AgentLoop):
                         answer.set_result(found)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
-        """Ping the process and report it while it is silent. Raises GeneratorError after the time limit."""
+        """Ping the process and report silence. Raises GeneratorError after the time limit."""
         started_at = self._heard_at = time.monotonic()
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)

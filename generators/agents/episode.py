@@ -18,14 +18,14 @@ from slipstream.runtime.images import PromptImage
 
 
 class Agent(Protocol):
-    """Turns a leased prompt into a scored trajectory. Calls run concurrently on one asyncio loop."""
+    """Turns leased prompts into scored trajectories, concurrently on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling aborts it."""
+        """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
         ...
 
     async def start(self) -> None:
-        """Start servers and processes of its loops. Raises GeneratorError."""
+        """Start servers and processes of loops. Raises GeneratorError."""
         ...
 
     async def close(self) -> None:
@@ -34,7 +34,7 @@ class Agent(Protocol):
 
     @property
     def waiting(self) -> str:
-        """Reason that answers wait for an external party; empty if they do not. Safe to read from any thread."""
+        """Reason that answers wait for an external party, or empty. Thread-safe."""
         ...
 
 
@@ -42,34 +42,32 @@ class AgentLoop(Protocol):
     """Alternates model turns and observations. One object serves all answers of a generator."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """JSON schemas of the tools to render with this prompt; None if it has none."""
+        """JSON schemas of the tools to render with this prompt, if any."""
         return None
 
     async def run(self, episode: Any) -> None:
-        """Fill an Episode. Any exception other than EngineError fails only this answer."""
+        """Fill an Episode. Exceptions other than GeneratorError fail only this answer."""
         ...
 
 
 class Scorer(Protocol):
-    """Scores samples; RewardPool in production."""
+    """Scores samples. RewardPool implements it."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Return the reward; failures are a Reward with another status, never an exception."""
+        """Return the reward. Failures are a Reward with another status, never an exception."""
         ...
 
     def compares(self, data_source: str) -> bool:
-        """Return whether answers of this source are compared with each other: then `score_group` must be called."""
+        """Return whether answers of this source are compared, so that `score_group` must be called."""
         ...
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        """Return the rewards of answers to one prompt, in their order."""
+        """Score and compare answers to one prompt. Keeps their order."""
         ...
 
 
 class Transcript:
-    """Token ids, mask, log-probabilities, and versions accumulated over the turns of one trajectory.
-
-    It starts with the prompt; model and environment append in turn. Text is never tokenized again.
+    """Token ids, mask, log-probabilities, and versions of a prompt and the turns after it.
 
     Example of two turns:   prompt 5 7 | model 3 9 | environment 4 | model 8 1
         token_ids  5 7 3 9 4 8 1      model_mask  0 0 1 1 0 1 1      version_spans  [(2, 6), (5, 7)]
@@ -77,29 +75,26 @@ class Transcript:
 
     def __init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
-        """All tokens so far, which form the prompt of the next request."""
         self.version_spans: list[VersionSpan] = []
         """`first_token` counts from the start of the transcript."""
         self.num_turns = 0
-        """Number of model turns."""
         self._model_mask: list[bool] = [False] * len(prompt_token_ids)
         self._logprobs: list[float] = [0.0] * len(prompt_token_ids)
         self._experts: list[np.ndarray] = []
         self._num_routed = 0
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a model turn exactly as sampled."""
         if completion.experts is not None:
-            # Keep the earlier turns' routing, which was recorded when those tokens were sampled.
+            # Keep the routing of earlier turns as recorded when they were sampled.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
         self._add_spans(completion.version_spans)
-        # A turn is a contiguous run of model tokens: a completion without an observation before it extends the turn.
+        # A completion without an observation before it extends the previous turn.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
     def add_observation(self, token_ids: list[int]) -> None:
-        """Append context that the model did not write; it is masked in training."""
+        """Append tokens that the model did not write."""
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
 
     def trim(self) -> None:
@@ -109,7 +104,6 @@ class Transcript:
             del column[length:]
 
     def append(self, other: "Transcript") -> None:
-        """Append the tokens, log-probabilities and spans of another context."""
         self._add_spans(other.version_spans)
         self.num_turns += other.num_turns
         if other.experts is not None:
@@ -140,7 +134,7 @@ class Transcript:
 
     def _add_spans(self, spans: list[VersionSpan]) -> None:
         for span in spans:
-            # Spans mark only changes: a turn that starts with the previous turn's version extends its span.
+            # A turn that starts with the previous turn's version extends its span.
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(len(self.token_ids) + span.first_token, span.version))
 
@@ -159,9 +153,9 @@ class Turn(Record):
     """
 
     text: str
-    """Text without special tokens; includes a stop string that ended the turn."""
+    """Text without special tokens, but with the stop string that ended the turn."""
     token_ids: list[int]
-    """Token ids as sampled, including the end token."""
+    """Includes the end token."""
     stop_reason: str
     """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
 
@@ -170,26 +164,24 @@ class Access(Protocol):
     """Access of one answer's agent to the model, valid until the answer ends."""
 
     base_url: str
-    """Address of an OpenAI-compatible API."""
     model: str
 
     @property
     def api_key(self) -> str: ...
 
     def idle_s(self) -> float:
-        """Seconds since the agent's last request; 0 while a request is open."""
+        """Time since the agent's last request; 0 while a request is open."""
         ...
 
     def renew(self) -> None:
-        """Replace the key and invalidate the old one."""
+        """Replace the key, and forget the responses to requests with the old one."""
         ...
 
 
 class Episode:
-    """One answer in progress: model turns and the observations between them.
+    """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
 
-    Life cycle: generate -> (observe -> generate)*. Model tokens are kept as sampled; observations are encoded once and
-    appended. Transcript, rewards, metrics, and extras become the trajectory.
+    Life cycle: generate -> (observe -> generate)*.
     """
 
     def __init__(
@@ -205,8 +197,8 @@ class Episode:
         seed_of: Callable[[int], int],
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> its seed. `images`:
-        the prompt's images, shown only in the context of `generate`."""
+        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> seed. `images`: the
+        prompt's images, which only the context of `generate` contains."""
         self.id = request_id
         """Unique within the run."""
         self.prompt = prompt
@@ -215,26 +207,26 @@ class Episode:
         self.sampling = sampling
         """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
         self.contexts = [Transcript(prompt_token_ids)]
-        """Token sequences of the answer: first that of `generate`, then those of requests to the model server.
-        Sequences without model tokens are dropped at the end."""
+        """The context of `generate`, then those of requests to the model server. Contexts without model tokens are
+        dropped at the end."""
         self.door: Access | None = None
-        """Address and key for HTTP requests to the model, for loops with `door: true`."""
+        """Address and key for HTTP requests to the model, if the loop may make them."""
         self.fault: GeneratorError | None = None
         """Engine failure in any request of this answer."""
         self.turns: list[Turn] = []
         """Model turns in all contexts, in order of completion."""
         self.reward: Reward | None = None
-        """Set by a loop that scores the answer itself; replaces the reward function."""
+        """Reward from the loop, which replaces the reward function."""
         self.messages: list[dict[str, Any]] = []
         """Chat messages after the prompt, for the reward function."""
         self.turn_rewards: list[float] = []
-        """Rewards that the loop gives per turn, in order; empty, or one for each turn."""
+        """Rewards from the loop, one per turn or none."""
         self.metrics: Counter[str] = Counter()
         """Reported numbers, such as `tool_calls`."""
         self.extras: dict[str, Any] = {}
-        """Data stored with the trajectory; plain values only."""
+        """Plain values stored with the trajectory."""
         self.stop_reason = "stop"
-        """Stop reason of the last turn, unless the loop sets another."""
+        """That of the last turn, unless the loop sets another."""
         self._max_length = max_length
         self._engine = engine
         self._encoder = encoder
@@ -243,28 +235,26 @@ class Episode:
 
     @property
     def transcript(self) -> Transcript:
-        """The context that `generate` continues."""
         return self.contexts[0]
 
     @property
     def room(self) -> int:
-        """Number of tokens that the model may still write."""
         return self.room_after(self.transcript.token_ids)
 
     def room_after(self, token_ids: list[int]) -> int:
-        """Number of tokens that the model may still write after these."""
+        """Number of tokens that the model may write after these."""
         written = sum(len(turn.token_ids) for turn in self.turns)
         return min(self.sampling.max_tokens - written, self._max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
-        """`length` if `max_tokens` is used up, `context_overflow` if the model's context is full."""
+        """`length` if `max_tokens` is used up, else `context_overflow`."""
         return "length" if len(token_ids) < self._max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
-        """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit.
+        """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
 
-        Without room, returns an empty turn, which is not recorded, and sets the stop reason to `length` (`max_tokens`
-        used up) or `context_overflow` (the model's context is full). Raises EngineError.
+        Without room, sets the stop reason to `length` (`max_tokens` used up) or `context_overflow` (full context), and
+        returns an empty turn, which is not recorded.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
@@ -283,7 +273,7 @@ class Episode:
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str], images: Sequence[PromptImage] = ()
     ) -> Completion:
-        """Request a completion from the engine without recording it. Raises EngineError."""
+        """Request a completion without recording it. Raises EngineError."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id
@@ -296,12 +286,11 @@ class Episode:
             self.fault = error
             raise
         except Exception as error:
-            # The engine is at fault, not the loop: every prompt would fail.
+            # The engine is at fault, so every prompt would fail.
             self.fault = EngineError(f"request {request_id} failed: {type(error).__name__}: {error}")
             raise self.fault from error
 
     def record(self, transcript: Transcript, completion: Completion) -> Turn:
-        """Append a completion to a context, and return it as a turn."""
         transcript.add_completion(completion)
         turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
         self.turns.append(turn)
@@ -311,15 +300,13 @@ class Episode:
     def observe(self, text: str, *, special_tokens: bool = False) -> None:
         """Append text that the model did not write, without a chat template.
 
-        `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens; by default they are
-        plain text, because the text may come from an untrusted source.
+        `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens. Not for untrusted text.
         """
         self._append(self._encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Append chat messages through the chat template: end of the model's turn, the messages, header of its next
-        turn. Raises PromptError."""
+        """Append chat messages with the chat template's text around them. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
         self._append(self._encoder.encode_between_turns(messages, last_token_id=last))
         self.messages += messages

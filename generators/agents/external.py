@@ -1,4 +1,4 @@
-"""External agents: programs outside the generator that lease answers by HTTP, talk to the model, and finish them.
+"""External agents: programs that lease answers from the generator by HTTP, query the model, and finish the answers.
 
 POST /v1/leases    {"wait_s": 20}            with the run's token: returns a row and a key, or 204 after `wait_s`
 POST /v1/reward    {"reward": 0.5, ...}      with the key: finishes the answer; null = score it with the reward function
@@ -25,16 +25,16 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval of checks that a waiting agent is still connected, so that a disconnected one never gets an answer."""
+"""Interval of checks that a waiting agent is still connected, because a disconnected one must not get an answer."""
 _REPORT_AFTER_S = 5.0
-"""Shorter waits for an agent are not reported: an agent needs a moment between two answers."""
+"""Shorter waits for an agent are normal between two answers, and not reported."""
 _LOG_INTERVAL_S = 30.0
 
 log = structlog.get_logger(__name__)
 
 
 class _Offer:
-    """An answer that is offered to agents or lent to one."""
+    """An answer offered to agents or lent to one."""
 
     def __init__(self, episode: Episode, access: Access) -> None:
         self.episode = episode
@@ -43,14 +43,13 @@ class _Offer:
         loop = asyncio.get_running_loop()
         self.taken: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
-        """Resolves to the agent's reason for returning the answer; empty if it finished."""
+        """The agent's reason for returning the answer; empty if it finished."""
 
 
 class AnswerQueue:
-    """Answers offered to external agents, and answers lent to them."""
+    """Answers offered and lent to external agents."""
 
     def __init__(self, *, token: str) -> None:
-        """`token`: the run's token, which agents must present."""
         self._token = token
         self._offered: dict[Access, _Offer] = {}
         self._lent: dict[Access, _Offer] = {}
@@ -62,7 +61,7 @@ class AnswerQueue:
 
     @property
     def waiting(self) -> str:
-        """Reason that answers wait; empty if none has waited long. Safe to read from any thread."""
+        """Reason that answers wait; empty if none has waited long. Thread-safe."""
         waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
         if not waits or max(waits) < _REPORT_AFTER_S:
             return ""
@@ -72,14 +71,14 @@ class AnswerQueue:
         )
 
     def close(self) -> None:
-        """Send 204 to agents that wait for an answer."""
+        """Send 204 to waiting agents."""
         self._is_closed = True
         self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
-        """Have an agent write the answer. Returns when the agent finishes or stays silent for `silence_timeout_s`.
+        """Have an agent write the answer, until it finishes, returns the answer, or is silent for `silence_timeout_s`.
 
-        If the agent leaves before the model has written a turn, the answer is offered again.
+        If the agent is lost or returns the answer before the model has written a turn, the answer is offered again.
         """
         assert episode.door is not None
         access = episode.door
@@ -92,7 +91,7 @@ class AnswerQueue:
                 if not problem or episode.turns:
                     return
                 log.warning("lease_offered_again", prompt=episode.prompt.uid, reason=problem)
-                # The next agent sets its own reward, or leaves it to the reward function.
+                # Discard the reward of the failure.
                 episode.reward = None
                 access.renew()
         finally:
@@ -108,7 +107,7 @@ class AnswerQueue:
                 log.warning("waiting_for_agents", reason=self.waiting)
 
     async def _wait_for_end(self, offer: _Offer, *, silence_timeout_s: float) -> str:
-        """Wait until the agent finishes or is lost. Returns the problem, empty if it finished."""
+        """Return the problem, empty if the agent finished."""
         episode = offer.episode
         while not offer.ended.done():
             if (left_s := silence_timeout_s - offer.access.idle_s()) <= 0:
@@ -180,7 +179,7 @@ class AnswerQueue:
 
 
 class ExternalLoop(AgentLoop):
-    """Agent loop that leaves the answer to an external agent."""
+    """Agent loop of an external agent."""
 
     def __init__(self, config: ExternalAgentConfig, *, queue: AnswerQueue) -> None:
         self._config = config

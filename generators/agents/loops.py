@@ -1,4 +1,4 @@
-"""Agent loops that run in the generator: single turn, tools, search, simulated users, and user functions."""
+"""Agent loops in the generator: single turn, tools, search, simulated users, and user functions."""
 
 import asyncio
 import inspect
@@ -35,12 +35,12 @@ _SHORTENED = "\n[... {left_out} characters left out ...]\n"
 class ToolLoop:
     """Agent loop with tools.
 
-    The error of a failed call (unknown name, invalid arguments, an exception, a time limit) becomes the call's result,
-    which the model reads, and counts in `tool_failures`.
+    The model reads the error of a failed call (unknown name, invalid arguments, exception, time limit) as the call's
+    result. Failed calls count in `tool_failures`.
     """
 
     def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
-        """Import the tools; `setting` is the config's key. Raises ConfigError."""
+        """`setting`: the config's key, for messages. Raises ConfigError."""
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
@@ -49,15 +49,14 @@ class ToolLoop:
         self._role = "" if is_text else encoder.result_role(setting=setting)
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Schemas of the tools that this row may call; None if it may call none."""
         return [tool.schema for tool in self._chosen(prompt)] or None
 
     async def run(self, episode: Episode) -> None:
         await self.converse(episode, _silence)
 
     async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
-        """Run the loop. `answer` is called after a turn without calls; it returns the reply, or None to end."""
-        # Set for every answer, so that means include answers without calls.
+        """`answer`: returns the reply to a turn without calls, or None to end."""
+        # Means must include answers without calls.
         episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
         opened: dict[str, OpenTool] = {}
@@ -120,7 +119,7 @@ class ToolLoop:
             return self._shortened(f"error: {error}"), True
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
-        """Arguments by name. Some call formats omit the name of a tool's only argument."""
+        """Add the name of a tool's only argument, which some call formats omit."""
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
@@ -148,7 +147,7 @@ class ToolLoop:
 
 
 async def _silence(episode: Episode) -> None:
-    """End the conversation after a turn without calls."""
+    """Never reply to a turn without calls."""
 
 
 _END_S = 5.0
@@ -157,10 +156,10 @@ _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 class InteractionLoop(ToolLoop):
-    """Agent loop with a simulated user. One user object serves all answers and tells them apart by id."""
+    """Agent loop with a simulated user. One user object serves all answers and distinguishes them by id."""
 
     def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
-        """Import tools and user classes; `setting` is the config's key. Raises ConfigError."""
+        """Raises ConfigError."""
         super().__init__(config, encoder=encoder, setting=setting)
         if not config.interactions:
             raise ConfigError(f"{setting}.interactions must name at least one class, got none.")
@@ -196,7 +195,7 @@ class InteractionLoop(ToolLoop):
 
 
 async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
-    """Have the user score and answer the last turn; None if the conversation has ended."""
+    """Have the user score and answer the last turn. Returns None if the conversation has ended."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
@@ -214,7 +213,7 @@ async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episod
 
 
 def _pay(episode: Episode, score: float) -> None:
-    """Add the last turn's score, and 0 for earlier turns without a score, which called tools."""
+    """Add the last turn's score, and 0 for earlier turns without one, which called tools."""
     missing = episode.transcript.num_turns - len(episode.turn_rewards)
     episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
 
@@ -241,7 +240,7 @@ class SingleTurn(AgentLoop):
 
 
 class CustomLoop(AgentLoop):
-    """Agent loop that calls a coroutine function of the user."""
+    """Agent loop that calls the user's coroutine function."""
 
     def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
         """Raises ConfigError."""
@@ -265,7 +264,7 @@ class SearchLoop(AgentLoop):
     """
 
     def __init__(self, config: SearchAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
-        """Open the index; `setting` is the config's key. Raises ConfigError."""
+        """Open the index. Raises ConfigError."""
         self._config = config
         self._shortened = encoder.shortened
         search = ToolConfig(
@@ -304,9 +303,9 @@ class SearchLoop(AgentLoop):
 
 
 def read_action(text: str) -> tuple[str, str]:
-    """Return the name and content of the tag that ends a turn; both empty without a complete tag."""
+    """Return name and content of the tag that ends a turn; both empty without a complete tag."""
     for name in ("search", "answer"):
-        # Linear time, even for a text of thousands of opening tags.
+        # Takes linear time even with thousands of opening tags.
         before, end, _ = text.partition(f"</{name}>")
         _, start, body = before.partition(f"<{name}>")
         if start and end:
@@ -317,7 +316,7 @@ def read_action(text: str) -> tuple[str, str]:
 def build_loop(
     config: AgentKind, *, encoder: PromptEncoder, setting: str, queue: AnswerQueue | None = None
 ) -> AgentLoop:
-    """Build the loop that a config describes; `setting` is its key, for messages. Raises ConfigError."""
+    """Raises ConfigError."""
     match config:
         case SingleTurnConfig():
             return SingleTurn()

@@ -1,7 +1,7 @@
-"""HTTP server in the generator that gives agents the model through an OpenAI-compatible API (setting `door`).
+"""HTTP server in the generator that gives agents the model through an OpenAI-compatible API.
 
-It listens on loopback, on a free port, and requires the key of an answer in progress. The transcript records tokens as
-the engine sampled them. Sampling parameters come from the run, not from the client.
+It listens on loopback and requires the key of an answer in progress. Sampling parameters come from the run, not from
+the client.
 
     GET  /v1/models
     POST /v1/chat/completions                          messages in, a message out; tools, stop, logprobs, stream
@@ -42,14 +42,14 @@ from slipstream.generators.agents.session import ChatForm, NoRoomError, Session,
 from slipstream.generators.errors import GeneratorError, PromptError
 
 KEY_HEADER = "x-slipstream-key"
-"""Carries the key if the client uses its Authorization header for something else."""
+"""Header for the key if the client needs Authorization for something else."""
 _STOP_TIMEOUT_S = 2.0
 _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
 
 
 class AgentAccess:
-    """Access of one answer's agent to the model. The key expires with the answer."""
+    """Implements Access."""
 
     def __init__(self, session: Session, *, base_url: str, model: str) -> None:
         self.session = session
@@ -59,7 +59,7 @@ class AgentAccess:
         self._secret = ""
         self._seen_at = time.monotonic()
         self._answers: dict[bytes, asyncio.Task[Any]] = {}
-        """Request digest -> its response, for clients that retry."""
+        """Request digest -> response."""
         self.renew()
 
     @property
@@ -67,7 +67,6 @@ class AgentAccess:
         return f"{self.name}.{self._secret}"
 
     def renew(self) -> None:
-        """Replace the key and forget the responses to requests made with the old one."""
         self._secret = secrets.token_urlsafe(32)
         self._answers.clear()
         self.see()
@@ -80,10 +79,9 @@ class AgentAccess:
         return 0.0 if is_open else time.monotonic() - self._seen_at
 
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run the work of a request, or return the earlier response if the client marks the request as a retry.
+        """Run the work of a request, or return the earlier response if the request is marked as a retry.
 
-        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request with the same content gets a new
-        sample.
+        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request gets a new sample.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -91,34 +89,31 @@ class AgentAccess:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded: a client that disconnects may retry, and sampled tokens stay in the transcript.
+        # Shielded, because a client that disconnects may retry, and the transcript keeps sampled tokens.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
-        """Cancel the open requests."""
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
 Handler = Callable[[Request, AgentAccess], Awaitable[Response]]
-"""Handler of an authenticated request."""
 
 
 class ModelServer:
-    """The server. Life cycle: start -> open* -> close."""
+    """Life cycle: start -> open* -> close."""
 
     def __init__(
         self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
     ) -> None:
-        """`model`: name in requests and responses. `routes`, `keyed_routes`: more routes, without and with a key."""
+        """`model`: name in responses. `routes`, `keyed_routes`: additional routes without and with a key."""
         self._model = model
         self._max_length = max_length
         self._accesses: dict[str, AgentAccess] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
-        """`http://127.0.0.1:PORT`, once started."""
         generate = self._route(self._generate)
         self._app = Starlette(
             routes=[
@@ -133,7 +128,6 @@ class ModelServer:
         )
 
     async def start(self) -> None:
-        """Start listening. A no-op if already started."""
         if self._serving:
             return
         listening = socket.socket()
@@ -146,7 +140,6 @@ class ModelServer:
         log.info("model_server_started", address=self.address)
 
     async def close(self) -> None:
-        """Cancel all requests and stop listening."""
         if self._server is None or self._serving is None:
             return
         await asyncio.gather(*(access.leave() for access in self._accesses.values()))
@@ -158,7 +151,7 @@ class ModelServer:
 
     @asynccontextmanager
     async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[AgentAccess]:
-        """Give this answer's agent access for the duration of the context. `episode.door` holds the key."""
+        """Give this answer's agent access within the context, through `episode.door`."""
         access = AgentAccess(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
         episode.door = self._accesses[access.name] = access
         try:
@@ -168,10 +161,10 @@ class ModelServer:
             await access.leave()
 
     def _authenticate(self, request: Request) -> AgentAccess:
-        """Return the access that the request's key belongs to. Raises ApiError."""
+        """Raises ApiError without a valid key."""
         key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
         access = self._accesses.get(key.partition(".")[0])
-        # Constant time, even for an unknown name.
+        # Compare in constant time, even for an unknown name.
         is_right = hmac.compare_digest(key.encode(), access.api_key.encode() if access else b"")
         if access is None or not is_right:
             raise ApiError(
@@ -294,7 +287,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """Server that installs no signal handlers, because the generator handles signals."""
+    """Installs no signal handlers, because the generator handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

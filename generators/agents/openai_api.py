@@ -16,7 +16,7 @@ _UNSUPPORTED = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
-"""Request fields that would change sampling -> values that are accepted because they have no effect."""
+"""Request fields that would change sampling -> accepted values, which have no effect."""
 
 
 class ApiError(Exception):
@@ -48,7 +48,7 @@ class _Part(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """The message fields that this code reads. Chat templates may use more."""
+    """Message fields that this code reads. Chat templates may use more."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -56,7 +56,7 @@ class _Message(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """Chat completion request. Fields that are not listed are ignored."""
+    """Chat completion request. Other fields are ignored."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -78,14 +78,14 @@ class SamplingParams(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct):
-    """Completion request for token ids, in the format of vLLM's `/inference/v1/generate`."""
+    """Request in the format of vLLM's `/inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request body. Raises ApiError if it is too large."""
+    """Raises ApiError if the body is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -95,7 +95,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def decode_json(body: bytes, kind: Any) -> Any:
-    """Decode a request. Raises ApiError."""
+    """Raises ApiError."""
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
         msgspec.convert(getattr(found, "messages", []), list[_Message])
@@ -131,7 +131,7 @@ def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, A
 
 
 def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """Server-sent events of a response: one with the whole message, one with the finish reason, then usage."""
+    """Server-sent events of a response: the whole message, the finish reason, then usage."""
     usage, (choice,) = answer.pop("usage"), answer.pop("choices")
     base = {**answer, "object": "chat.completion.chunk"}
     delta = choice["message"]

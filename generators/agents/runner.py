@@ -38,15 +38,15 @@ from slipstream.runtime.trace import Trace
 log = structlog.get_logger(__name__)
 
 _CACHED = 256
-"""Cache size, for prompts' tokens and for data sources."""
+"""Size of the caches of encoded prompts and of data sources."""
 _SINGLE_TURN = ("single_turn", "single_turn_agent")
 """Agent names that rows may use without an entry in `generators.agents`."""
 
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The index keeps group members from decoding identically. The attempt gives a prompt that is leased again fresh
-    # samples. A hash, because a sum would collide for different (group, attempt, index).
+    # The index distinguishes group members. The attempt gives a prompt that is leased again fresh samples. A sum would
+    # collide for different (group, attempt, index).
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
@@ -55,15 +55,13 @@ class _ReadyLoop(NamedTuple):
     loop: AgentLoop
     timeout_s: float
     form: ChatForm | None
-    """Chat format of its requests to the model server; None for a loop that makes none."""
+    """Chat format of requests to the model server, if the loop makes any."""
 
 
 class Comparison:
-    """Answers to one lease that are scored together after the last one ends.
+    """Scores the answers to one lease together, after the last one ends.
 
-    A failed answer leaves, and the rest are compared. Members that an earlier lease already delivered are absent.
-
-    Life cycle: (score | leave)*, for each of `indices`.
+    Life cycle: score | leave (a failed answer), for each of `indices`, the members not delivered under earlier leases.
     """
 
     def __init__(self, indices: Sequence[int], scorer: Scorer) -> None:
@@ -75,20 +73,20 @@ class Comparison:
 
     @property
     def size(self) -> int:
-        """Number of compared answers; final once any of them has its reward."""
+        """Number of compared answers."""
         return len(self._samples)
 
     async def score(self, index: int, sample: RewardInput) -> Reward:
-        """Return the reward of this answer after all answers have arrived or left."""
+        """Return the reward after all other answers have arrived or left."""
         self._samples[index] = sample
         self._drop(index)
         await self._is_over.wait()
         assert self._rewards is not None
-        # Shielded: cancelling one answer must not cancel the others' rewards.
+        # Shielded, so that canceling one answer does not cancel the others' rewards.
         return (await asyncio.shield(self._rewards))[index]
 
     def leave(self, index: int) -> bool:
-        """Stop waiting for this answer; return whether no answers are pending. Idempotent."""
+        """Stop waiting for this answer. Returns whether no answers are pending. Idempotent."""
         if not self._is_over.is_set():
             self._samples.pop(index, None)
             self._drop(index)
@@ -107,7 +105,7 @@ class Comparison:
 
 
 class AgentRunner:
-    """Implements Agent for every loop. Invariant: the trajectory holds the engine's token ids unchanged."""
+    """Implements Agent. Invariant: the trajectory holds the engine's token ids unchanged."""
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class AgentRunner:
         trace: Trace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`token`: the run's token, which external agents must present. Raises ConfigError for an invalid loop."""
+        """`token`: the run's token, which external agents must present. Raises ConfigError."""
         self._run = run
         self._engine = engine
         self._rewards = rewards
@@ -186,14 +184,14 @@ class AgentRunner:
 
     @property
     def _address_file(self) -> Path | None:
-        """File in the run folder with the model server's address, for external agents; None if not needed."""
+        """File with the model server's address for external agents; None if not needed."""
         folder = RunFolder(self._run)
         return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError.
+        """Generate and score member `index` of the prompt's group. Raises GeneratorError.
 
-        If the reward compares answers, call it for all members of the lease; it then waits for the last one.
+        If the reward compares answers, this waits for all members of the lease.
         """
         if prompt.lease.purpose != "train" or not self._compares(prompt.data_source):
             return await self._answer(prompt, index, None)
@@ -252,7 +250,7 @@ class AgentRunner:
         )
 
     def _encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> tuple[list[int], list[PromptImage]]:
-        # Encoded once per lease: its members share the prompt object and start one after another.
+        # Encoded once per lease, whose members share the prompt object.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
             encoded = self._encoder.encode(prompt, tools=tools)
@@ -264,9 +262,9 @@ class AgentRunner:
     def _trajectory(
         self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
     ) -> Trajectory:
-        """`own`: the prompt's own context, even if the model wrote nothing in it."""
+        """`own`: context of the prompt, which is not in the episode if the model wrote nothing in it."""
         prompt, transcript, starts = episode.prompt, Transcript([]), []
-        # Only the prompt's own context, which comes first, contains images.
+        # Only the prompt's context contains images.
         images = episode.images if episode.contexts[0] is own else ()
         for context in episode.contexts:
             starts.append(len(transcript.token_ids))
@@ -301,7 +299,7 @@ class AgentRunner:
 
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
-        # Evaluations have their own temperature, so that accuracies are comparable between runs.
+        # Evaluations have a separate temperature, so that accuracies are comparable between runs.
         config = training if lease.purpose == "train" else self._run.data.heldout_set(lease.purpose) or training
         # ReMax: the last member of a training group is the greedy baseline, decoded without top-p or top-k.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
@@ -344,12 +342,12 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
             raise
-        # An engine failure that the loop received as a response to its request and reported as its own error.
+        # The loop failed because a request to the engine did.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error
         if isinstance(error, GeneratorError):
             raise
-        # An error in the user's loop fails only this answer, which is masked and counted.
+        # An error in the loop fails only this answer, which is masked and counted.
         problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
         status, episode.stop_reason = "error", "tool_failure"
         if limit.expired():
@@ -364,7 +362,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
-    """Add the loop's turn rewards. A list of turn rewards, from the loop or the reward, must have one per turn."""
+    """Add the loop's turn rewards. Fails a reward whose turn rewards do not match the turns."""
     earned = episode.turn_rewards
     for giver, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:

@@ -1,4 +1,4 @@
-"""Session: maps the requests of an agent at the model server to contexts of one episode."""
+"""Session: maps an agent's requests at the model server to contexts of one episode."""
 
 import json
 import secrets
@@ -18,12 +18,12 @@ Message = dict[str, Any]
 
 
 class ChatForm:
-    """Translates between chat messages with tool calls and the model's text. Shared by all sessions of an agent."""
+    """Translates between chat messages with tool calls and the model's text."""
 
     def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
         """Raises ConfigError."""
         self.encoder = encoder
-        # Ids may have gaps, so the largest id can exceed the vocabulary's length.
+        # Ids may have gaps.
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
@@ -31,7 +31,7 @@ class ChatForm:
             raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
     def rendered(self, message: Message) -> Message:
-        """Convert a message to the form that chat templates expect. Raises PromptError."""
+        """Convert a message for chat templates. Raises PromptError."""
         role = {"developer": "system"}.get(message["role"], message["role"])
         shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
         if calls := message.get("tool_calls"):
@@ -43,7 +43,7 @@ class ChatForm:
 
     def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
         """Convert the model's turn to a message. A malformed call stays text."""
-        # Like other servers, omit the stop string, although it stays in the model's context.
+        # Like other servers, omit the stop string. It stays in the model's context.
         text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
@@ -69,7 +69,7 @@ class ChatForm:
 
 
 class Written(NamedTuple):
-    """A model turn and the message returned to the agent."""
+    """A model turn and its message to the agent."""
 
     turn: Turn
     completion: Completion
@@ -82,10 +82,10 @@ class NoRoomError(Exception):
 
 
 class Context:
-    """One conversation, both as the agent's messages and as the engine's tokens."""
+    """One conversation as the agent's messages and as the engine's tokens."""
 
     def __init__(self, transcript: Transcript, tools: list[Message] | None, num_given: int) -> None:
-        """`num_given`: number of messages in the request that opened it."""
+        """`num_given`: messages in the request that opened it."""
         self.transcript = transcript
         self.tools = tools
         self.num_given = num_given
@@ -95,7 +95,7 @@ class Context:
         self.is_busy = False
 
     def shared_end(self, messages: list[Message], tools: list[Message] | None) -> tuple[int, int]:
-        """Latest turn end up to which `messages` match this context; (0, 0) if none does."""
+        """Latest turn end up to which `messages` match this context, or (0, 0)."""
         if tools != self.tools:
             return (0, 0)
         known = [compared(message) for message in self.messages]
@@ -104,13 +104,12 @@ class Context:
 
 
 class Session:
-    """Maps requests to contexts.
+    """Maps requests to contexts, without encoding the model's tokens again.
 
-    A request continues the context whose messages it repeats, including the model's messages as they were returned, so
-    the model's tokens are never encoded again. A request that branches off before the end of a context (a fork), or
-    that arrives while another request uses the context, opens a new context with a copy of the tokens up to that point.
-    The copy carries no loss, so no token is trained on twice. A request that repeats none of the model's messages (a
-    sub-agent, a compaction) opens a context with its own text.
+    - A request that repeats all messages of a context, including the model's, continues it.
+    - A request that repeats only some of them (a fork), or that finds the context in use, opens a new context with a
+      copy of the shared tokens. The copy carries no loss, so no token is trained on twice.
+    - A request that repeats none of the model's messages (a sub-agent, a compaction) opens a context with its own text.
     """
 
     def __init__(self, episode: Episode, form: ChatForm) -> None:
@@ -119,19 +118,18 @@ class Session:
         self._contexts: list[Context] = []
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens, keeping special ones."""
         text: str = self._form.encoder.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     async def chat(
         self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
     ) -> Written:
-        """Let the model answer the messages. Raises NoRoomError, PromptError, EngineError."""
+        """Raises NoRoomError, PromptError, EngineError."""
         context, observed = self._continued(messages, tools)
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Let the model continue these tokens. Raises NoRoomError, PromptError, EngineError."""
+        """Raises NoRoomError, PromptError, EngineError."""
         known = [
             context
             for context in self._contexts
@@ -139,14 +137,14 @@ class Session:
         ]
         context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
         observed = token_ids[len(context.transcript.token_ids) :]
-        # Checked here, because an invalid id would crash the engine. Model tokens are exempt: a padded
-        # model vocabulary is larger than the tokenizer's.
+        # An invalid id would crash the engine. Model tokens are exempt, because a padded model vocabulary is larger
+        # than the tokenizer's.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
-        """Return the context that a request continues, or a new one, and the tokens to add."""
+        """Return the context, perhaps new, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
@@ -190,13 +188,13 @@ class Session:
         message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
-        # The reward function sees the most recent conversation.
+        # The reward function gets the most recent conversation.
         episode.messages = context.messages[context.num_given :]
         return Written(turn, completion, message, len(prompt))
 
 
 def text_of(message: Message) -> str:
-    """Text of a message; its content may be a list of parts. Raises PromptError for parts that are not text."""
+    """Text of a message. Raises PromptError for other kinds of parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -207,7 +205,7 @@ def text_of(message: Message) -> str:
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """Fields that identify a message, normalized because clients add or drop other fields and strip text."""
+    """Fields that identify a message, normalized because clients strip text and change other fields."""
     calls = [
         (call.get("function", {}).get("name"), _decoded(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []

@@ -1,9 +1,4 @@
-"""Engine: the protocol that the vLLM, transformers, and scripted engines implement.
-
-WeightLayout lists the tensors of a complete update and is checked before any byte arrives. A checksum proves that the
-bytes arrived intact, not that they are the right tensors, and the probe can miss a small tensor that kept its old
-value. Comparing names, order, shapes, and dtypes with the model catches both.
-"""
+"""Engine: the protocol that the vLLM, transformers, and scripted engines implement."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -33,9 +28,9 @@ class Completion(Record):
     """
 
     token_ids: list[int]
-    """Response tokens, including the end token."""
+    """Includes the end token."""
     logprobs: list[float]
-    """One per token, under the distribution that was sampled (after temperature, top-p, and top-k)."""
+    """One per token, under the sampled distribution (after temperature, top-p, and top-k)."""
     version_spans: list[VersionSpan]
     """Policy version of each token; `first_token` counts from the start of the response."""
     stop_reason: str
@@ -46,7 +41,7 @@ class Completion(Record):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities at temperature 1 of the actual and the likeliest token, at all positions except the first."""
+    """Log-probabilities of the actual and the likeliest token at all positions except the first, at temperature 1."""
 
     own: list[float]
     likeliest: list[float]
@@ -59,35 +54,35 @@ class EngineLoad(Record):
     """
 
     kv_usage: float = 0.0
-    """Fraction of the KV cache in use, 0..1; 0 for an engine with an unbounded cache."""
+    """Fraction of the KV cache in use, 0..1; 0 if it is unbounded."""
     num_waiting: int = 0
     """Requests queued for cache space, including preempted ones."""
     num_preempted: int = 0
-    """Preemptions since start; each one recomputes a running request."""
+    """Since start."""
     num_open: int = 0
     """Unanswered requests."""
     num_steps: int = 0
-    """Decoding steps since start."""
+    """Since start."""
 
 
 class Engine(Protocol):
-    """Generates token ids from token ids. All methods run on one asyncio loop.
+    """Generates token ids from token ids, on one asyncio loop.
 
     Life cycle: start -> (open_epoch, update)* interleaved with generate -> stop.
     """
 
     @property
     def version(self) -> int:
-        """Policy version that samples tokens now; -1 before the first update."""
+        """Current policy version; -1 before the first update."""
         ...
 
     @property
     def device(self) -> str:
-        """Device that receives broadcasts, as named by `device_name`; known after `start`."""
+        """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
         ...
 
     async def start(self) -> None:
-        """Load the model. Raises EngineError."""
+        """Raises EngineError."""
         ...
 
     async def generate(
@@ -101,8 +96,8 @@ class Engine(Protocol):
     ) -> Completion:
         """Generate one response, possibly across updates. Canceling aborts the request. Raises EngineError.
 
-        The response ends with the token that completes a stop string in `stop`; that token may extend past the string.
-        `images`: the prompt's images, in token order.
+        The token that completes a stop string in `stop` ends the response and may extend past the string. `images`: in
+        token order.
         """
         ...
 
@@ -111,11 +106,11 @@ class Engine(Protocol):
         ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 values."""
+        """Return `prompt_scores(token_ids).own`. Raises EngineError."""
         ...
 
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
-        """Like `prompt_logprobs`, with the likeliest token's log-probability at each position. Raises EngineError."""
+        """Score each token given the tokens before it. Raises EngineError."""
         ...
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
@@ -123,16 +118,16 @@ class Engine(Protocol):
         ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause without aborting requests, receive, verify, load, switch the version, and resume.
+        """Receive and verify an update, pause requests to load it, and switch the version.
 
-        `fetched` holds the bytes of an update that is not broadcast. Returns the pause, seconds. Raises
-        WeightTransferError if the previous weights are still loaded and generation continues with them, or
-        UnverifiedWeightsError if the new weights are loaded incorrectly.
+        `fetched`: the bytes of an update that is not broadcast. Returns the pause, seconds. Raises WeightTransferError
+        if generation continues with the previous weights, UnverifiedWeightsError if the new weights are loaded
+        incorrectly.
         """
         ...
 
     def current_load(self) -> EngineLoad:
-        """Latest known utilization, without a call to the engine. Valid between `start` and `stop`."""
+        """Return the latest known utilization without a call to the engine. Valid between `start` and `stop`."""
         ...
 
     async def check_health(self) -> None:
@@ -140,12 +135,12 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop everything this engine started, within bounded time."""
+        """Stop everything that `start` started, within bounded time."""
         ...
 
 
 def require_routers(module: Any) -> list[Router]:
-    """Return the model's routers. Raises EngineError if it has none."""
+    """Raises EngineError for a model without routers."""
     if routers := find_routers(module):
         return routers
     raise EngineError(
@@ -155,14 +150,18 @@ def require_routers(module: Any) -> list[Router]:
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """End tokens of tokenizer and generation config combined, so that all engines stop at the same tokens."""
+    """Return the end tokens of tokenizer and generation config, at which all engines stop."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})
 
 
 class WeightLayout:
-    """Names, shapes, and dtypes of a model's tensors, as sent to an engine that computes in `dtype`."""
+    """Names, order, shapes, and dtypes of the tensors in a complete update, for an engine that computes in `dtype`.
+
+    Finds errors that the checksum misses (intact bytes of other tensors) or the probe (a small tensor that was not
+    sent and keeps its old value).
+    """
 
     def __init__(self, names: CheckpointNames, *, dtype: str) -> None:
         self._expected = {
@@ -170,7 +169,7 @@ class WeightLayout:
         }
 
     def check(self, slots: Sequence[TensorSlot]) -> None:
-        """Raise WeightTransferError unless `slots` match the model's tensors, including order and dtype."""
+        """Raise WeightTransferError unless `slots` match."""
         self._check_names([slot.name for slot in slots])
         for slot in slots:
             shape, dtype = self._expected[slot.name]
@@ -206,9 +205,9 @@ class WeightLayout:
 
 
 def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuckets | None) -> list[tuple[str, Tensor]]:
-    """Return an update's verified tensors, from `fetched` or else from the weight group (blocking).
+    """Return an update's verified tensors, from `fetched` or from the weight group. Raises WeightTransferError.
 
-    The tensors are views of buffers that the next update overwrites, so load them now. Raises WeightTransferError.
+    Blocks. The tensors are views of buffers that the next update overwrites.
     """
     if fetched is not None:
         buckets.verify(fetched.tensors, expected=update.checksums)

@@ -41,8 +41,8 @@ log = structlog.get_logger(__name__)
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 def draw_uniforms(sampling: Sampling) -> Tensor:
-    """Draw a request's random numbers from its own seed: float64[max_tokens] in [0, 1)."""
-    # Drawn in advance from one stream per request, so that the response does not depend on the batch.
+    """Draw a request's random numbers: float64[max_tokens] in [0, 1)."""
+    # One stream per request, so that the response does not depend on the batch.
     generator = torch.Generator().manual_seed(sampling.seed)
     return torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
 
@@ -50,8 +50,8 @@ def draw_uniforms(sampling: Sampling) -> Tensor:
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample like vLLM: temperature, then top-k, then top-p. Log-probabilities are of the filtered distribution.
 
-    Temperature 0 picks the likeliest token and reports its unfiltered log-probability at temperature 1. Takes logits
-    float[B, V] and one uniform number in [0, 1) per row. Returns tokens int64[B] and log-probabilities float32[B].
+    Temperature 0 picks the likeliest token, with its unfiltered log-probability at temperature 1. Takes logits
+    float[B, V] and uniforms float64[B] in [0, 1). Returns tokens int64[B] and log-probabilities float32[B].
     """
     temperatures = torch.tensor([s.temperature for s in samplings])
     is_greedy = temperatures == 0
@@ -82,8 +82,8 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # In float64, scaled to the rounded sum and clamped one rounding step below it, so that a token with probability
-    # zero is never drawn.
+    # Scaled to the rounded sum and clamped one rounding step below it, so that a token with probability zero is never
+    # drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
@@ -102,7 +102,7 @@ class HfRequest:
         tokenizer: Any = None,
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`tokenizer` is needed to find stop strings."""
+        """`tokenizer`: needed with `stop`."""
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.images = images
@@ -113,11 +113,11 @@ class HfRequest:
         self.logprobs: list[float] = []
         self.version_spans: list[VersionSpan] = []
         self.experts: list[Tensor] = []
-        """Recorded experts, one [N, M, K] per forward pass that read N tokens."""
+        """One [N, M, K] per forward pass over N tokens."""
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Append a sampled token. Completes the request at an end token, a stop string, or `max_tokens`."""
+        """Append a sampled token, and complete the request at an end token, a stop string, or `max_tokens`."""
         if not self.version_spans or self.version_spans[-1].version != version:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
@@ -129,10 +129,9 @@ class HfRequest:
             self.completion.set_result(completed)
 
     def _stop_string(self) -> str:
-        """`stop_string` if the last token completes a stop string, else empty."""
         if not self._stop:
             return ""
-        # A stop string spans at most one token per byte. Decoding the whole response each time would be quadratic.
+        # A stop string spans at most one token per byte. Decoding the whole response would take quadratic time.
         tail = self.token_ids[-(max(map(len, map(str.encode, self._stop))) + 1) :]
         text = self._tokenizer.decode(tail)
         return "stop_string" if any(stop in text for stop in self._stop) else ""
@@ -141,7 +140,7 @@ class HfRequest:
 class HfBatch:
     """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    The weights may change between steps; the KV cache of earlier tokens is kept.
+    The weights may change between steps, without recomputing the KV cache.
     """
 
     def __init__(
@@ -153,21 +152,20 @@ class HfBatch:
         vision: VisionModel | None = None,
         routers: Routers | None = None,
     ) -> None:
-        """`vision`: set if requests have images. `routers`: set to record the experts that they choose."""
+        """`vision`: needed for images. `routers`: needed to record experts."""
         self._requests = requests
-        # Padded rows are safe: a response ends before its random numbers do.
+        # A response ends before its padding.
         self._uniforms = pad_sequence([request.uniforms for request in requests], batch_first=True)
         self._num_sampled = 0
         self._vision = vision
         self._routers = routers
         self._cache = DynamicCache()
         longest = max(len(request.prompt_token_ids) for request in requests)
-        # Left padding puts the last token of every row into the last column.
         padding = [longest - len(request.prompt_token_ids) for request in requests]
         rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
         self._input_ids = torch.tensor(rows, device=device)
         self._mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
-        # Offset of positions after images, which span fewer positions than tokens.
+        # Images span fewer positions than tokens.
         self._shift = torch.zeros(len(requests), 1, dtype=torch.long, device=device)
 
     @property
@@ -176,7 +174,6 @@ class HfBatch:
 
     @torch.inference_mode()
     def step(self, model: Any, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Sample one token for every open request, labeled with `version`."""
         self._drop_finished()
         if self.is_done:
             return
@@ -214,8 +211,8 @@ class HfBatch:
         return output.logits[:, -1].cpu()
 
     def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the prompts' 3-axis positions, and model inputs with all image patches. In its `input_ids`, everything
-        except image tokens is -1."""
+        """Return the prompts' 3-axis positions, and model inputs for the images. Their `input_ids` are -1 except at
+        image tokens."""
         positions, ids = positions.repeat(3, 1, 1), torch.full_like(self._input_ids, -1)
         for row, request in enumerate(self._requests):
             length = len(request.prompt_token_ids)
@@ -234,7 +231,7 @@ class HfBatch:
         open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
         if len(open_rows) == len(self._requests):
             return
-        # Also drop finished rows from the cache, so that the batch gets cheaper as it empties.
+        # Also drop finished rows from the cache, which makes steps cheaper.
         self._requests = [self._requests[row] for row in open_rows]
         self._uniforms = self._uniforms[open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
@@ -244,7 +241,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Decodes one batch at a time; later requests wait for the next batch. Implements Engine.
+    """Implements Engine. Decodes one batch at a time; later requests wait for the next batch.
 
     Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """
@@ -253,7 +250,7 @@ class HfEngine:
         self._config = model
         self._max_num_seqs = engine.max_num_seqs
         self._receiver = receiver
-        # A receiver must be used from one thread, and waiting for bytes must not block decoding.
+        # A receiver belongs to one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
         self._routers: Routers | None = None
@@ -314,7 +311,7 @@ class HfEngine:
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._check_started()
         requests = [HfRequest(prompt, sampling) for prompt in prompts]
-        # Decoded immediately as a separate batch, because the queue waits for the current batch to complete.
+        # A separate batch, because the queue waits for the current one.
         batch = self._make_batch(requests)
         while not batch.is_done:
             batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
@@ -335,7 +332,6 @@ class HfEngine:
         await self._receive(lambda: self._receiver.open_epoch(opening, rank=rank))
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive while decoding continues, then load between two tokens. Returns the pause, seconds."""
         self._check_started()
         tensors = await self._receive(lambda: receive_update(self._receiver, update, fetched))
         paused_at = time.perf_counter()
@@ -346,13 +342,13 @@ class HfEngine:
         return time.perf_counter() - paused_at
 
     async def _receive(self, call: Callable[[], T]) -> T:
-        # In-process transfers never block, and a thread would make the version of each token nondeterministic.
+        # Transfers within the process never block, and a thread would make the version of each token nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._receiver_thread, call)
 
     def current_load(self) -> EngineLoad:
-        """Always empty, because the cache is unbounded and no request waits for space."""
+        """Always 0, because the cache is unbounded."""
         return EngineLoad()
 
     async def check_health(self) -> None:
@@ -361,7 +357,7 @@ class HfEngine:
     async def stop(self) -> None:
         if self._decoding is not None:
             self._decoding.cancel()
-        # Queued after any transfer in flight, on the thread that owns the receiver.
+        # Runs after any transfer in flight, on the receiver's thread.
         self._receiver_thread.submit(self._receiver.close)
         self._receiver_thread.shutdown(wait=False)
 
@@ -369,13 +365,13 @@ class HfEngine:
         batch: list[HfRequest] = []
         try:
             while self._queue:
-                # Yield once, so that requests made in the same loop iteration form one batch.
+                # Let requests of the same loop iteration form one batch.
                 await asyncio.sleep(0)
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
                 await self._decode_batch(batch)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
-            # Fail the queue too, because nothing would restart decoding for it.
+            # Fail the queue too, because nothing would restart decoding.
             for request in [*batch, *self._queue]:
                 if not request.completion.done():
                     failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")

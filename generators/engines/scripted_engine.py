@@ -1,4 +1,4 @@
-"""ScriptedEngine: pseudo-random tokens at a simulated speed, without a model, for protocol and chaos tests."""
+"""ScriptedEngine: pseudo-random tokens at a simulated speed, for protocol and chaos tests."""
 
 import asyncio
 import math
@@ -15,15 +15,13 @@ from slipstream.generators.engines.engine import Completion, EngineLoad, PromptS
 from slipstream.runtime.images import PromptImage
 
 END_TOKEN_ID = 1
-"""Last token of every response that is not truncated at `max_tokens`."""
 VOCABULARY = range(2, 12)
-"""All other tokens are drawn uniformly from this range."""
 
 
 class ScriptedEngine:
-    """Implements Engine. The tokens depend only on the seed.
+    """Implements Engine. Tokens depend only on the seed, and are drawn uniformly.
 
-    Probes always pass, because it returns the canary log-probabilities from the last update.
+    Probes always pass, because canaries get the log-probabilities in the last update.
     """
 
     def __init__(self, engine: ScriptedEngineConfig, *, receiver: WeightReceiver | None = None) -> None:
@@ -42,7 +40,7 @@ class ScriptedEngine:
         return "cpu"
 
     async def start(self) -> None:
-        """No-op: no model to load."""
+        """No-op."""
 
     async def generate(
         self,
@@ -53,15 +51,15 @@ class ScriptedEngine:
         stop: Sequence[str] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Return about `tokens_per_response` tokens and the end token, truncated at `max_tokens`.
+        """Return `tokens_per_response` tokens, varied by `length_sigma`, with the end token last.
 
-        The tokens have no text, so `stop` has no effect.
+        `stop` has no effect, because the tokens have no text.
         """
         script = self._script(sampling.seed)
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []
         for position in range(length):
-            # Read per token, because an update may arrive during any sleep.
+            # An update may arrive during any sleep.
             if not spans or spans[-1].version != self._version:
                 spans.append(VersionSpan(position, self._version))
             await asyncio.sleep(self._config.seconds_per_token)
@@ -75,12 +73,10 @@ class ScriptedEngine:
         return [Completion(token_ids, logprobs[-len(token_ids) :], spans, "length") for logprobs in scores]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return the last update's canary values, or uniform values for other sequences."""
         uniform = [-math.log(len(VOCABULARY))] * (len(token_ids) - 1)
         return self._canaries.get(tuple(token_ids), uniform)
 
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
-        """All tokens are equally likely."""
         own = await self.prompt_logprobs(token_ids)
         return PromptScores(own, own)
 
@@ -101,7 +97,7 @@ class ScriptedEngine:
         return EngineLoad()
 
     async def check_health(self) -> None:
-        """No-op: the engine runs no process."""
+        """No-op."""
 
     async def stop(self) -> None:
         if self._receiver is not None:

@@ -1,1 +1,1 @@
-"""Process that runs an environment. Its files import nothing from Slipstream, because another Python may run them."""
+"""Process that runs an environment. Imports nothing from Slipstream, because another Python may run it."""

@@ -1,7 +1,7 @@
 """slipstream_harness: runs verifiers environments (0.4) in this process, with a chat loop instead of a program.
 
-A verifiers plugin, found by its name. Its model calls go to the generator's model server. The answer's key is sent in a
-separate header in addition to verifiers' own session key, so that all answers share one client.
+A verifiers plugin, found by its name. Model calls go to the generator's model server, with the answer's key in a
+separate header, so that all answers share one client.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _key: ContextVar[str] = ContextVar("key")
 
 
 class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
-    """Chat loop with tools that runs in this process, so that no runtime has to start per answer."""
+    """Chat loop with tools, in this process, so that no runtime has to start per answer."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -46,7 +46,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
         **_: Any,
     ) -> Any:
-        """Run the chat until the model answers without a tool call or its context is full."""
+        """Chat until the model answers without a tool call, its context is full, or the environment stops it."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
@@ -62,7 +62,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
                 try:
                     message = (await ask(model=ctx.model, messages=messages, **more)).choices[0].message
                 except APIStatusError as error:
-                    # Normal ends: a full context, or a limit or stop condition of the environment.
+                    # A full context and a stop condition of the environment are normal ends.
                     if trace.stop_condition is None and "context_length_exceeded" not in str(error):
                         raise
                     break
@@ -103,7 +103,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
 
 
 class VerifiersEnvironment:
-    """A verifiers environment. Rows contain their task in `extra_info.task`, or its number in `extra_info.index`."""
+    """A verifiers environment. A row has its task in `extra_info.task`, or its number in `extra_info.index`."""
 
     def __init__(self, ident: str, arguments: dict[str, Any], *, max_turns: int) -> None:
         harness = {"id": "slipstream_harness", "tool_timeout": TOOL_TIMEOUT_S}
@@ -114,15 +114,14 @@ class VerifiersEnvironment:
         self._tasks: list[Any] = []
 
     async def open(self) -> None:
-        """Start the tool servers and the interception of model calls, which all answers share."""
+        """Start the tool servers and the interception of model calls."""
         await self._stack.enter_async_context(self._env.serving())
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """The first `number` tasks of the set, as plain data."""
         return [task.data.model_dump(mode="json", exclude_none=True) for task in islice(self._env.taskset, number)]
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
-        """Run one episode. The weighted rewards are its parts."""
+        """Run one episode. Raises RuntimeError if it has errors."""
         _key.set(model["api_key"])
         client = vf.EvalClientConfig(base_url=model["base_url"], api_key_var="SLIPSTREAM_NO_KEY")
         ctx = ModelContext(client=client, model=model["model"], sampling=vf.SamplingConfig())

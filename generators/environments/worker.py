@@ -7,7 +7,7 @@
          {"tasks": 100}                                                          answered by {"tasks": [...]}
     out  {"id": 7, "reward": 1.0, "parts": {...}, "metrics": {...}, "is_correct": true}, or {"id": 7, "error": "..."}
 
-It imports only the standard library and the environment, which can therefore use any versions of its libraries.
+It imports only the standard library and the environment, whose libraries may have any version.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class FunctionEnvironment:
-    """Environment given by a coroutine function: (row, model) -> reward, or a dict with `reward`."""
+    """Environment of a coroutine function: (row, model) -> reward, or a dict with `reward`."""
 
     def __init__(self, path: str, arguments: dict[str, Any]) -> None:
         module_name, _, name = path.rpartition(":")
@@ -43,10 +43,10 @@ class FunctionEnvironment:
         self._arguments = arguments
 
     async def open(self) -> None:
-        """No-op: the module is already imported."""
+        """No-op."""
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """Always empty: rows come from the user's dataset."""
+        """Always empty, because rows come from the user's dataset."""
         return []
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
@@ -59,12 +59,12 @@ class FunctionEnvironment:
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
-    """Build the environment with this name."""
+    """Import and build an environment."""
     # The user's modules are in the working directory.
     sys.path.append(str(Path.cwd()))
     if ":" in environment:
         return FunctionEnvironment(environment, arguments)
-    # Imported here, because most processes do not have verifiers.
+    # Local import, because most processes do not have verifiers.
     from slipstream_harness import VerifiersEnvironment
 
     return VerifiersEnvironment(environment, arguments, max_turns=max_turns)
@@ -111,27 +111,27 @@ class Worker:
 
 
 def end() -> None:
-    """Exit immediately, even if threads still run. Also kills the process group if this process leads it."""
+    """Exit even if threads still run. Also kills the process group if this process leads it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def end_after(parent: int) -> None:
-    """Exit when the parent does. A hanging environment would not notice that stdin is closed."""
+    """Exit when the parent does, which a hanging environment would not notice."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     end()
 
 
 async def main() -> None:
-    """Serve requests on stdin. Prints of the environment go to stderr, so that they do not mix with responses."""
+    """Serve requests on stdin. The environment's prints go to stderr."""
     threading.Thread(target=end_after, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
-        # NaN is not valid JSON: the generator would reject the line and kill this process.
+        # The generator would reject NaN, which is not valid JSON, and kill this process.
         answers.write(json.dumps(message, allow_nan=False) + "\n")
 
     lines = asyncio.StreamReader(limit=64 * 2**20)

@@ -15,8 +15,8 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# The code runs in its own namespace, after the secret was read from stdin, so code that exits early, e.g. with
-# os._exit(0), has not printed the secret.
+# The secret comes from stdin, and the code runs in its own namespace, so code that exits early, e.g. with os._exit(0),
+# has not printed the secret.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())
@@ -37,11 +37,11 @@ class TestCase(NamedTuple):
 
     stdin: str = ""
     stdout: str | None = None
-    """Expected output; None for other kinds of tests."""
+    """Expected output; None in other kinds of tests."""
     test: str = ""
     """Statements that raise if the code is wrong, such as `assert add(3, 4) == 7`."""
     call: tuple[str, list[Any]] | None = None
-    """Function to call and its arguments; must return `result`."""
+    """Function and arguments. The call must return `result`."""
     result: Any = None
 
 
@@ -66,8 +66,8 @@ class CodeTests:
         parallel: int = 2,
         python: str = "python3",
     ) -> None:
-        """`address`: service with SandboxFusion's API; empty = local sandbox. `limits`: fields of Limits. `max_tests`:
-        use only the first tests. `parallel`: concurrent tests per worker.
+        """`address`: service with SandboxFusion's API; empty = local sandbox. `limits`: fields of Limits. `parallel`:
+        concurrent tests per worker.
         """
         if mode not in ("all", "share") or parallel < 1:
             raise ConfigError(f"mode of code must be all or share, and parallel >= 1, got {mode!r} and {parallel}.")
@@ -97,7 +97,7 @@ class CodeTests:
         return True
 
     async def _passes(self, code: str, test: TestCase) -> bool:
-        # Created lazily, because it must belong to the running event loop.
+        # Created here, because it must belong to the running event loop.
         self._slots = self._slots or asyncio.Semaphore(self._parallel)
         async with self._slots:
             if test.stdout is not None:
@@ -122,7 +122,7 @@ def _is_equal(text: str, expected: Any) -> bool:
 
 
 def read_tests(truth: Any) -> Iterator[TestCase]:
-    """Yield the tests of a ground truth. Raises ValueError or TypeError for an unknown format."""
+    """Raises ValueError or TypeError for an unknown format."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
         truth = json.loads(truth)
     if isinstance(truth, str):

@@ -35,12 +35,12 @@ BUILT_IN = {
 }
 """Short name -> import path of built-in functions."""
 REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
-"""Built-in functions that run model-written code, contact an address, or load a checkpoint. Only the generator's local
-settings may enable them."""
+"""Built-in functions that run model-written code, contact an address, or load a checkpoint. A broker alone may not
+enable them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:
-    """Return the import path of a short name, or an import path unchanged. Raises ConfigError."""
+    """Expand a short name to its import path. Raises ConfigError."""
     if function in BUILT_IN:
         return BUILT_IN[function]
     if ":" in function:
@@ -54,10 +54,10 @@ def full_path(function: str, *, setting: str = "generators.reward") -> str:
 
 
 class RewardFunction:
-    """One loaded function: how to call it, which rows it scores, and its weight."""
+    """A loaded function and its config."""
 
     def __init__(self, config: RewardFunctionConfig, *, setting: str) -> None:
-        """Raises ConfigError if the function cannot be imported or called."""
+        """Raises ConfigError."""
         path = full_path(config.function, setting=setting)
         found = find_function(path, setting=setting)
         self._function, self._form = bind(found, config.arguments, setting=setting, path=config.function)
@@ -69,16 +69,15 @@ class RewardFunction:
         self.config = config
 
     def load(self) -> None:
-        """Call the function's `start` method, if any."""
         if callable(start := getattr(self._function, "start", None)):
             start()
 
     def start(self, sample: RewardInput | list[RewardInput]) -> Any:
-        """Call the function. Returns a coroutine if it is async."""
+        """Call the function. The result is awaitable if it is async."""
         return call(self._function, self._form, sample)
 
     def result(self, value: Any) -> Reward | None:
-        """Convert the function's value to a reward; None means no opinion. Raises for an invalid value."""
+        """Convert the function's value to a reward, None = no opinion. Raises for an invalid value."""
         reward = self._form.result(value)
         return None if reward is None else checked(reward)
 
@@ -86,14 +85,13 @@ class RewardFunction:
 class RewardFunctions:
     """Scores a sample with every function that accepts its data source.
 
-    Reward of a row = sum over its functions of weight * value, with one part per function. A single function in
-    `generators.reward.function` keeps its reward and parts unchanged. Functions that compare the answers to a prompt
-    run after the others have scored each answer individually.
+    Reward of a row = sum over its functions of weight * value, with a part per function. A single function in
+    `generators.reward.function` keeps its own parts. Functions that compare answers run after the others.
     Invariant: every call returns a Reward. Exceptions become rewards with status `error` and a one-line detail.
     """
 
     def __init__(self, config: RewardConfig, *, on_memory_error: Callable[[], NoReturn] | None = None) -> None:
-        """Import all functions. `on_memory_error` is called when a function runs out of memory. Raises ConfigError."""
+        """Import all functions. `on_memory_error`: called when one runs out of memory. Raises ConfigError."""
         self._config = config
         self._on_memory_error = on_memory_error
         settings = [f"generators.reward.functions[{index}]" for index in range(len(config.functions))]
@@ -102,15 +100,14 @@ class RewardFunctions:
             for one, setting in zip(config.chosen, settings or ["generators.reward"], strict=True)
         ]
         self.is_async = any(function.is_async for function in self._functions)
-        """Whether any function is async; then use `score_async`."""
+        """Whether to use `score_async`, because a function is async."""
 
     def start(self) -> None:
-        """Call the `start` methods of functions, e.g. to load a model."""
         for function in self._functions:
             function.load()
 
     def score(self, sample: RewardInput) -> Reward:
-        """Score a sample. No function may be async."""
+        """No function may be async."""
         name = ""
         try:
             values = []
@@ -123,7 +120,7 @@ class RewardFunctions:
             return self._failed(error, name)
 
     async def score_async(self, sample: RewardInput) -> Reward:
-        """Score a sample, running async functions concurrently. Canceling this cancels them."""
+        """Run async functions concurrently. Canceling this cancels them."""
         try:
             functions = self._of(sample)
             async with asyncio.TaskGroup() as group:
@@ -137,15 +134,13 @@ class RewardFunctions:
             return self._failed(error, "")
 
     def compares(self, data_source: str) -> bool:
-        """Whether a function compares answers with this data source."""
         return any(function.compares and function.config.takes(data_source) for function in self._functions)
 
     def scores_alone(self, data_source: str) -> bool:
-        """Whether a function scores answers with this data source individually."""
         return any(not function.compares and function.config.takes(data_source) for function in self._functions)
 
     async def compare(self, samples: list[RewardInput]) -> list[Reward]:
-        """Run the comparing functions on the answers to one prompt. The result includes `RewardInput.reward`."""
+        """Run the comparing functions on all answers to a prompt. The result includes `RewardInput.reward`."""
         chosen = [each for each in self._functions if each.compares and each.config.takes(samples[0].data_source)]
         try:
             async with asyncio.TaskGroup() as group:
@@ -165,7 +160,6 @@ class RewardFunctions:
         return rewards
 
     async def _results(self, function: RewardFunction, samples: list[RewardInput]) -> list[Reward | None]:
-        """Rewards by a function that compares. It must give one for each answer."""
 
         def read(values: Any) -> list[Reward | None]:
             if len(values) != len(samples):
@@ -179,7 +173,7 @@ class RewardFunctions:
             value = function.start(given)
             return read(await value if inspect.isawaitable(value) else value)
         except asyncio.CancelledError as error:
-            # Raised by the function; this task was not canceled.
+            # Raised by the function, because this task was not canceled.
             if (task := asyncio.current_task()) and not task.cancelling():
                 raise _CallFailedError(function.config.part) from error
             raise
@@ -202,7 +196,7 @@ class RewardFunctions:
         own: Reward | None = None,
         own_decides: bool = False,
     ) -> Reward:
-        """Weighted sum of rewards, plus `own`, an earlier sum. `own_decides`: `own` decides `is_correct` too."""
+        """Weighted sum of rewards, plus an earlier sum `own`. `own_decides`: `own` counts for `is_correct`."""
         known = [(function.config, reward) for function, reward in values if reward is not None]
         if not known:
             raise ValueError("a reward function must return a number for this row, every one returned None")
@@ -212,7 +206,7 @@ class RewardFunctions:
             return failed
         parts = {} if own is None else dict(own.parts)
         for config, reward in known:
-            # A weight of 0 means: measured but not added.
+            # A weight of 0 only measures.
             parts[config.part] = (config.weight or 1.0) * reward.total
             parts |= {f"{config.part}/{name}": number for name, number in reward.parts.items()}
         deciding = [reward for config, reward in known if config.decides]
@@ -237,10 +231,10 @@ class RewardFunctions:
         where = f"{name}: " if name and self._config.functions else ""
         if isinstance(error, SystemExit):
             return failed_reward("error", f"{where}the reward function must return, it called sys.exit({error.code!r})")
-        # A ConfigError is a sentence of ours, complete in itself.
+        # The message of a ConfigError is a complete sentence.
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         return failed_reward("error", f"{where}{kind}{error}".removesuffix(": "))
 
 
 class _CallFailedError(Exception):
-    """A function raised; its message is the function's part, its cause the function's exception."""
+    """Exception of a function, as cause. The message is the function's part."""

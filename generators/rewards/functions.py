@@ -1,4 +1,4 @@
-"""Reward functions for text: comparisons, ranks, short answers in <answer> tags, and the form of a response."""
+"""Reward functions for text."""
 
 import re
 import string
@@ -23,8 +23,7 @@ def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = 
 def position_match(sample: RewardInput) -> Reward:
     """Reward the fraction of matching positions: matches / (max(len(answer), len(truth)) + 1).
 
-    The extra position is the end, which matches if the model wrote its end token where the truth ends. The reward is
-    1 only for a correct answer; a missing end and trailing text both reduce it.
+    The extra position is the end, which matches if the model wrote its end token where the truth ends.
     """
     answer, truth = sample.response, truth_text(sample, grader="position_match")
     is_end_right = sample.stop_reason == "stop" and len(answer) == len(truth)
@@ -34,9 +33,9 @@ def position_match(sample: RewardInput) -> Reward:
 
 
 def rank(samples: list[RewardInput], *, by: str = "") -> list[Reward]:
-    """Reward the fraction of the other answers to the prompt with a smaller score. Ties count half.
+    """Reward an answer by the share of the prompt's other answers that it outscores. Ties count half.
 
-    `by`: reward part to rank by; empty = the total of the other functions.
+    `by`: reward part to compare; empty = the total of the other functions.
     """
     if len(samples) < 2 or any(sample.reward is None for sample in samples):
         raise ValueError(
@@ -66,8 +65,8 @@ _MAX_TAGS = 10
 def qa_exact_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
     """Reward 1 if the last <answer> equals a golden answer, `format_score` for a wrong answer, 0 without an answer.
 
-    Ignores case, punctuation, and articles. Reads all model turns. The reward is 0.25 with more than ten answer tags,
-    which indicate guessing. The ground truth is a string, a list of strings, or {"target": either}.
+    Ignores case, punctuation, and articles. Reads all model turns. More than ten answer tags indicate guessing: a right
+    answer then gets 0.25 and is not correct. The ground truth is a string, a list of strings, or {"target": either}.
 
     Source: Search-R1, arXiv:2503.09516; verl, utils/reward_score/search_r1_like_qa_em.py.
     """
@@ -106,12 +105,12 @@ def format_tags(
 ) -> Reward:
     """Reward 1 if the response is exactly <think>...</think><answer>...</answer>, each tag once, else 0.
 
-    `is_first_open`: the prompt already opened the first tag, so the response starts inside it.
+    `is_first_open`: the prompt already opened the first tag.
 
     Source: DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
     """
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    # Only the order of tags matters. A regular expression for the whole text could backtrack exponentially.
+    # A regular expression for the whole text could backtrack exponentially.
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", sample.response)
     outside = pieces[2::4] if is_first_open else pieces[0::4]
     is_right = pieces[1::2] == marks[is_first_open:] and not any(text.strip() for text in outside)

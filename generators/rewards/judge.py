@@ -1,4 +1,4 @@
-"""Graders that query a language model through OpenAI's chat API, for a score or for the better of two answers."""
+"""Graders that query a language model through OpenAI's chat API."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ _BRADLEY_TERRY_ROUNDS = 200
 
 
 class ChatClient:
-    """Client of a chat API with a rate limit and concurrent requests."""
+    """Client of a chat API with a rate limit."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ChatClient:
         requests_per_minute: float | None = None,
         api_key_variable: str = "OPENAI_API_KEY",
     ) -> None:
-        """`address`: base URL of the API, e.g. http://judge:8000/v1. `requests_per_minute`: limit per worker; waiting
-        for it counts toward a call's time limit. `api_key_variable`: environment variable with the key, if any.
+        """`address`: base URL, e.g. http://judge:8000/v1. `requests_per_minute`: limit per worker; waiting counts
+        toward a call's time limit. `api_key_variable`: environment variable with the key.
         """
         self.address = f"{address.rstrip('/')}/chat/completions"
         self._system = system
@@ -71,8 +71,8 @@ class ChatClient:
         self._client: httpx.AsyncClient | None = None
 
     async def ask(self, template: str, texts: dict[str, str]) -> str:
-        """Fill the template's `{name}` placeholders and return the model's answer. Raises RuntimeError."""
-        # One pass, so that an answer containing {ground_truth} does not get it filled in.
+        """Fill the template's `{name}` placeholders and query the model. Raises RuntimeError."""
+        # One pass, so that a {ground_truth} in an answer is not filled in.
         question = _PLACEHOLDER.sub(lambda found: texts.get(found.group(1), found.group()), template)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": question})
@@ -81,7 +81,7 @@ class ChatClient:
             self._next_at = max(now, self._next_at) + self._interval_s
             await asyncio.sleep(self._next_at - self._interval_s - now)
         if self._client is None:
-            # Created lazily, because it must belong to the running event loop. The pool limits calls.
+            # Created here, because it must belong to the running event loop. The pool limits calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             answer = await self._client.post(
@@ -96,8 +96,7 @@ class ChatClient:
 
 
 class Judge:
-    """Reward: the judge's score divided by `scale`. The last match of `pattern` is the score. Correct if the reward is
-    at least `correct_from`.
+    """Reward: the judge's score, the last match of `pattern`, divided by `scale`.
 
     A missing score and an unreachable judge are errors, so the trajectory is masked rather than scored 0.
     """
@@ -111,8 +110,9 @@ class Judge:
         correct_from: float = 1.0,
         **client: Any,
     ) -> None:
-        """`template`: the judge's prompt, with {prompt}, {response}, and {ground_truth}. `pattern`: case-insensitive
-        regular expression with the score in group 1. `client`: arguments of ChatClient.
+        """`template`: the judge's prompt, with {response} and optionally {prompt} and {ground_truth}. `pattern`:
+        case-insensitive regular expression with the score in group 1. `correct_from`: minimum reward of a correct
+        answer. `client`: arguments of ChatClient.
         """
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE)
@@ -141,9 +141,8 @@ class PairwiseJudge:
     """Reward from pairwise comparisons of the answers to a prompt, each pair judged in both orders.
 
     `method`: `win_rate` is the fraction of comparisons that an answer wins, with ties counting half. `bradley_terry` is
-    its probability of beating an answer of average strength, which accounts for the opponents' strengths. The judge's
-    position bias cancels only with both orders, so a pair without both verdicts is skipped. An answer without any pair
-    is an error, which is masked rather than scored 0.
+    its probability of beating an answer of average strength. Position bias cancels only with both orders, so a pair
+    without both verdicts is skipped. An answer without any pair is an error, which is masked rather than scored 0.
     """
 
     def __init__(
@@ -154,9 +153,9 @@ class PairwiseJudge:
         template: str = _PAIR_TEMPLATE,
         **client: Any,
     ) -> None:
-        """`opponents`: compare each answer with this many of the following ones; None = all. `template`: contains
-        {prompt}, {a}, {b}, and optionally {ground_truth}; the judge's last `Verdict: A`, `B`, or `tie` counts.
-        `client`: arguments of ChatClient.
+        """`opponents`: compare each answer with this many of the following ones; None = all. `template`: with {a}, {b},
+        and optionally {prompt} and {ground_truth}. The judge's last `Verdict: A`, `B`, or `tie` counts. `client`:
+        arguments of ChatClient.
         """
         if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
             raise ConfigError(
@@ -210,8 +209,7 @@ def bradley_terry(wins: list[list[float]]) -> list[float]:
     """Probability that each answer beats one of average strength, given `wins[i][j]` of answer i against answer j.
 
     P(i beats j) = p_i / (p_i + p_j), with the iteration p_i = W_i / sum_j n_ij / (p_i + p_j); result p_i / (p_i + 1).
-    Each answer also gets one virtual tie against strength 1, which fixes the scale and keeps p finite for an answer
-    that won everything.
+    Each answer also gets a virtual tie against strength 1, which fixes the scale and keeps p finite.
 
     Source: Hunter, MM algorithms for generalized Bradley-Terry models, Annals of Statistics 32, 2004, eq. 3.
     """
@@ -230,7 +228,7 @@ def bradley_terry(wins: list[list[float]]) -> list[float]:
 
 
 def _as_text(value: Any) -> str:
-    """Text of a prompt or ground truth: chat messages separated by blank lines, other values as JSON."""
+    """Convert a prompt or ground truth to text: chat messages separated by blank lines, other values as JSON."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
         return "\n\n".join(f"{item.get('role', '')}: {item['content']}" for item in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

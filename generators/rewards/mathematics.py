@@ -1,4 +1,4 @@
-"""Graders of mathematics: exact comparison of numbers, Minerva's normalization of text, math-verify for formulas."""
+"""Graders of mathematics: exact numbers, Minerva's normalization of text, and math-verify for formulas."""
 
 import logging
 import re
@@ -11,14 +11,13 @@ from slipstream.generators.rewards.reward import RewardInput, truth_text
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 _MAX_NUMBER = 100
-"""Maximum length of a number, because comparing millions of digits would take minutes."""
+"""Maximum length of a number. Comparing millions of digits would take minutes."""
 _MINUS = "\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"[-+]?(?:\\\$|\$)?\s?(?:{_DIGITS})(?:\s?/\s?(?:{_DIGITS}))?"
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]{1,50})\}\{([^{}]{1,50})\}")
-# A number is the answer only if no expression continues after it, as in 3\sqrt{2}, 2^{10}, 1e5, 1,2, 7 1/2, 2x, 3 + 4,
-# and no alternative follows, as in 7 or 8.
-# Atomic (`?>`), so that a prefix of the number does not match either.
+# A number that is not followed by more of an expression, as in 3\sqrt{2}, 2^{10}, 1e5, 1,2, 7 1/2, 2x, 3 + 4, nor by an
+# alternative, as in 7 or 8. Atomic (`?>`), so that no prefix of a number matches.
 _ENDED_NUMBER = (
     rf"(?>{_NUMBER})(?![ \t]?\d|[.,:]\d|[\^_{{(]|[eE][-+]?\d|[a-zA-Z]\b|\s?\\(?!text|mathrm|quad|end)[a-zA-Z]"
     rf"|\s?[*/+=^-]\s?(?:[\d\\(]|[a-zA-Z]\b)|\s+(?:or|and|to)\s+{_NUMBER})"
@@ -35,8 +34,8 @@ _DECORATION = re.compile(r"\\text\{[^{}]*\}|\\[,;!%$ ]|[$%]")
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     """Reward 1 for the right final number, plus `format_reward` for a recognized format, in the style of GSM8K.
 
-    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response truncated at its length limit is
-    wrong. Raises ValueError if the ground truth is not a single number; formulas, sets, and text need other functions.
+    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response that does not end with the end
+    token keeps its reward but is not correct. Raises ValueError if the ground truth is not a single number.
     """
     truth = true_number(truth_text(sample, grader="math_answer"))
     answer, has_format = final_number(sample.response)
@@ -47,7 +46,7 @@ def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
 
 
 def true_number(text: str) -> Fraction:
-    """Read a ground truth: the text after its last `####`, else in its last box, else all of it. Raises ValueError."""
+    """Read a ground truth: after its last `####`, else in its last box, else all of it. Raises ValueError."""
     _, mark, answer = _plain(text).rpartition("####")
     box = None if mark else _last(_BOX, answer)
     number = _number(box.group(1) if box else answer)
@@ -62,7 +61,7 @@ def final_number(text: str) -> tuple[Fraction | None, bool]:
     """Return the final number of a response, or None, and whether it was in a known format.
 
     Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number in the text. The last match of
-    a kind counts; if it is part of a formula or list, the result is None.
+    a kind counts. If it is part of a formula or list, the result is None.
     """
     text = _plain(text)
     if mark := _last(_HASHES, text):
@@ -105,7 +104,7 @@ def _number(text: str) -> Fraction | None:
 
 
 _TAIL = 300
-"""Characters at the end of a response that gsm8k and dapo_math search, as in verl."""
+"""Characters at the end of a response that gsm8k and dapo_math read, as in verl."""
 _STRICT = re.compile(r"####\s*([^\n]*)")
 _SEVERAL = re.compile(rf"(?>{_NUMBER}).*?[^\w.,]{_NUMBER}")
 _ANY_NUMBER = re.compile(r"-?[\d.,]*\d")
@@ -116,8 +115,8 @@ def gsm8k(
 ) -> Reward:
     """Reward 1 for the right number, `format_score` for a wrong number in the format, else 0.
 
-    strict: the only number after the last `####`, apart from units; `#### 7 or 8` has no answer.
-    flexible: the last number in the text. Only the end of the response is searched.
+    strict: the only number after the last `####`, with or without units; `#### 7 or 8` has no answer.
+    flexible: the last number. Both read only the end of the response.
 
     Source: GSM8K, arXiv:2110.14168; verl, utils/reward_score/gsm8k.py. Differs: numbers are compared by value.
     """
@@ -185,17 +184,17 @@ def normalized(answer: str) -> str:
 class MathVerify:
     """Reward 1 if math-verify finds the answer equal to the ground truth, else 0.
 
-    It reads LaTeX and plain formulas, boxed or in the text, and compares them by value. docs/rewards.md lists
-    disagreements with the other graders. A ground truth is LaTeX or plain text, with or without a box.
+    It reads LaTeX and plain formulas, boxed or in the text, and compares them by value. A ground truth needs no box.
+    docs/rewards.md lists disagreements with the other graders.
 
     Source: https://github.com/huggingface/Math-Verify
     """
 
     def __init__(self, *, float_rounding: int = 6) -> None:
-        # Imported here, because it takes seconds and the other graders do not need it.
+        # Local import, because it takes seconds.
         from math_verify import parse, verify
 
-        # Silence its warning about disabled timeouts. The pool's time limit handles hangs in any thread.
+        # Silence its warning about disabled timeouts. The pool limits the time.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._parse, self._verify = parse, verify
         self._float_rounding = float_rounding

@@ -1,8 +1,7 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers are plain interpreters that import the reward function but none of our large modules. The caller's event loop
-talks to them over socket pairs. An executor library would pass every call through threads of this process, which
-compete with the loop for the GIL, and could not tell which of several calls in a worker hangs.
+Workers import the reward function but no large modules, and talk to the event loop over socket pairs. An executor
+library's threads would compete with the loop for the GIL, and it could not identify a hanging call among several.
 """
 
 import asyncio
@@ -43,33 +42,31 @@ _MAX_PENDING = 16
 
 
 class ScoreRequest:
-    """One sample, or all samples of a comparison, and the future with their rewards."""
+    """One sample, or all samples of a comparison."""
 
     def __init__(self, samples: list[RewardInput], *, compares: bool, tries: int) -> None:
         self.samples = samples
         self.compares = compares
         self.tries = tries
-        """Remaining tries, including the current one."""
+        """Includes the current one."""
         self.rewards: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
 
     def resolve(self, rewards: list[Reward]) -> None:
-        """Set the rewards, unless the caller was canceled."""
+        """No-op if the caller was canceled."""
         if not self.rewards.done():
             self.rewards.set_result(rewards)
 
     def fail(self, reward: Reward) -> None:
-        """Set the same reward for every sample."""
         self.resolve([reward] * len(self.samples))
 
 
 class RewardWorker(asyncio.Protocol):
     """Connection to one worker process. Life cycle: open -> ready -> (submit, reply)* -> ending -> closed.
 
-    A worker with synchronous functions replies in order, so the time limit applies to its oldest pending request, which
-    is also to blame for a timeout or crash. A worker with async functions cancels slow calls itself. If it cannot,
-    because one call blocks the others or crashes the process, its mark identifies that call.
-    `on_change(worker)` is called when it may have capacity, and when it is closed. `on_failure(request, rewards)` is
-    called for a request whose samples all failed.
+    A worker with synchronous functions replies in order, so its oldest request is to blame for a timeout or crash. A
+    worker with async functions cancels slow calls itself. Its Mark identifies a call that blocks or crashes it.
+    `on_change(worker)`: called when it may have capacity, and when it is closed. `on_failure(request, rewards)`: called
+    for a request whose samples all failed.
     """
 
     def __init__(
@@ -92,24 +89,22 @@ class RewardWorker(asyncio.Protocol):
         self._last_id = 0
         self._pending: dict[int, tuple[float, ScoreRequest]] = {}
         self.pid = 0
-        """Scoring process; 0 until the reward function is loaded."""
+        """Scoring process; 0 until it has loaded the reward function."""
         self.is_closed = False
         self.error = ""
 
     def take_pending(self) -> list[ScoreRequest]:
-        """Remove and return the unanswered requests, oldest first, for another worker."""
+        """Remove and return the unanswered requests, oldest first."""
         requests = [request for _, request in self._pending.values()]
         self._pending.clear()
         return requests
 
     @property
     def capacity(self) -> int:
-        """Number of requests that the worker can still accept."""
         most = self._config.max_concurrency if self._is_concurrent else _MAX_PENDING
         return most - len(self._pending)
 
     async def open(self) -> None:
-        """Connect to the process. The worker is ready when it reports that the function is loaded."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     @property
@@ -128,14 +123,14 @@ class RewardWorker(asyncio.Protocol):
                 request.fail(failed_reward("error", f"the reward's input from an agent {got}"))
             else:
                 self._pending[self._last_id] = (now, request)
-        # If requests were already pending, the timer runs for the oldest of them.
+        # A running timer is that of the oldest request.
         if self._pending and self._timer is None:
             self._start_timer()
         self._transport.write(b"".join(frames))
 
     def end(self) -> None:
         """Ask the process to exit with its descendants. Unanswered requests stay for `take_pending`."""
-        # Tells `connection_lost` not to blame the oldest request.
+        # Then `connection_lost` blames no request.
         self._is_ending = True
         self._process.terminate()
         if self._transport is None:
@@ -144,7 +139,7 @@ class RewardWorker(asyncio.Protocol):
             self._transport.abort()
 
     def reap(self, *, timeout_s: float) -> None:
-        """Wait for the exit, then kill what remains. Blocks at most `timeout_s`."""
+        """Wait at most `timeout_s` for the exit, then kill the process. Blocks."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -178,14 +173,14 @@ class RewardWorker(asyncio.Protocol):
             self._on_failure(request, rewards)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wait for the exit code, which tells the cause. The process exits shortly after its connection closes."""
+        """Get the cause from the exit code, shortly after the connection closes."""
         self._stop_timer()
         is_ours, self._is_ending = self._is_ending, True
         loop = asyncio.get_running_loop()
         self._poll_exit(ends_at=loop.time() + REAP_TIMEOUT_S, is_ours=is_ours)
 
     def _poll_exit(self, *, ends_at: float, is_ours: bool) -> None:
-        # Polled, because a blocking wait would delay all other requests.
+        # A blocking wait would delay other requests.
         loop, code = asyncio.get_running_loop(), self._process.poll()
         if code is None and loop.time() < ends_at:
             loop.call_later(_REAP_INTERVAL_S, lambda: self._poll_exit(ends_at=ends_at, is_ours=is_ours))
@@ -195,7 +190,6 @@ class RewardWorker(asyncio.Protocol):
         self._close(code, is_ours=is_ours)
 
     def _close(self, code: int | None, *, is_ours: bool) -> None:
-        """Fail the request that crashed the process. The others go to another worker."""
         self.is_closed = True
         status, error = _describe_exit(code, self._config)
         self.error = self.error or error
@@ -204,8 +198,8 @@ class RewardWorker(asyncio.Protocol):
         self._on_change(self)
 
     def _fail_culprit(self, reward: Reward) -> None:
-        """Fail the request whose code runs or ran last: the marked one among concurrent calls, else the oldest."""
-        # Without a mark, the process died between steps of calls. Blame the oldest, so that the rest can proceed.
+        """Fail the request that ran last: the marked one among concurrent calls, else the oldest."""
+        # Without a mark, the process died between steps of calls. Failing the oldest lets the rest proceed.
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
@@ -213,7 +207,7 @@ class RewardWorker(asyncio.Protocol):
             self._settle(request, [reward] * len(request.samples))
 
     def _kill(self) -> None:
-        """Kill a worker that did not exit, or whose supervisor was killed before cleaning up."""
+        """Kill a worker that does not exit, or the rest of one whose supervisor was killed."""
         self._process.kill()
         if self.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -223,11 +217,11 @@ class RewardWorker(asyncio.Protocol):
     def _start_timer(self) -> None:
         loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
         if self._is_concurrent:
-            # The worker cancels late calls itself. If it has not, one call has blocked the others for `timeout_s`.
+            # The worker should have canceled late calls after `timeout_s`.
             submitted_at, _ = next(iter(self._pending.values()))
             ends_at = submitted_at + 2 * limit_s
         else:
-            # Restart the limit: the worker began the next request when it sent its last reply.
+            # The worker began the oldest request when it sent its last reply.
             ends_at = loop.time() + limit_s
         self._timer = loop.call_at(ends_at, self._on_timeout)
 
@@ -249,7 +243,7 @@ class RewardWorker(asyncio.Protocol):
 
 
 def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
-    """Return status and detail for the request that was running when a worker exited with this code."""
+    """Return status and detail for the request that a worker was scoring when it exited with this code."""
     number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"
@@ -270,7 +264,7 @@ def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
             [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            # A separate process group, which Ctrl-C in the terminal does not reach.
+            # Ctrl-C in the terminal does not reach a separate process group.
             process_group=0,
         )
         return ours, process, Mark(mark.fileno())
@@ -280,13 +274,13 @@ _MAX_FAILED_STARTS = 3
 
 
 class RewardPool:
-    """Scores samples on one asyncio loop. Workers start with the first sample or with `start`.
+    """Implements Scorer, on one asyncio loop. Workers start with the first sample or with `start`.
 
-    Invariant: every `score` call returns a Reward, whatever the function does. Its `status` tells whether it failed.
+    Invariant: every `score` call returns a Reward. A failure is its `status`, never an exception.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Import the functions. With `num_workers=0` they run in this process without limits. Raises ConfigError."""
+        """Import the functions, which run in this process without limits if `num_workers=0`. Raises ConfigError."""
         self._config = config
         self._functions = RewardFunctions(config)
         self._queue: deque[ScoreRequest] = deque()
@@ -296,23 +290,19 @@ class RewardPool:
         self._is_dispatch_scheduled = False
 
     async def start(self) -> None:
-        """Start the workers before the first sample, without waiting until they are ready."""
+        """Does not wait until the workers are ready."""
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Return the reward of one sample. Never raises.
-
-        Each try takes at most timeout_s after a worker starts it, or twice that if an async function cannot be
-        canceled.
-        """
+        """Score one sample. A try takes at most `timeout_s` in a worker, or twice that if an async function cannot be
+        canceled."""
         return (await self._ask([sample], compares=False))[0]
 
     def compares(self, data_source: str) -> bool:
-        """Whether answers with this data source are compared; then use `score_group`."""
         return self._functions.compares(data_source)
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        """Return the rewards of all answers to one prompt: score each individually, then compare successes."""
+        """Score each answer to a prompt individually, then compare those without failure."""
         rewards: list[Reward | None] = [None] * len(samples)
         if samples and self._functions.scores_alone(samples[0].data_source):
             rewards = [*await asyncio.gather(*map(self.score, samples))]
@@ -346,7 +336,6 @@ class RewardPool:
         return rewards
 
     def _on_failure(self, request: ScoreRequest, rewards: list[Reward]) -> None:
-        """Retry a request, or return its failure if no tries are left."""
         request.tries -= 1
         if request.tries <= 0 or request.rewards.done():
             request.resolve(rewards)
@@ -355,7 +344,7 @@ class RewardPool:
             self._schedule_dispatch()
 
     def close(self) -> None:
-        """Stop the workers. Unanswered calls get status `error`. Blocks at most REAP_TIMEOUT_S. Idempotent."""
+        """Stop the workers and fail unanswered calls. Blocks at most REAP_TIMEOUT_S. Idempotent."""
         workers, self._workers = self._workers, []
         unanswered = [*self._queue]
         self._queue.clear()
@@ -372,17 +361,15 @@ class RewardPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the ready workers."""
         return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:
-        # At most once per loop iteration, so that samples that arrive together are sent together.
+        # Once per loop iteration, so that samples that arrive together are sent together.
         if not self._is_dispatch_scheduled:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Distribute the queue evenly over the ready workers, least busy first."""
         self._is_dispatch_scheduled = False
         while self._queue and self._queue[0].rewards.done():
             self._queue.popleft()
@@ -393,7 +380,7 @@ class RewardPool:
             worker = max(ready, key=lambda worker: worker.capacity)
             if (capacity := worker.capacity) <= 0:
                 return
-            # At most an even share, rounded up: filling the first worker would leave the others idle.
+            # At most an even share, so that no worker stays idle.
             share = min(capacity, -(-len(self._queue) // len(ready)))
             worker.submit([self._queue.popleft() for _ in range(share)])
 
@@ -418,7 +405,7 @@ class RewardPool:
     def _on_change(self, worker: RewardWorker) -> None:
         if worker.is_closed and worker in self._workers:
             self._workers.remove(worker)
-            # Requests behind the failed one return to the head of the queue, in order.
+            # Requests behind the failed one return to the head of the queue.
             self._queue.extendleft(reversed(worker.take_pending()))
             self._record_start(has_failed=not worker.pid, error=worker.error)
         elif worker.is_ready:

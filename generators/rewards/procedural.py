@@ -15,21 +15,21 @@ UNRELIABLE = {
     "rubiks_cube": "its answers are None",
     "rush_hour": "its answers are None",
 }
-"""Task -> why its verifier scores the task's reference answer below 1."""
+"""Task -> why its verifier does not give the reference answer a score of 1."""
 _OF_TUPLES = ("arc_agi", "rearc")
-"""Tasks whose verifiers expect grids as tuples; datasets contain lists."""
+"""Tasks whose verifiers expect tuples instead of lists."""
 
 
 class ReasoningGym:
-    """Reward of a reasoning-gym task's verifier, from 0 to 1, for the text in the last <answer>.
+    """Score from 0 to 1 of a reasoning-gym task's verifier for the text in the last <answer>.
 
-    The ground truth of a row is a record with `answer` and `metadata`, or the answer's text with `metadata` in
-    `extra_info`. The task's name is `metadata.source_dataset`, or the last part of `data_source`.
+    The ground truth is a record with `answer` and `metadata`, or the answer with `metadata` in `extra_info`. The task's
+    name is `metadata.source_dataset`, or the last part of `data_source`.
     """
 
     def __init__(self) -> None:
         try:
-            # Imported here, because it is optional and takes seconds.
+            # Local import, because it is optional and takes seconds.
             from reasoning_gym import get_score_answer_fn
             from reasoning_gym.utils import extract_answer
         except ImportError as error:

@@ -4,10 +4,10 @@
 
     def my_comparison(samples: list[RewardInput]) -> list[Reward | float | dict]: ...    # all answers to one prompt
 
-A function is named by module or file, as in `generators.reward.function=my_module:my_reward`. Keyword arguments come
-from `generators.reward.arguments`. It may be `async def`. A class is instantiated once with these arguments, and its
-instance is called. Functions run in a worker process that is killed at the wall-clock limit, together with every
-process that it started, and then restarted, so they should not import large libraries.
+Select a function by module or file, as in `generators.reward.function=my_module:my_reward`. It may be `async def`. Its
+keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments, and its
+instance is called. At the wall-clock limit, the worker process is killed with every process that it started, and
+restarted, so functions should not import large libraries.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError, Record
 
 RewardFunction = Callable[..., Any]
-"""RewardInput -> Reward, a dict with the fields of Reward, or a number v, which means Reward(v, is_correct=v >= 1)."""
+"""RewardInput -> Reward, a dict with its fields, or a number v, which means Reward(v, is_correct=v >= 1)."""
 
 
 class RewardInput(Record):
@@ -38,19 +38,19 @@ class RewardInput(Record):
     response: str
     """Text of the last model turn, without special tokens."""
     ground_truth: Any
-    """Reference answer, any JSON value."""
+    """Any JSON value."""
     data_source: str = ""
-    """Kind of task, as named by the dataset."""
+    """Kind of task."""
     stop_reason: str = "stop"
-    """`stop` (the model wrote its end token), `length`, or another reason why the answer ended."""
+    """`stop` (the model wrote its end token), `length`, or another reason."""
     response_token_ids: list[int] = []
-    """Token ids of the response, including the end token."""
+    """Includes the end token."""
     extra_info: dict[str, Any] = {}
     """Other columns of the dataset row."""
     messages: list[dict[str, Any]] = []
-    """Chat messages after the prompt: model turns and the messages between them."""
+    """Chat messages after the prompt."""
     reward: Reward | None = None
-    """For comparing functions: the reward from functions that score the answer individually; None without any."""
+    """For comparing functions: the reward from functions that score answers individually, if any."""
 
 
 def model_text(sample: RewardInput) -> str:
@@ -61,7 +61,7 @@ def model_text(sample: RewardInput) -> str:
 
 # --- ground truths ---------------------------------------------------------------------------------------------------
 def truth_text(sample: RewardInput, *, grader: str) -> str:
-    """Return the ground truth as text; numbers are converted. Raises TypeError for other types."""
+    """Convert a ground truth, text or a number, to text. Raises TypeError for other types."""
     truth = sample.ground_truth
     if isinstance(truth, str):
         return truth
@@ -73,7 +73,7 @@ def truth_text(sample: RewardInput, *, grader: str) -> str:
 def truth_texts(sample: RewardInput, *, grader: str) -> list[str]:
     """Return the alternatives in a ground truth: a string, a list of strings, or a record with either as `target`.
 
-    Raises TypeError for other types.
+    Raises TypeError.
     """
     truth = sample.ground_truth
     if isinstance(truth, dict) and "target" in truth:
@@ -94,7 +94,7 @@ def _describe(value: object) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------------
 _MAX_DETAIL = 300
-"""Maximum length of a `detail`, which is sent with the trajectory and archived."""
+"""Maximum length of a `detail`, which is archived with the trajectory."""
 _MAX_PARTS = 64
 _MAX_PART_NAME = 64
 
@@ -105,8 +105,7 @@ def failed_reward(status: str, detail: str) -> Reward:
 
 
 def _one_line(text: str) -> str:
-    # Truncated twice: first because a message may be gigabytes long, then after dropping blanks. Lone surrogates cannot
-    # be sent.
+    # Truncated before dropping blanks too, because a message may be gigabytes long. Lone surrogates cannot be sent.
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
@@ -119,7 +118,7 @@ def checked(reward: Reward) -> Reward:
         )
     turns = {f"turns[{index}]": number for index, number in enumerate(reward.turns)}
     for name, number in {"total": reward.total, **reward.parts, **turns}.items():
-        # A single NaN would spread to the whole group through its mean.
+        # A NaN would spread to the whole group through its mean.
         if not math.isfinite(number):
             raise ValueError(f"a reward must be a finite number, got {name}={number}")
     return msgspec.structs.replace(reward, detail=_one_line(reward.detail)) if reward.detail else reward
@@ -130,11 +129,11 @@ class Form(NamedTuple):
     """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample itself."""
+    """Builds keyword arguments, of which the function gets those that it accepts. None = pass the sample itself."""
     result: Callable[[Any], Reward | None]
-    """Converts the returned value to a reward; None means no opinion on this sample."""
+    """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
-    """Whether the function takes all answers to a prompt and returns one value per answer."""
+    """Whether it takes all answers to a prompt and returns one value per answer."""
 
 
 def bind(
@@ -160,7 +159,7 @@ def bind(
 
 
 def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:
-    """Call the function by its convention. Returns a coroutine if it is `async def`."""
+    """Call the function by its convention. The result is awaitable if it is async."""
     if form.keywords is None or isinstance(sample, list):
         return function(sample)
     keywords, parameters = form.keywords(sample), inspect.signature(function).parameters
@@ -198,8 +197,8 @@ def _verl_batch_keywords(sample: RewardInput) -> dict[str, Any]:
 
 
 def _verl_reward(value: Any) -> Reward:
-    """Convert a number, or a dict with `score`. Its other numbers become parts; `acc` decides correctness, and `pred`
-    is the extracted answer."""
+    """Convert a number, or a dict: `score` is the reward, `acc` decides correctness, `pred` is the extracted answer,
+    and all numbers but `score` become parts."""
     if not isinstance(value, dict):
         return _as_reward(value)
     numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
@@ -245,5 +244,5 @@ _FORMS = {
     "completions": Form(_trl_keywords, _trl_reward),
     "samples": Form(None, _as_reward, compares=True),
 }
-"""Parameter that identifies a convention -> verl's compute_score, its batched version, TRL's batched functions, and our
+"""Parameter that identifies a convention -> verl's compute_score, its batched version, TRL's functions, and our
 comparing functions."""

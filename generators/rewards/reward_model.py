@@ -1,7 +1,6 @@
 """Reward from a model that scores answers: transformers' sequence classification with one label.
 
-The model runs in the RewardPool's worker processes, one copy per worker. It needs no port or file, and the pool already
-handles workers that die or hang.
+Each of the RewardPool's workers runs a copy, so the pool's handling of dead and hanging workers applies.
 """
 
 import asyncio
@@ -14,9 +13,9 @@ from slipstream.runtime.model_files import answer_token_ids, check_model_path
 
 
 class RewardModel:
-    """Reward is the model's score of prompt and answer. Calls that arrive during a forward pass form the next batch.
+    """The model's score of prompt and answer. Calls that arrive during a forward pass form the next batch.
 
-    A call canceled during a forward pass waits for it. If the model hangs, the worker is therefore replaced.
+    A call canceled during a forward pass waits for it, so that a hanging model gets the worker replaced.
     """
 
     def __init__(
@@ -29,9 +28,8 @@ class RewardModel:
         max_tokens: int = 4096,
         correct_from: float | None = None,
     ) -> None:
-        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `device`: torch device or `auto`.
-        `max_tokens`: limit on prompt plus answer. `correct_from`: minimum score of a correct answer; None = never
-        correct.
+        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `max_tokens`: limit on prompt plus
+        answer. `correct_from`: minimum score of a correct answer; None = never correct.
         """
         check_model_path(path)
         self._path, self._device, self._dtype = path, device, dtype
@@ -43,8 +41,8 @@ class RewardModel:
         self._runner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Load the model, which would exceed the time limit of a call."""
-        # Imported here, because the generator also builds this object, only to check its arguments.
+        """Load the model, outside the time limit of a call."""
+        # Local import, because the generator also builds this object to check its arguments.
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
@@ -109,8 +107,8 @@ class RewardModel:
             token_ids[row, : len(own)] = torch.tensor(own)
         last = torch.tensor([len(own) - 1 for own in batch])
         with torch.inference_mode():
-            # The class's forward pass is not used, because it takes the last non-padding token and misses an end token
-            # that doubles as padding. Right padding does not affect a causal model.
+            # The class's forward pass would miss an end token that is also the padding token. Right padding does not
+            # affect a causal model.
             model = self._model
             states = model.base_model(input_ids=token_ids.to(model.device), use_cache=False).last_hidden_state
             found = model.score(states[torch.arange(len(batch)), last.to(model.device)])

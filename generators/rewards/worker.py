@@ -5,7 +5,7 @@ Produces: one Reply per request, in order; if a function is `async def`, all req
 Waits for: its pool. It holds no state and may be killed at any moment.
 Invariant: no process started by a reward function outlives its worker.
 
-It consists of two processes: one scores, and its parent, the supervisor, cleans up when the scorer exits or on SIGTERM.
+The scorer's parent process, the supervisor, cleans up when the scorer exits or on SIGTERM.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Request(msgspec.Struct, array_like=True):
     id: int
     """Counts from 1."""
     samples: list[RewardInput]
-    """One sample, or all compared answers to a prompt."""
+    """One sample, or all answers to compare."""
     compares: bool = False
 
 
@@ -60,23 +60,23 @@ class Reply(msgspec.Struct, array_like=True):
 decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply | int | str).decode
-"""Replies to requests. Before them, the id of the scoring process once it is ready, or the error that prevents it."""
+"""First the id of the scoring process once it is ready, or the error that prevents it. Then Replies."""
 MEMORY_EXIT = 77
 """Exit code of a worker whose reward function ran out of memory."""
 STUCK_EXIT = 78
-"""Exit code of a worker with a call that ignores cancellation. No other request is to blame."""
+"""Exit code of a worker with a call that ignores cancellation, which has already failed."""
 SIGNAL_EXIT = 128
-"""Base of the exit code of a worker whose scorer was killed by a signal: 128 + signal number, as in shells."""
+"""Exit codes above it mean that a signal killed the scorer: 128 + signal number."""
 
 
 def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
-    """Encode a record as one frame."""
+    """Encode a record."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameDecoder:
-    """Splits a byte stream, fed in chunks of any size, into frames."""
+    """Splits chunks of a byte stream into frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -100,8 +100,7 @@ _MIB = 2**20
 
 
 def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
-    """Score until the pool closes the socket."""
-    # A hanging reward function does not notice a closed socket, so the kernel kills it with its supervisor.
+    # A hanging reward function would not notice a closed socket, so the kernel kills it with its supervisor.
     die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
@@ -123,7 +122,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
                 raise SystemExit(1) from None
             raise
         pid = os.getpid()
-        # Report readiness, because the time limit of samples must not include a slow import above.
+        # The time limit of samples must not include the import above.
         pool.sendall(frame(pid))
         if functions.is_async:
             asyncio.run(_ConcurrentServer(pool, functions, config, Mark(mark_fd)).serve())
@@ -150,7 +149,7 @@ def _end_without_memory() -> NoReturn:
 
 def _limit_memory(limit_mib: int | None) -> None:
     """Limit the private writable memory of this process and, separately, of each child."""
-    # Not the address space, because runtimes such as Java's or Go's reserve far more than they use.
+    # Not the address space, of which runtimes such as Java's or Go's reserve far more than they use.
     if limit_mib is not None:
         _lower(resource.RLIMIT_DATA, limit_mib * _MIB)
 
@@ -174,7 +173,7 @@ _request_id: contextvars.ContextVar[int] = contextvars.ContextVar("request_id", 
 
 
 class Mark:
-    """Id of the request whose code runs now, 0 = none, in shared memory that the pool reads after a hang or crash."""
+    """Id of the request whose code runs now, 0 = none, in memory shared with the pool."""
 
     SIZE = 8
 
@@ -189,7 +188,7 @@ class Mark:
 
 
 class _ConcurrentServer:
-    """Runs every request as a task of one event loop, each with its own time limit."""
+    """Runs every request as a task with a time limit."""
 
     def __init__(self, pool: socket.socket, functions: RewardFunctions, config: RewardConfig, mark: Mark) -> None:
         self._pool = pool
@@ -199,7 +198,6 @@ class _ConcurrentServer:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Score until the pool closes the socket."""
         asyncio.get_running_loop().set_task_factory(self._make_task)
         reader, writer = await asyncio.open_connection(sock=self._pool)
         decoder = FrameDecoder()
@@ -234,7 +232,7 @@ class _ConcurrentServer:
         return [await self._functions.score_async(request.samples[0])]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        # Tasks that a function starts inherit its context and so its request id.
+        # Tasks that a function starts inherit the request id with its context.
         context = options.get("context") or contextvars.copy_context()
         request_id = context.get(_request_id, 0)
         marked = _run_marked(work, request_id, self._mark, self._config.max_cpu_s) if request_id else work
@@ -249,7 +247,7 @@ async def _run_marked(work: Coroutine[Any, Any, Any], request_id: int, mark: Mar
 def _steps(
     work: Coroutine[Any, Any, Any], request_id: int, mark: Mark, max_cpu_s: int | None
 ) -> Generator[Any, Any, Any]:
-    """Run `work` from await to await, with the mark set while its code runs."""
+    """Run `work` with the mark set except while it awaits."""
     resume, value = work.send, None
     while True:
         _limit_cpu(max_cpu_s)
@@ -267,7 +265,7 @@ def _steps(
 
 
 def timeout_reward(config: RewardConfig) -> Reward:
-    """Build the reward of a call that exceeded `timeout_s`."""
+    """Reward of a call that exceeded `timeout_s`."""
     return failed_reward(
         "timeout",
         f"the reward function ({config.summary}) must answer within generators.reward.timeout_s "
@@ -285,18 +283,18 @@ _LEFT_OUT = f"\n[reward function output beyond {_MAX_OUTPUT_BYTES} bytes in {_OU
 
 
 def main(fd: int, mark_fd: int, pool: int) -> None:
-    """Fork the scoring process, wait for its exit or SIGTERM, and kill its descendants.
+    """Fork the scorer, wait for its exit or SIGTERM, and kill its descendants.
 
     `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id of the pool; this process exits with it.
-    Exits with the scorer's exit code, or 128 + the number of the signal that killed it.
+    Exits with the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Orphaned descendants become children of this process, even if they left the process group.
+    # Make orphaned descendants children of this process, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
     supervisor = os.getpid()
-    # Blocked signals stay pending until `sigwait`. A handler could run just before the wait, which would then hang.
+    # Blocked signals stay pending until `sigwait`. With a handler, a signal just before the wait would be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     scorer = os.fork()
     if scorer == 0:
@@ -311,7 +309,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     os.close(printed)
     forwarder = threading.Thread(target=_forward_output, args=(output,), daemon=True)
     forwarder.start()
-    # Done in both processes, so that neither proceeds before the group exists.
+    # In both processes, so that neither proceeds before the group exists.
     with suppress(ProcessLookupError):
         os.setpgid(scorer, scorer)
     os.close(fd)
@@ -325,7 +323,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
 
 
 def _wait(scorer: int) -> int:
-    """Return the scoring process's wait status. Kills its group on SIGTERM."""
+    """Return the scorer's wait status. Kills its group on SIGTERM."""
     while True:
         pid, status = os.waitpid(scorer, os.WNOHANG)
         if pid:
@@ -335,7 +333,7 @@ def _wait(scorer: int) -> int:
 
 
 def _forward_output(source: int) -> None:
-    """Copy the scoring process's output to stdout, rate-limited so that it cannot fill a disk or flood a log."""
+    """Copy the scorer's output to stdout, rate-limited so that it cannot fill a disk."""
     room, has_said_so, window_ends_at = 0, False, -math.inf
     while data := os.read(source, _READ_BYTES):
         if (now := time.monotonic()) >= window_ends_at:
@@ -344,19 +342,19 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # On a full disk these lines are lost, but the reward function must not block on a full pipe.
+        # On a full disk, drop the output: the reward function must not block on a full pipe.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 
 
 def _kill_group(scorer: int) -> None:
-    # One call kills the whole group, so that a process that keeps forking cannot escape.
+    # One call, so that a process that keeps forking cannot escape.
     with suppress(ProcessLookupError):
         os.killpg(scorer, signal.SIGKILL)
 
 
 def _kill_children() -> None:
-    """Kill and reap children until none is left. Children of a killed process become children of this one."""
+    """Kill and reap descendants until none is left."""
     ends_at = time.monotonic() + _REAP_TIMEOUT_S
     me = psutil.Process()
     while time.monotonic() < ends_at:

@@ -25,11 +25,10 @@ class CallFormat(NamedTuple):
     """A syntax of tool calls."""
 
     parse: Callable[[str], list[ToolCall]]
-    """Text of a turn -> its calls, in order. Raises ToolError for a malformed call."""
+    """Text of a turn -> its calls. Raises ToolError."""
     stop: tuple[str, ...] = ()
-    """Stop strings of a turn."""
     is_text: bool = False
-    """Whether results are appended as plain text rather than as chat messages."""
+    """Whether results are plain text rather than chat messages."""
 
     def read(self, token_ids: list[int], *, is_ended: bool, tokenizer: Any) -> list[ToolCall]:
         """Parse the calls of a turn; `is_ended`: its last token is the end token. Raises ToolError."""
@@ -37,20 +36,19 @@ class CallFormat(NamedTuple):
         return self.parse(tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False))
 
 
-# Linear in the text's length: a model may write blanks or partial calls up to its limit, and the parser runs on the
-# event loop that all answers share.
+# Takes linear time even for long blanks and partial calls, because it runs on the event loop.
 _REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObservation:|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Parse any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
-    # Start at the first mark before each end, because an argument may contain the mark too.
+    # Start at the first mark, because an argument may contain the mark too.
     parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
     return [_from_json(body.strip()) for _, mark, body in parts if mark]
 
 
 def parse_json(text: str) -> list[ToolCall]:
-    """Parse a text that is one call or a list of calls in JSON: Llama 3 (`parameters`), and models prompted for it."""
+    """Parse one call or a list of calls in JSON: Llama 3 (`parameters`), and models prompted for it."""
     plain = text.strip().removeprefix("<|python_tag|>").strip()
     if not plain.startswith(("{", "[")):
         return []
@@ -59,9 +57,9 @@ def parse_json(text: str) -> list[ToolCall]:
 
 
 def parse_react(text: str) -> list[ToolCall]:
-    """Parse the last `Action: name` with `Action Input: argument`. ReAct, arXiv:2210.03629.
+    """Parse the last `Action: name` with `Action Input: argument`, a JSON record or the value of the only parameter.
 
-    The argument is a JSON record, or the value of the tool's only parameter.
+    Source: ReAct, arXiv:2210.03629.
     """
     found = list(_REACT.finditer(text))
     if not found:
@@ -90,7 +88,7 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
 
 
 def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], list[ToolCall]]:
-    # Imported here, because it takes seconds and most formats do not need it.
+    # Local import, because it takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
     try:
@@ -99,7 +97,7 @@ def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], 
         raise ConfigError(
             f"{setting}.format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
         ) from error
-    # The parsers only read these attributes of the request.
+    # The parsers read only these attributes.
     request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
@@ -126,6 +124,6 @@ def _arguments(value: Any) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    # ValueError also covers numbers with thousands of digits, which are not syntax errors.
+    # ValueError also covers numbers with thousands of digits.
     except (ValueError, RecursionError) as error:
         raise ToolError(f"a call must be JSON, got {text[:200]}: {error}") from error

@@ -1,4 +1,4 @@
-"""HttpTool: an HTTP endpoint as a tool, and substitution of environment variables in settings."""
+"""HttpTool: an HTTP endpoint as a tool."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from slipstream.generators.errors import ToolError
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _PASSING = (429, 502, 503, 504)
-"""Transient HTTP statuses, worth a retry."""
+"""HTTP statuses worth a retry."""
 _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
 _FIRST_PAUSE_S = 0.2
 _MAX_SHOWN = 200
 
 
 def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]:
-    """Replace $NAME in values by environment variables, to keep secrets out of settings. Raises ConfigError."""
+    """Replace $NAME in values by environment variables. Raises ConfigError."""
     try:
         return {key: Template(value).substitute(os.environ) for key, value in values.items()}
     except (KeyError, ValueError) as error:
@@ -32,7 +32,7 @@ def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]
 
 
 class HttpTool:
-    """Sends its arguments to a URL and returns the response as text. Does not follow redirects."""
+    """Sends its arguments to a URL and returns the response. Does not follow redirects."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class HttpTool:
         retries: int = 1,
         max_bytes: int = 2**16,
     ) -> None:
-        """`url`: may contain {name} for parameters in path or query. `parameters`: JSON schema of each; parameters that
-        are not in the URL are sent as query, or as JSON body with POST, PUT, and PATCH. `required`: default all.
-        `headers`: may contain $NAME for environment variables. Raises ConfigError.
+        """`url`: may contain {name} for parameters in path or query. `parameters`: JSON schema of each. Those outside
+        the URL are sent as query, or as JSON body with POST, PUT, and PATCH. `required`: default all. `headers`: may
+        contain $NAME for environment variables. Raises ConfigError.
         """
         self._url, self._method = url, method.upper()
         self._parameters = parameters or {}
@@ -69,13 +69,13 @@ class HttpTool:
         self.schema = {"description": description, "parameters": shape}
 
     async def __call__(self, **arguments: Any) -> str:
-        """Send a request. Raises ToolError if it fails."""
+        """Raises ToolError."""
         if unknown := set(arguments) - set(self._parameters):
             raise ToolError(f"unknown parameter {', '.join(sorted(unknown))}, available: {list(self._parameters)}")
         if missing := [name for name in self._required if name not in arguments]:
             raise ToolError(f"the parameter {missing[0]} is required")
         if self._client is None:
-            # Created lazily, because it must belong to the running event loop. Tool limits number and time of calls.
+            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         for number in range(self._retries + 1):
             is_last = number == self._retries or self._method not in _REPEATABLE
@@ -110,7 +110,7 @@ class HttpTool:
 
 
 def _quoted(value: Any) -> str:
-    """Quote a value for a URL, so that it cannot change the path."""
+    """Quote a value, so that it cannot change the path of a URL."""
     text = str(value)
     if text in (".", "..", ""):
         raise ToolError(f"a parameter in the address must be a name, got {text!r}")

@@ -1,4 +1,4 @@
-"""McpServer: tools of an MCP server, a program or a URL, which is restarted when it dies or hangs."""
+"""McpServer: tools of an MCP server, which is restarted when it dies or hangs."""
 
 import asyncio
 import atexit
@@ -25,10 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 class McpServer:
-    """A server and its tools. Calls run concurrently.
-
-    Connections use a separate event loop in a thread, so that the generator's loop does not wait for a server start.
-    """
+    """A server and its tools. Calls run concurrently, on an event loop in a separate thread."""
 
     def __init__(
         self,
@@ -43,9 +40,9 @@ class McpServer:
     ) -> None:
         """Start the server and list its tools. Raises ConfigError.
 
-        `command`: program and arguments of a stdio server, or `url`: address of a streamable HTTP server. `env`,
-        `headers`: may contain $NAME for variables of the generator's environment; the program inherits only PATH, HOME,
-        and the like. `only`: names of tools to offer. `hang_s`: time limit for a response to a liveness probe.
+        `command`: program and arguments of a stdio server. `url`: address of a streamable HTTP server. `env`,
+        `headers`: may contain $NAME for environment variables. The program inherits only PATH, HOME, etc. `only`: names
+        of tools to offer. `hang_s`: time limit of a liveness probe.
         """
         if bool(command) == bool(url):
             raise ConfigError("an mcp tool requires either a `command` (a list) or a `url`, got both or none.")
@@ -67,7 +64,7 @@ class McpServer:
         self.tools = [McpTool(self, each) for each in found if only is None or each.name in only]
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Run a coroutine on the connections' event loop. Returns its concurrent future."""
+        """Run a coroutine on the separate loop. Returns a concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, _event_loop())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -76,7 +73,6 @@ class McpServer:
         call = asyncio.create_task(connection.client.call_tool(name, arguments))
         try:
             while not (await asyncio.wait([call], timeout=self._hang_s / 2))[0]:
-                # Check whether the server is still working or hangs.
                 await asyncio.shield(self._probe(connection))
             return call.result()
         except asyncio.CancelledError:
@@ -97,7 +93,7 @@ class McpServer:
         connection = self._connection
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                # Shielded, because several calls wait for it.
+                # Shielded, because other calls may wait for it.
                 await asyncio.shield(connection.opened)
         except Exception as error:
             self._drop(connection)
@@ -105,7 +101,7 @@ class McpServer:
         return connection
 
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
-        """Start a liveness probe, or return the running one, which all calls share."""
+        """Start a liveness probe, or return the running one."""
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
             # Retrieve the exception even if no call awaits the probe.
@@ -113,7 +109,7 @@ class McpServer:
         return connection.probe
 
     async def _check(self, connection: "_Connection") -> None:
-        """Raise ToolError, and drop the connection, unless the server answers."""
+        """Drop the connection and raise ToolError unless the server answers."""
         try:
             await asyncio.wait_for(connection.client.list_tools(cache_mode="bypass"), self._hang_s)
         except Exception as error:
@@ -142,7 +138,7 @@ class McpServer:
 
 
 class _Connection:
-    """A session in its own task, because the task that opens it must also close it."""
+    """A session in a task, because the task that opens it must also close it."""
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -172,7 +168,7 @@ class McpTool:
         self.schema = {"description": description.description or "", "parameters": description.input_schema}
 
     async def __call__(self, **arguments: Any) -> str:
-        """Return the text of the result. Raises ToolError if the result is an error."""
+        """Raises ToolError."""
         result = await asyncio.wrap_future(self._server.run(self._server.call(self.name, arguments)))
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts)
@@ -193,7 +189,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _end_servers(loop: asyncio.AbstractEventLoop) -> None:
-    """Stop the server programs within bounded time."""
 
     async def end() -> None:
         for task in _held:
@@ -206,7 +201,6 @@ def _end_servers(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an error, or the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -27,7 +27,7 @@ class Passage(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Finds passages. Calls may run concurrently."""
+    """Finds passages, also concurrently."""
 
     async def find(self, query: str, topk: int) -> list[Passage]:
         """Return at most `topk` passages, best first."""
@@ -38,7 +38,7 @@ class Retriever(Protocol):
 _ANALYZER = "passages"
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _MAX_WORDS = 64
-"""Words of a query to look up; search time grows with their number."""
+"""Search time grows with the number of words."""
 _WRITER_BYTES = 256 * 2**20
 _CACHED_QUERIES = 4096
 """The answers of a group often send the same query."""
@@ -65,7 +65,7 @@ def _analyzer(language: str) -> Any:
 
 
 def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
-    """Index the passages of a file atomically and return their number. Raises ConfigError.
+    """Index the passages of a file and return their number. Never leaves a partial index. Raises ConfigError.
 
     `language`: for stop words and stemming; empty = neither.
     """
@@ -98,9 +98,9 @@ def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """Read the passages of a JSON lines or Parquet file. Raises ConfigError that names file and row.
+    """Read the passages of a JSON lines or Parquet file. Raises ConfigError.
 
-    A row has `contents`, with the title in its first line, as in Search-R1's corpora; or `text` and optionally `title`.
+    A row has `contents`, whose first line is the title, as in Search-R1's corpora; or `text` and optionally `title`.
     """
     try:
         for number, values in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
@@ -129,7 +129,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 class LocalIndex:
-    """A tantivy index, ranked by BM25. Its files are mapped read-only, so a machine's generators share the memory."""
+    """A tantivy index, ranked by BM25. Generators on a machine share its memory, because its files are mapped."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if the folder holds no index."""
@@ -146,8 +146,8 @@ class LocalIndex:
         self._find = lru_cache(_CACHED_QUERIES)(self._search)
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Search in a thread, because a search in a large index takes longer than sampling a token."""
-        # Keep only words, because punctuation acts as query operators.
+        """Search in a thread, because this may take longer than sampling a token."""
+        # Punctuation would act as query operators.
         words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)
 
@@ -173,9 +173,9 @@ class RemoteIndex:
         self._client: httpx.AsyncClient | None = None
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return the best passages. Raises ToolError if the service fails."""
+        """Raises ToolError."""
         if self._client is None:
-            # Created lazily, because it must belong to the running event loop. Tool limits number and time of calls.
+            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             body = {"queries": [query], "topk": topk, "return_scores": True}
@@ -192,7 +192,7 @@ class RemoteIndex:
 
 @cache
 def open_index(index: str) -> Retriever:
-    """Open the index at an address or in a folder. Cached, because all answers share it. Raises ConfigError."""
+    """Open the index at an address or in a folder, which all answers share. Raises ConfigError."""
     return RemoteIndex(index) if index.startswith(("http://", "https://")) else LocalIndex(Path(index))
 
 

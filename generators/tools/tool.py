@@ -56,7 +56,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Evaluate a syntax tree of numbers and operators; raises ValueError for anything else."""
+    """Raises ValueError for anything but numbers and operators."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
@@ -76,7 +76,7 @@ def _value(node: ast.expr) -> int | float:
 # --- code ------------------------------------------------------------------------------------------------------------
 @cache
 def _sandbox(address: str) -> Sandbox:
-    """Shared by all answers, because the local sandbox's probe takes seconds. Raises ConfigError."""
+    """Cached, because the local sandbox's probe takes seconds. Raises ConfigError."""
     return RemoteSandbox(address) if address else LocalSandbox()
 
 
@@ -84,7 +84,7 @@ class Python:
     """Runs Python code in a local or remote sandbox. Runs share no state."""
 
     def __init__(self, *, address: str = "", time_s: float = 5.0, memory_mib: int = 512) -> None:
-        """`address`: service with SandboxFusion's API; empty = bubblewrap on this machine. Raises ConfigError."""
+        """`address`: service with SandboxFusion's API; empty = local sandbox. Raises ConfigError."""
         self._sandbox = _sandbox(address)
         self._limits = Limits(time_s=time_s, cpu_s=max(1, round(time_s)), memory_mib=memory_mib)
 
@@ -109,7 +109,7 @@ class Python:
 
 _CLOSE_S = 5.0
 _MOST_THREADS = 2
-"""Maximum threads of a tool, in multiples of `max_concurrency`. Threads of calls that never return cannot be killed."""
+"""Maximum threads of a tool, as a multiple of `max_concurrency`. Threads of hanging calls cannot be killed."""
 log = structlog.get_logger(__name__)
 
 
@@ -119,20 +119,20 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "search": Search,
     "http": HttpTool,
 }
-"""Tools that a config names without a module, in addition to `mcp`, which stands for all tools of a server."""
+"""Tools that a config names without a module, like `mcp`, which means all tools of a server."""
 
 
 class Tool:
     """A configured tool, shared by all answers of a generator."""
 
     def __init__(self, config: ToolConfig, *, setting: str, shared: Any = None) -> None:
-        """Import the function, unless `shared` gives an object with a schema. Raises ConfigError."""
+        """Import the function. `shared`: use this object with a schema instead. Raises ConfigError."""
         self._config = config
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
         function = shared or BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
-        # A class gets the configured arguments at creation, and the model calls its instances. An instance of a
-        # built-in class serves all answers and is created now, so that missing requirements fail at startup.
+        # The model calls instances of a class. One instance of a built-in class serves all answers. It is created now,
+        # so that missing requirements fail at startup.
         is_class, called = inspect.isclass(function), function
         if is_class:
             called = _called(function, setting=setting)
@@ -150,9 +150,9 @@ class Tool:
             self.schema = _schema(called, name=self.name, bound=() if is_class else config.arguments, setting=setting)
 
     def open(self, arguments: dict[str, Any]) -> "OpenTool":
-        """Create the tool for one answer. `arguments` come from its row and override the configured ones.
+        """Create the tool for one answer. `arguments`: the row's, which override the configured ones.
 
-        Raises ToolError if a row gives arguments to a built-in tool: rows must not choose addresses.
+        Raises ToolError for a row's arguments to a built-in tool, because rows must not choose addresses.
         """
         if arguments and self._is_built_in:
             raise ToolError(f"{self.name} takes arguments only from the settings, got {arguments} from the row")
@@ -172,7 +172,7 @@ class OpenTool:
         self._thread = f"tool {name}"
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result as text, or raise ToolError, within the tool's time limit."""
+        """Return the result as text or raise ToolError within the tool's time limit."""
         self._num_calls += 1
         if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
             raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this call exceeds the limit")
@@ -206,7 +206,7 @@ class OpenTool:
 
 
 async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
-    """Call a user function: await a coroutine function, run any other one in a thread with this name."""
+    """Await a coroutine function, or call any other function in a thread with this name."""
     called: Any = function
     while isinstance(called, partial):
         called = called.func
@@ -220,11 +220,7 @@ def _count_threads(name: str) -> int:
 
 
 async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Call a function that may block, without blocking the engine and other answers.
-
-    Uses a new daemon thread rather than a pool, so that a call that never returns does not delay other calls or the
-    process's exit.
-    """
+    """Call a function in a new daemon thread, so that a hanging call delays neither other calls nor the exit."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
 
@@ -253,10 +249,7 @@ async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
 
 
 def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
-    """Import the tools and start MCP servers.
-
-    Raises ConfigError for a tool that cannot be imported or started, and for duplicate names.
-    """
+    """Import the tools and start MCP servers. Raises ConfigError."""
     tools: list[Tool] = []
     for number, each in enumerate(configs):
         config, key = ToolConfig(function=each) if isinstance(each, str) else each, f"{setting}.tools[{number}]"
@@ -268,7 +261,7 @@ def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
 
 
 def _tools_of_a_server(config: ToolConfig, *, setting: str) -> list[Tool]:
-    # Imported here, because it takes a second.
+    # Local import, because it takes a second.
     try:
         from slipstream.generators.tools.mcp_server import McpServer
     except ImportError as error:
@@ -283,10 +276,10 @@ def _tools_of_a_server(config: ToolConfig, *, setting: str) -> list[Tool]:
 
 
 def check_arguments(function: Callable[..., Any], config: ToolConfig, *, setting: str) -> None:
-    """Raise ConfigError unless the function accepts the configured arguments."""
+    """Raises ConfigError unless the function accepts the configured arguments."""
     try:
         signature = inspect.signature(function)
-        # Functions get the remaining arguments from the model, user classes from the row.
+        # The model gives functions the remaining arguments, and the row gives them to user classes.
         is_whole = inspect.isclass(function) and ":" not in config.function
         (signature.bind if is_whole else signature.bind_partial)(**config.arguments)
     except TypeError as error:

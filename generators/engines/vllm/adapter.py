@@ -16,11 +16,11 @@ from slipstream.generators.errors import EngineError
 from slipstream.runtime.routers import find_routers
 
 ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
-"""The run's adapter, which every request names. Its path is never read."""
+"""The run's adapter. Its path is never read."""
 
 
 def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
-    """vLLM arguments for an adapter slot in the layers named `targets`; empty without an adapter."""
+    """vLLM arguments for an adapter slot in the layers `targets`, if any."""
     if lora is None:
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
@@ -28,7 +28,7 @@ def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[s
 
 
 def check_experts(module: Any) -> None:
-    """Raise EngineError for a mixture-of-experts model on a CPU, before loading it."""
+    """Raise EngineError for a mixture-of-experts model on a CPU."""
     if current_platform.is_cpu() and find_routers(module):
         raise EngineError(
             f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: vLLM does not "
@@ -37,7 +37,7 @@ def check_experts(module: Any) -> None:
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
-    """Adapter settings that a worker needs in addition to the tensors, in peft's format; empty without an adapter."""
+    """Adapter settings for the workers in peft's format, if any."""
     if lora is None:
         return {}
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}
@@ -45,14 +45,14 @@ def describe(lora: LoraConfig | None) -> dict[str, Any]:
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
     """Replace the adapter in the slot. Raises WeightTransferError for any error in vLLM."""
-    # Local imports, here and below: vLLM's LoRA layers take most of a second to import in every process.
+    # Local imports, here and below, because vLLM's LoRA layers take most of a second to import.
     from vllm.lora.lora_model import LoRAModel
 
     manager = model.lora_manager
     try:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER.lora_int_id,
-            # Copies, because vLLM scales the second matrix in place and deltas build on the fetched tensors.
+            # Copies, because vLLM scales the second matrix in place and later deltas need the original.
             {name: tensor.clone() for name, tensor in tensors},
             PEFTHelper.from_dict(settings),
             device=manager.device,
@@ -67,7 +67,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
 
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
-    """Return the name of the first tensor that differs from the slot's contents; empty if all match."""
+    """Return the name of the first tensor that differs from the slot's; empty if all match."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = model.lora_manager
@@ -80,7 +80,7 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
         if (layer := manager.modules.get(whole)) is None:
             return name
         slices = layer.lora_a_stacked if is_first else layer.lora_b_stacked
-        # For some models vLLM uses more slices than packed parts. Those are left to the probe.
+        # Only the probe checks models with more slices than packed parts.
         if len(slices) == len(manager.packed_modules.get(whole, [module])):
             held = slices[part][index, 0, : tensor.shape[0], : tensor.shape[1]]
             expected = tensor.to(held)
@@ -90,7 +90,7 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
 
 
 def serve_adapters_of_gpt2() -> None:
-    """Declare GPT-2, the model of the default task, as LoRA-capable in vLLM. All its layers are standard ones."""
+    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM. Its layers are standard ones."""
     from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
     from vllm.model_executor.models.interfaces import SupportsLoRA
 
@@ -101,6 +101,5 @@ def serve_adapters_of_gpt2() -> None:
 
 
 def _mapper(model: Any) -> Any:
-    """Mapper from transformers' tensor names to vLLM's; None if they are equal."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()

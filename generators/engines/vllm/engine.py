@@ -1,8 +1,8 @@
 """VllmEngine: vLLM's AsyncLLM behind the Engine protocol.
 
-Invariant: a response's first version span is sampled entirely under that version, including the prompt's KV cache. At
-an update, a request without tokens restarts; a request with tokens continues with its KV cache or recomputes it
-(`kv_on_update`). Cached prefixes are salted with the update number and never reused after the next update.
+Invariant: a response's first version span is sampled entirely under that version, including the prompt's KV cache.
+At an update, a request without tokens reads its prompt again. A request with tokens keeps or recomputes its KV cache
+(`kv_on_update`). Cached prefixes are salted with the update number, so later updates never reuse them.
 """
 
 import asyncio
@@ -54,18 +54,18 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
-"""Limit of one call to the engine process, in addition to the duration of the call itself."""
+"""Limit of a call to the engine process, in addition to the duration of its work."""
 _MAX_PROFILED_STEPS = 24
 """The engine blocks while it writes the steps, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0
-"""The engine answers after writing the recording."""
+"""Includes writing the recording."""
 _SECOND_CHANCE_S = 2.0
-"""Limit of a call after an unanswered one. A slow engine answers immediately by then. A dead one must be replaced
-before the learner ends the run because no generator has weights (`learner.dead_end.after_s`)."""
+"""Limit of a call after an unanswered one. A slow engine has recovered by then. A dead one must be replaced within
+`learner.dead_end.after_s`, see `weight_updates.py`."""
 
 
 class VllmEngine:
-    """Engine over vLLM. The model runs in a vLLM process that ends with this process, even if this one is killed."""
+    """Implements Engine. The engine process ends with this process, even if this one is killed."""
 
     def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int, reads_text: bool = False) -> None:
         """`reads_text`: whether requests may have stop strings."""
@@ -95,7 +95,7 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        """Start the engine process and load the model, which takes half a minute on a CPU. Raises EngineError."""
+        """Start the engine process, which takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
         self._end_token_ids, module = read_checkpoint(self._model)
         try:
@@ -134,10 +134,10 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=self._end_token_ids,
-            # 0 = only the sampled token. Flat lists and a single final output save most of vLLM's per-token work.
+            # Only the sampled token's. Flat lists and a single final output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
-            # Detokenize only for stop strings, and keep special tokens, because a stop string may be one.
+            # Detokenize only for stop strings, which may be special tokens.
             detokenize=bool(stop),
             stop=list(stop),
             include_stop_str_in_output=True,
@@ -179,7 +179,7 @@ class VllmEngine:
         return output.prompt_logprobs.logprobs
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Decoding stops until it is built. Raises WeightTransferError, EngineError."""
+        """Join the weight group, while decoding stops. Raises WeightTransferError, EngineError."""
         request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
         limit_s = 2 * opening.timeout_s + _CALL_TIMEOUT_S
         await self._call(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
@@ -188,33 +188,28 @@ class VllmEngine:
             raise WeightTransferError(error)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause, receive, verify, load, and resume. Returns the pause, seconds.
-
-        Raises WeightTransferError if the previous weights are still loaded, UnverifiedWeightsError if they are not,
-        EngineError if the engine does not answer.
-        """
+        """See `Engine.update`. Also raises EngineError if the engine does not answer."""
         # Shielded, because an update canceled halfway would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
 
     def current_load(self) -> EngineLoad:
-        """Utilization as of vLLM's newest step. Raises EngineError unless started."""
         return read_load(self._running)
 
     async def check_health(self) -> None:
-        """Raise EngineDiedError if the engine process died, or has requests but makes no steps."""
+        """Raise EngineDiedError if the engine process died, does not answer, or has requests but makes no steps."""
         if self._running.errored:
             raise self._death()
-        # During an update, a later call may still get an answer, see `_abort_weight_update`.
+        # During an update, a later call may still get an answer.
         if self._unanswered and not self._is_paused:
             raise EngineDiedError(f"{self._unanswered}: see the log above")
         self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
 
     async def stop(self) -> None:
-        """Stop the engine process. Open requests fail with EngineError."""
+        """Also fails open requests with EngineError."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        # Must precede the shutdown, after which nothing wakes the open requests.
+        # After the shutdown, nothing would wake the open requests.
         llm.output_processor.propagate_error(EngineDeadError())
         await stop_llm(llm)
 
@@ -231,15 +226,15 @@ class VllmEngine:
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
         paused_at = time.perf_counter()
-        # mode="keep" continues requests after the pause; the default would abort them. AsyncLLM.pause_generation is
-        # avoided because it sleeps another 20 ms to order outputs, and our outputs carry their versions.
+        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep another 20 ms to order outputs,
+        # which carry their versions here.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        # Set only after the answer: until then the engine must make steps, and `check_health` detects a stall.
+        # Set after the answer, so that until then `check_health` detects a stall.
         self._is_paused = True
         try:
             await self._receive_and_load(update, fetched)
         except BaseException:
-            # Resume after any error, and report that error rather than a failed resume.
+            # Report this error rather than a failed resume.
             with suppress(EngineError):
                 await self._call(llm.resume_generation())
             raise
@@ -250,7 +245,7 @@ class VllmEngine:
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
-        # Fetched buckets are already in memory. `WeightUpdates` ends a hanging broadcast long before this limit.
+        # `WeightUpdates` ends an abandoned broadcast long before this limit.
         limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
         try:
             request = self._update_request(update, fetched)
@@ -262,7 +257,7 @@ class VllmEngine:
                 await self._call(llm.finish_weight_update())
             error, is_model_changed = await self._pop_weight_outcome()
         except EngineError as caught:
-            # The update's progress is unknown, so assume that the model was changed.
+            # The model may have changed.
             await self._abort_weight_update()
             error, is_model_changed = str(caught), True
         if not is_model_changed:
@@ -280,20 +275,20 @@ class VllmEngine:
             await self._pop_weight_outcome()
 
     async def _switch_version(self, version: int) -> None:
-        """Label new tokens with `version` and invalidate caches of the previous weights."""
+        """Label new tokens with `version`, and invalidate caches of the previous weights."""
         llm = self._running
         self._version = version
         self._num_updates += 1
-        # Set before resuming: vLLM labels every token with the version at sampling time, which yields the spans.
+        # Before resuming, because vLLM labels each token with the version at sampling time.
         await self._call(llm.update_weight_version(str(version)))
         if self._vision:
-            # For requests that read their prompts again. New requests use image ids salted with the update.
+            # For requests that read their prompts again. New requests use salted image ids.
             await self._call(llm.reset_encoder_cache())
         if self._config.kv_on_update == "recompute":
-            # Preempts running requests. vLLM prefills their prompts and tokens again when it resumes.
+            # Preempts running requests, so that vLLM prefills their prompts and tokens again.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
             return
-        # Restart requests without tokens, because the previous weights processed their prompts.
+        # Restart requests without tokens, whose prompts the previous weights processed.
         states = llm.output_processor.request_states.values()
         self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
         if self._to_restart:
@@ -310,7 +305,7 @@ class VllmEngine:
         return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
-        # A layout error is passed on, not raised, because the worker must still take part in the broadcast.
+        # A layout error is not raised here, because the worker must still take part in the broadcast.
         names, rejection = self._names, ""
         try:
             WeightLayout(names, dtype=self._model.dtype).check(update.slots)
@@ -333,11 +328,11 @@ class VllmEngine:
     async def _final_output(
         self, token_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[PromptImage] = ()
     ) -> RequestOutput:
-        """Submit a request, and resubmit it after every update that restarts it. Raises EngineError."""
+        """Submit a request, again after every update that restarts it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
-                # Salted with the update number, because a version may be loaded twice, the first time incorrectly.
+                # The update number rather than the version, which may be loaded twice, the first time incorrectly.
                 salt = str(self._num_updates)
                 if images and self._vision:
                     prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)
@@ -367,7 +362,7 @@ class VllmEngine:
         try:
             answer = await asyncio.wait_for(call, limit_s)
         except TimeoutError as error:
-            # Report the first timeout, which is the cause; later limits are shorter.
+            # Report the first timeout, which is the cause.
             silence = f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
             self._unanswered = self._unanswered or silence
             raise EngineError(self._unanswered) from error
@@ -379,7 +374,6 @@ class VllmEngine:
         return answer
 
     def _death(self) -> EngineDiedError:
-        """Build the error for a dead engine process, with the cause that it recorded, if any."""
         cause = read_fatal_error()
         if not cause:
             return EngineDiedError("vLLM's engine process died without reporting an error, so it was probably killed")

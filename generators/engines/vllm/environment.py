@@ -17,7 +17,7 @@ _ALWAYS = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
 }
 _CPU = {
-    # All roles share a few cores. With more threads per role, or spinning threads, throughput drops tenfold.
+    # All roles share a few cores. More threads per role, or spinning threads, reduce throughput tenfold.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -29,7 +29,7 @@ _GPU = {
 
 
 def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, str]:
-    """Variables that the role's __main__ sets; empty unless the engine is vLLM.
+    """Variables for the role's __main__ to set; empty unless the engine is vLLM.
 
     `device`: `cpu` or `cuda`; None detects it.
     """
@@ -38,7 +38,7 @@ def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, 
 
 
 def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -> dict[str, str]:
-    """Variables that `VllmEngine.start` requires. See `vllm_environment`."""
+    """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
         return _ALWAYS | _GPU
     return _ALWAYS | _CPU | _cpu_settings(config)
@@ -46,7 +46,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
 
 def detect_device() -> str:
     """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
-    # Does not import torch, which reads the environment at import.
+    # Without torch, which reads the environment at import.
     has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     return "cuda" if has_device and not _is_cpu_build() else "cpu"
 
@@ -54,10 +54,10 @@ def detect_device() -> str:
 def _cpu_settings(config: VllmEngineConfig) -> dict[str, str]:
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
     if config.enforce_eager:
-        # Otherwise the first response takes half a minute, because torch compiles a comparison with g++.
+        # Otherwise torch compiles a comparison with g++, which delays the first response by half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"
     if config.num_workers == 1:
-        # On a CPU, this makes vLLM run the model in the engine process, which saves a process.
+        # On a CPU, this saves a process: vLLM runs the model in the engine process.
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return settings
 

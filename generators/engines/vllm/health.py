@@ -1,7 +1,6 @@
 """Health of vLLM's engine: statistics, progress, and the error that ended its process.
 
-vLLM only reports that the engine died and logs the reason. Here the engine process writes its fatal error to a file,
-which the process that started it reads.
+vLLM reports only that the engine died. Here the engine process also writes its fatal error to a file for its parent.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no steps. Such an engine still answers health checks.
+    """Detects an engine that has requests but makes no steps, although it still answers health checks.
 
     Call `check` about once a second. Time without requests or during a pause does not count.
     """
@@ -36,7 +35,7 @@ class StepWatchdog:
         self._progressed_at = clock()
 
     def check(self, load: EngineLoad, *, is_paused: bool) -> None:
-        """Raise EngineDiedError after `limit_s` without a step. `is_paused`: a weight update is in progress."""
+        """Raise EngineDiedError after `limit_s` without a step."""
         if is_paused or not load.num_open or load.num_steps != self._num_steps:
             self._num_steps, self._progressed_at = load.num_steps, self._clock()
         elif self._clock() - self._progressed_at > self._limit_s:
@@ -47,10 +46,7 @@ class StepWatchdog:
 
 
 class LoadRecorder(PrometheusStatLogger):
-    """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more and which nothing here reads.
-
-    AsyncLLM builds the instance from the class, so `read_load` finds it among the engine's loggers.
-    """
+    """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more and are unused here."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         # No super().__init__(), which would register the Prometheus metrics.
@@ -67,7 +63,6 @@ class LoadRecorder(PrometheusStatLogger):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Called by vLLM after every step. Either statistic may be None."""
         self._num_steps += 1
         if scheduler_stats is not None:
             self._kv_usage = scheduler_stats.kv_cache_usage
@@ -84,7 +79,7 @@ class LoadRecorder(PrometheusStatLogger):
 
 
 def read_load(llm: AsyncLLM) -> EngineLoad:
-    """Utilization of an engine that was started with a LoadRecorder."""
+    """The engine must have a LoadRecorder."""
     recorder = next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
     newest = recorder.load
     if num_open := llm.output_processor.get_num_unfinished_requests():
@@ -97,11 +92,11 @@ _MAX_LENGTH = 400
 
 
 class _FatalErrorHandler(logging.Handler):
-    """Writes the first fatal exception that the engine process logs to a file."""
+    """Writes the engine process's first fatal exception to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # "EngineCore failed to start." and "EngineCore encountered a fatal error."; callers receive all other errors.
+        # "EngineCore failed to start." or "EngineCore encountered a fatal error." Callers receive all other errors.
         if error is None or not str(record.msg).startswith("EngineCore"):
             return
         text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
@@ -115,7 +110,7 @@ def report_fatal_errors() -> None:
 
 
 def read_fatal_error() -> str:
-    """Fatal error of this process's engine as one line; empty if it was killed or still runs."""
+    """Return the fatal error of this process's engine as one line; empty without one."""
     try:
         return _path().read_text(errors="replace")
     except OSError:
@@ -128,6 +123,6 @@ def forget_fatal_error() -> None:
 
 
 def _path() -> Path:
-    # Derived from multiprocessing's key, which only a process and its children share.
+    # Only a process and its children share multiprocessing's key.
     key = hashlib.sha256(multiprocessing.current_process().authkey).hexdigest()[:24]
     return Path(tempfile.gettempdir()) / f"slipstream-engine-{key}.txt"

@@ -1,8 +1,4 @@
-"""Patches of vLLM: images in prompts, and recording of routed experts on CPUs.
-
-vLLM's CPU model runner does not call vLLM's recording of routed experts, so it is subclassed here. The recording keeps
-rows of cached prefixes and returns one row per token, from the forward pass that sampled the next token.
-"""
+"""Patches of vLLM: images in prompts, and recording of routed experts on CPUs."""
 
 import importlib
 import sys
@@ -31,7 +27,7 @@ def image_input(
 ) -> MultiModalInput:
     """Build the input that vLLM's processor would build, from token ids with expanded image tokens.
 
-    `salt` separates cache entries of different weights, for images and for tokens.
+    `salt`: separates cache entries of different weights.
     """
     patches = [torch.from_numpy(vision.patches(image.data)) for image in images]
     inputs: Any = {
@@ -56,7 +52,7 @@ def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
     return {
         "limit_mm_per_prompt": {"video": 0},
         "mm_device_do_normalize": False,
-        # vLLM's encoder cache suffices; a second copy of all patches has no use.
+        # vLLM's encoder cache suffices.
         "mm_processor_cache_gb": 0,
         # On a CPU, vLLM does not measure memory at startup.
         "skip_mm_profiling": is_cpu,
@@ -64,7 +60,7 @@ def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
 
 
 def serve_images_without_torchvision() -> None:
-    """Make vLLM use transformers' PIL image processor if torchvision is missing. Videos are not supported then."""
+    """Make vLLM use transformers' PIL image processor, without videos, if torchvision is missing."""
     name = f"{_PACKAGE}.image_processing_qwen2_vl"
     # vLLM may call the entry point twice in a process.
     if find_spec("torchvision") or name in sys.modules:
@@ -78,7 +74,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # vLLM only needs these attributes at startup, because requests contain finished patches.
+        # vLLM needs only these attributes, at startup, because requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -92,9 +88,9 @@ class _PilModule(ModuleType):
 
 
 def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarray | None:
-    """Select the experts of these layers from vLLM's rows, one row per token except the last; None without layers.
+    """Select the experts of these layers, see `Completion.experts`. None without layers.
 
-    Raises EngineError if rows are missing.
+    Raises EngineError unless vLLM returned a row for each token except the last.
     """
     if not layers:
         return None
@@ -107,11 +103,11 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
 
 
 def record_routed_experts() -> None:
-    """Enable recording for engines in this process, and make CPU workers call it as GPU workers do."""
-    # Imported here, because it needs libraries of the CPU build.
+    """Make CPU workers in this process call vLLM's recording of routed experts, as GPU workers do."""
+    # Local import, because it needs libraries of the CPU build.
     from vllm.v1.worker import cpu_worker
 
-    # This check rejects everything except the GPU model runner. `VllmEngine` and the settings check what matters.
+    # This check rejects all but the GPU model runner. `VllmEngine` and the settings check everything else.
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
     class Runner(cpu_worker.CPUModelRunner):

@@ -1,4 +1,4 @@
-"""Starts and stops AsyncLLM and its engine process, without ever leaving a process behind."""
+"""Starts and stops AsyncLLM and its engine process, without leaving a process behind."""
 
 import asyncio
 import multiprocessing
@@ -33,11 +33,10 @@ from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
 
 _STOP_GRACE_S = 1.0
-"""Time for the engine process to clean up. It holds no state worth waiting for."""
+"""Short, because the engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
-"""Output folder of vLLM's profiler."""
-# Costs nothing until a profile starts. Call stacks are off, because they would be most of the file.
+# Costs nothing until a profile starts. Call stacks would be most of the file.
 _PROFILER = ProfilerConfig(
     profiler="torch",
     torch_profiler_dir=str(PROFILES),
@@ -57,7 +56,7 @@ def engine_arguments(
     reads_text: bool,
     lora_targets: Sequence[str] = (),
 ) -> AsyncEngineArgs:
-    """Translate the config into vLLM's arguments. Raises EngineError for settings that a CPU does not support.
+    """Raises EngineError for settings that a CPU does not support.
 
     `lora_targets`: last name component of each layer with an adapter.
     """
@@ -70,7 +69,7 @@ def engine_arguments(
         model=model.path,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
-        # vLLM requires a tokenizer for images, although it never tokenizes text.
+        # vLLM requires a tokenizer for images.
         skip_tokenizer_init=not (reads_text or has_images),
         # One more than a full trajectory, because a probe generates one token after its prompt.
         max_model_len=min(model.max_length + 1, max_positions),
@@ -80,17 +79,17 @@ def engine_arguments(
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
-        # With an explicit cache size, vLLM only checks at startup that this share of the GPU is free.
+        # With a given cache size, vLLM only checks at startup that this share of the GPU is free.
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=engine.enforce_eager,
-        # Pays off for multi-turn answers, whose requests share everything before the next turn. Also required to record
-        # experts, which vLLM stores per block of cached prefixes.
+        # Pays off for multi-turn answers, whose requests share a prefix. Required to record experts, which vLLM stores
+        # per block of cached prefixes.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
-        # On a CPU, a seeded request with a chunked prompt crashes vLLM's engine process: vLLM rewinds the request's
-        # random generator after each chunk except the last, which torch does not support for CPU generators.
+        # On a CPU, a seeded request with a chunked prompt crashes the engine process: after each chunk except the last,
+        # vLLM rewinds the request's random generator, which torch does not support there.
         enable_chunked_prefill=False if is_cpu else engine.chunked_prefill,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
@@ -121,7 +120,7 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -
 
 
 def check_environment(required: Mapping[str, str]) -> None:
-    """Raise EngineError unless the environment has all required values."""
+    """Raise EngineError unless the environment has these values."""
     wrong = {name: value for name, value in required.items() if os.environ.get(name) != value}
     if wrong:
         name, value = next(iter(wrong.items()))
@@ -132,9 +131,9 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
-    """Start the engine process and wait until the model is loaded. Raises EngineError."""
+    """Raises EngineError."""
     forget_fatal_error()
-    # In a thread, because the constructor blocks. Shielded below, because a thread cannot be canceled.
+    # The constructor blocks. Its thread cannot be canceled, so it is shielded below.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
@@ -153,7 +152,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 
 async def stop_llm(llm: AsyncLLM) -> None:
-    """Shut down the engine process, then kill any remaining processes. Takes at most a few seconds."""
+    """Shut down the engine process, then kill remaining processes, within seconds."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
     envs.disable_envs_cache()
@@ -168,8 +167,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    # The engine process inherits this thread's signal mask, so that Ctrl-C reaches only this process, which decides
-    # when to stop the engine. Python's resource tracker must already run, because starting it unblocks SIGINT.
+    # The engine process inherits this thread's signal mask, so that Ctrl-C reaches only this process. Python's resource
+    # tracker must already run, because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -182,7 +181,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 async def _abandon(starting: asyncio.Task[AsyncLLM]) -> None:
-    # The constructor runs in a thread and cannot be canceled. It fails when its engine process dies.
+    # The constructor fails when its engine process dies.
     _kill_engine_processes()
     with suppress(Exception):
         llm = await asyncio.wait_for(asyncio.shield(starting), _ABANDON_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """Verifies that a loaded model holds exactly the tensors that were sent.
 
-vLLM loads layer by layer: parameter loaders place tensors, then the layer may repack them. RecordedLoad records each
-loader call. Afterwards it replays the calls into a copy of each layer, one at a time, and compares bit for bit.
+vLLM loads layer by layer: parameter loaders place tensors, then the layer may repack them. RecordedLoad records the
+loader calls, replays them into a copy of one layer at a time, and compares bit for bit.
 """
 
 from bisect import bisect_right
@@ -24,11 +24,11 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 Call = tuple[str, BoundArguments]
-"""Parameter name within its layer, and the arguments of the loader call."""
+"""Parameter name within its layer, and the loader's arguments."""
 
 
 class _Calls(list[Call]):
-    """Replaces vLLM's list of one layer's loader calls, which vLLM empties after loading."""
+    """Replaces vLLM's list of a layer's loader calls, which vLLM empties after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Calls(list[Call]):
 
     def append(self, call: Call) -> None:
         name, arguments = call
-        # vLLM puts the loaded parameter into the arguments. Keeping it would keep a second copy of the model.
+        # A copy, because vLLM puts the loaded parameter into the arguments, which would keep a second model in memory.
         kept = copy(arguments)
         kept.arguments = dict(arguments.arguments)
         self.kept.append((name, kept))
@@ -46,8 +46,8 @@ class _Calls(list[Call]):
 class RecordedLoad(TorchDispatchMode):
     """Life cycle: create after `initialize_layerwise_reload` -> `load_weights` in a `with` block -> first_mismatch.
 
-    A model's loader may copy directly into a parameter, as gpt-oss does. vLLM loses such a copy, because parameters are
-    on the meta device until their layer is complete. This class turns it into a loader call.
+    Also turns direct copies into a parameter, as by gpt-oss, into loader calls. vLLM would lose them, because
+    parameters are on the meta device until their layer is complete.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class RecordedLoad(TorchDispatchMode):
 
     @torch.no_grad()
     def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Return the name of the first tensor that differs from the model's contents; empty if all match."""
+        """Return the name of the first tensor that differs from the model's; empty if all match."""
         compared = set[int]()
         for path, layer in self._layers.items():
             for name, is_held in _compare(layer, self._calls[path].kept):
@@ -86,7 +86,7 @@ class RecordedLoad(TorchDispatchMode):
                 if is_held:
                     compared.add(id(layer._parameters[name]))
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
-        # A tensor that no loader received may have been transformed or replaced by the model before loading.
+        # The model may have transformed or replaced the tensors that no loader received.
         calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
         missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
@@ -103,7 +103,7 @@ class RecordedLoad(TorchDispatchMode):
 
 
 def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, bool | None]]:
-    """Yield each parameter's name and whether the layer matches the replayed loader calls; None = unknown."""
+    """Yield the name of each parameter, and whether it matches the replayed calls; None = unknown."""
     expected = _place(layer, calls)
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
@@ -125,7 +125,7 @@ def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, boo
 
 
 def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
-    """Replay loader calls into new parameters, without repacking. Elements that no call writes are NaN."""
+    """Replay loader calls into new parameters, without repacking. Floats that no call writes are NaN."""
     placed: dict[str, Tensor] = {}
     with get_layerwise_info(layer).restore_device:
         for name, call in calls:
@@ -160,13 +160,13 @@ def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
 
 
 def _is_same(held: Tensor | None, expected: Tensor) -> bool:
-    """Whether all elements are equal, ignoring those with no expected value (NaN)."""
+    """Whether all elements are equal, except where NaN is expected."""
     is_alike = held is not None and held.shape == expected.shape and held.dtype == expected.dtype
     return is_alike and bool(((held == expected) | expected.isnan()).all())
 
 
 def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
-    """Names of sent tensors that loaders did not receive, neither as sent nor with their elements reordered."""
+    """Names of sent tensors that loaders did not receive, even with their elements reordered."""
     first_at = {tensor.data_ptr(): name for name, tensor in reversed(sent.items())}
     starts = sorted(first_at)
     missing = {name: tensor.numel() for name, tensor in sent.items()}

@@ -1,4 +1,4 @@
-"""Weight updates inside vLLM's worker processes, which `VllmEngine.update` calls.
+"""Weight updates inside vLLM's worker processes.
 
 `register` is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
 """
@@ -49,8 +49,8 @@ VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 
 
 def register() -> None:
-    """Register `BACKEND` in this process. vLLM's processes also exit with their parent and report fatal errors."""
-    # vLLM may call the entry point twice per process, and raises for a registered name.
+    """Register `BACKEND`. Make vLLM's processes exit with their parent and report fatal errors."""
+    # vLLM may call the entry point twice per process, and raises ValueError for a registered name.
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     serve_images_without_torchvision()
@@ -65,8 +65,8 @@ def register() -> None:
 # --- parent watch ----------------------------------------------------------------------------------------------------
 def die_with_parent() -> None:
     """Kill this process when its multiprocessing parent ends."""
-    # vLLM's engine process does not notice that its parent was killed. The kernel's signal for this
-    # (PR_SET_PDEATHSIG) fires when the *thread* that started the process ends, which may be much earlier.
+    # vLLM's engine process would not notice that its parent was killed. PR_SET_PDEATHSIG would fire when the *thread*
+    # that started the process ends, which may be much earlier.
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
@@ -82,17 +82,17 @@ def _kill_at_parent_exit(sentinel: int) -> None:
 # --- weight updates --------------------------------------------------------------------------------------------------
 @dataclass
 class EpochInfo(WeightTransferInitInfo):
-    """Argument of vLLM's `init_transfer_engine`, equal on every worker."""
+    """Argument of `init_transfer_engine`."""
 
     opening: dict[str, Any]
     """An OpenEpoch as builtins, which vLLM can serialize."""
     rank: int
-    """This generator's rank in the weight group. The learner has rank 0."""
+    """Of this generator in the weight group, where the learner has rank 0."""
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """Argument of `receive_weights`: the fields of Update that describe the bytes."""
+    """Argument of `receive_weights`: fields of an Update that describe its bytes."""
 
     slots: list[Any]
     """TensorSlots as builtins, in parameter order."""
@@ -100,24 +100,23 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     checksums: list[int]
     """xxh3-64 of each bucket's bytes."""
     timeout_s: float
-    """Limit per bucket, seconds."""
+    """Limit per bucket."""
     fetched_path: str = ""
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
-    """Groups of names that share one tensor, which is sent under the first name (CheckpointNames.tied)."""
+    """Groups of names of one tensor, which is sent under the first (CheckpointNames.tied)."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Adapter settings if the tensors are an adapter; empty = they are the model's weights."""
+    """Settings of the adapter; empty = the tensors are the model's weights."""
     rejection: str = ""
-    """Reason not to load this update even if it arrives intact; empty = it may be."""
+    """Reason not to load this update even if it arrives intact; empty = load it."""
 
 
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     """Receives and verifies all bytes of an update before it changes the model.
 
-    Errors are reported by `pop_outcome` rather than raised: if several workers answer a call with an error, vLLM reads
-    only the first answer and mistakes the second for the answer to the next call.
-    Invariant: only `finish_weight_update` and `update_adapter` write to the model, and only after an error-free
-    transfer.
+    Reports errors through `pop_outcome`: if several workers raised, vLLM would read only the first error, and mistake
+    the second for the answer to the next call.
+    Invariant: only `finish_weight_update` and `update_adapter` write to the model, after an error-free transfer.
     """
 
     init_info_cls = EpochInfo
@@ -134,23 +133,22 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         self._uncompared: list[str] = []
 
     def pop_outcome(self) -> tuple[str, bool, list[str]]:
-        """Return and reset the error since the last call (empty = none), whether the model was written to, and the
-        names of tensors that could not be compared after loading."""
+        """Return and reset the last error (empty = none), whether the model was written to, and the names of tensors
+        that could not be compared after loading."""
         outcome = self._error, self._is_model_changed, self._uncompared
         self._error, self._is_model_changed, self._uncompared = "", False, []
         return outcome
 
     def init_transfer_engine(self, init_info: EpochInfo) -> None:
-        """Leave the previous weight group and join the new one."""
         with self._recording_errors():
             self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
 
     def start_weight_update(self) -> None:
-        """Do not touch the model yet: nothing is loaded before all bytes are verified."""
+        """Leaves the model unchanged, because loading starts after all bytes are verified."""
         self._received = []
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receive and verify. A rejected update is received too, because the broadcast needs every group member."""
+        """Receive and verify, even a rejected update, because the broadcast needs every group member."""
         with self._recording_errors():
             tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
             if update_info.rejection:
@@ -158,7 +156,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
 
     def finish_weight_update(self) -> None:
-        """Load the received tensors, if any. vLLM rebuilds each layer as at startup, including packed copies."""
+        """Load the received tensors, if any."""
         received, self._received = self._received, []
         if not received:
             return
@@ -168,7 +166,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             if name := load.first_mismatch(received):
                 raise WeightTransferError(f"the engine must hold {name} as sent, but it holds different values")
             held = dict(self.model.named_parameters())
-            # With pipeline parallelism, the update also contains tensors of other workers' layers.
+            # With pipeline parallelism, other workers hold some of the layers.
             is_whole = self.parallel_config.pipeline_parallel_size == 1
             self._uncompared = [name for name in load.uncompared if is_whole or name in held]
 
@@ -194,7 +192,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
         if info.fetched_path:
-            # Fetched once per generator; all its workers map the same memory.
+            # Fetched once per generator. All its workers map the memory.
             mapped = map_buckets(info.fetched_path, sizes=info.bucket_bytes)
             buckets.verify(mapped, expected=info.checksums)
             return buckets.unpack(mapped, slots)
@@ -203,23 +201,22 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         )
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors under their other names, where the model has a separate layer: vLLM's CPU build packs a
-        tied head separately."""
-        # `named_modules` lists a shared layer only once, so a head that is the embedding itself is not included.
+        """Yield tied tensors for layers that hold a separate copy, such as the packed head in vLLM's CPU build."""
+        # `named_modules` lists a shared layer once, so a head that is the embedding itself is not included.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
             yield from ((name, sent[first]) for name in others if name in own)
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
-        """Load tensors. Raises WeightTransferError if the model reports that it did not load all parameters."""
+        """Raises WeightTransferError if the model reports that it did not load all parameters."""
         if self.device.type == "cpu":
-            # vLLM 0.32 repacks experts for the CPU only when it builds their kernel, so force a rebuild.
+            # vLLM 0.32 repacks experts for the CPU only when it builds their kernel.
             for layer in self.model.modules():
                 method: Any = getattr(layer, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
                     method.moe_kernel = None
         initialize_layerwise_reload(self.model)
-        # Collected before the load, which adds parameters that vLLM derives from others.
+        # The load adds parameters that vLLM derives from others.
         loadable = {name for name, _ in self.model.named_parameters()}
         load = RecordedLoad(self.model)
         try:
@@ -230,7 +227,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
-        # Quantized models have parameters that are never sent, and some models report nothing.
+        # Quantized models have parameters that are never sent. Some models report nothing.
         is_reported = loaded is not None and self.model_config.quantization is None
         if stale := sorted(loadable - loaded) if is_reported else []:
             raise WeightTransferError(
@@ -248,7 +245,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
 
 class OutcomeReport:
-    """Mixin for vLLM's worker class, so that `collective_rpc` can call methods of BroadcastWeights."""
+    """Mixin of vLLM's worker class, so that `collective_rpc` can call methods of BroadcastWeights."""
 
     def weight_device(self) -> str:
         return device_name(self.weight_transfer_engine.device)  # type: ignore[attr-defined]
@@ -263,9 +260,8 @@ class OutcomeReport:
 class SharedReceiver:
     """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
 
-    The first worker receives and verifies in host memory. The others map that memory, or get the first worker's error.
-    Every worker then loads its part of each tensor directly from there, so that an update needs GPU memory only for the
-    layer being loaded. Every worker must make the same calls.
+    The first worker receives and verifies in host memory, which the others map, so that an update needs GPU memory only
+    for the layer being loaded. Every worker must make the same calls, and gets the first worker's errors.
     """
 
     def __init__(self, receiver: CollectiveReceiver, *, device: torch.device) -> None:
@@ -275,13 +271,11 @@ class SharedReceiver:
         self._mapping: tuple[int, list[int]] | None = None
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Raises WeightTransferError on every worker if the first one fails."""
         self._run_on_first(lambda: self._receiver.open_epoch(opening, rank=rank))
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """Receive, verify, and share. Raises WeightTransferError on every worker if the first one fails."""
         path = self._run_on_first(
             lambda: self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
         )
@@ -293,15 +287,13 @@ class SharedReceiver:
         self._mapped, self._mapping = [], None
 
     def _map(self, path: str, sizes: list[int]) -> list[Tensor]:
-        """Map the first worker's memory, reusing the mapping while it is unchanged."""
         mapping = Path(path).stat().st_ino, sizes
         if mapping != self._mapping:
             self._mapped, self._mapping = map_buckets(path, sizes=sizes, is_pinned=self._is_pinned), mapping
         return self._mapped
 
     def _run_on_first(self, action: Callable[[], object]) -> str:
-        """Run on the first worker only. Returns the path of its memory. All workers raise if it fails, so that none
-        loads unverified tensors."""
+        """Run on the first worker. Returns the path of its memory, or raises WeightTransferError, on every worker."""
         group = get_world_group()
         path, error = "", ""
         if group.is_first_rank:
