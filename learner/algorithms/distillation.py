@@ -1,8 +1,8 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
-`teacher_advantages` and `sampled_k3` use the log-probability of the sampled token. The other functions use the
-log-probabilities of K candidates per token (the teacher's most likely tokens), and are exact with K = V. The remaining
-probability counts as one more outcome or, with `renormalise`, is dropped from both distributions.
+`teacher_advantages` and `sampled_k3` use the sampled token. The other functions use K candidates per token (the
+teacher's most likely tokens), and are exact with K = V. The remaining probability counts as one more outcome or, with
+`renormalise`, is dropped from both distributions.
 """
 
 import math
@@ -18,11 +18,11 @@ from slipstream.learner.algorithms.inputs import KlInputs
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float
 ) -> Float[Tensor, "N"]:
-    """Advantages, without gradient, that make the policy gradient minimize KL(learner || teacher) token by token.
+    """Advantages with which the policy gradient minimizes KL(learner || teacher) token by token. No gradient.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 
-    Source: on-policy distillation, arXiv:2306.13649 with reverse KL, as a reward per token and discount 0.
+    Source: on-policy distillation, arXiv:2306.13649, with reverse KL as a reward per token and discount 0.
     """
     return -importance.token_log_ratio(learner_logprobs, teacher_logprobs).detach().clamp(-bound, bound)
 
@@ -45,15 +45,15 @@ def sampled_k3(
 def forward_kl_topk(
     learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, renormalise: bool
 ) -> Float[Tensor, "N"]:
-    """KL(teacher || learner) over K candidates plus the rest, or over the renormalized K candidates.
+    """KL(teacher || learner) over the candidates.
 
     loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalise; q = teacher, p = learner
 
-    Nonnegative, and 0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
+    0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
 
     Source: GKD, arXiv:2306.13649, section 2.
-    Differs: includes the rest or renormalizes. A plain sum over K candidates is not a divergence, because equal
-    policies would have a nonzero gradient.
+    Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal
+    policies.
     """
     teacher = _closed(teacher_logprobs.detach(), renormalise=renormalise)
     return kl.exact(teacher, _closed(learner_logprobs, renormalise=renormalise))
