@@ -51,7 +51,7 @@ class TorchEngine(WholeModel[M]):
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
         """`setting` is the config section of `optimizer`, for error messages."""
-        # With accelerate installed (peft needs it), transformers imports DeepSpeed to save a model. Silence its log.
+        # With accelerate installed (for peft), transformers imports DeepSpeed to save a model.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device
