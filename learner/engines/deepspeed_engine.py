@@ -319,7 +319,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:  # subclasses may write elsewhere
             handler.setStream(sys.stderr)
-    # Without this table of buildable ops, DeepSpeed uses Gloo on CPUs. With it, the first start compiles a shared-memory
-    # op that only inference uses (45 s, needs g++).
+    # With an empty table of buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op that
+    # only inference uses (45 s, needs g++).
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed
