@@ -133,7 +133,7 @@ def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) 
 
     S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon)
 
-    Empty `weights` mean all parts with weight 1. Raises BatchError if an answer lacks one of the parts.
+    Without `weights`: all parts with weight 1. Raises BatchError if an answer lacks a part.
 
     Source: GDPO, arXiv:2601.05242.
     Differs: does not subtract the mean of S, which is 0 up to a rounding error that would give groups of equal rewards

@@ -3,8 +3,7 @@
 Each function returns one weight per sequence of an optimizer update. The loss is the sum over tokens of weight * token
 loss. T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks.
 
-If T_i includes rejected tokens, rejection shrinks the step and leaves the weights of other tokens unchanged. If it
-counts only kept tokens (`importance.num_kept`), the weights are those of an update without the rejected tokens.
+If T_i includes rejected tokens, rejection shrinks the step. If not, the weights are those of an update without them.
 """
 
 from collections.abc import Callable

@@ -34,8 +34,8 @@ def sampled_k3(
 
     loss = min(exp(-x) - 1 + x, max_loss), x = log pi_learner - log pi_teacher
 
-    The value estimates the reverse KL. On tokens that the learner sampled, the gradient is that of the forward
-    KL(teacher || learner): E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
+    On tokens that the learner sampled, the gradient is that of KL(teacher || learner):
+    E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
 
     Source: Schulman, "Approximating KL Divergence".
     """
@@ -70,8 +70,7 @@ def generalised_jsd(
 
     loss = beta * KL(q || m) + (1 - beta) * KL(p || m), m = beta * q + (1 - beta) * p
 
-    Bounded even for tokens with probability 0. loss / beta approaches the forward KL(q || p) as beta -> 0, and
-    loss / (1 - beta) the reverse KL as beta -> 1.
+    Bounded. loss / beta approaches KL(q || p) as beta -> 0, and loss / (1 - beta) KL(p || q) as beta -> 1.
 
     Source: GKD, arXiv:2306.13649, section 2.
     """
@@ -82,8 +81,8 @@ def generalised_jsd(
 
 
 def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
-    """Complete log-probabilities to a distribution: append the rest (at least epsilon), or renormalize."""
-    # Widen before the subtraction: 1 - sum is only rounding error in half precision.
+    """Complete to a distribution: append the rest (at least epsilon), or renormalize."""
+    # 1 - sum is only rounding error in half precision.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     if renormalise:
         return wide.log_softmax(-1)

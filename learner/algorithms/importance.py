@@ -33,9 +33,8 @@ def interpolation(
     `learner_version` is the version that the current step produces.
 
     Source: A-3PO, arXiv:2512.06547.
-    Differs: the proximal policy is the learner at the start of the step, as in decoupled PPO, so alpha is k / (k + 1)
-    at lag k. The authors' code uses the version before it, and the start of the step as v_learner, which gives
-    (k - 1) / k and no correction at lag 1.
+    Differs: v_proximal is the start of the step, as in decoupled PPO, so alpha is k / (k + 1) at lag k. In the authors'
+    code, the start is v_learner, so alpha is (k - 1) / k and lag 1 is not corrected.
     """
     gone, whole = proximal_version - token_versions, learner_version - token_versions
     return (gone / whole.clamp(min=1)).clamp(0, 1)
@@ -204,7 +203,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
-    The sum, a product of ratios, favors short sequences. The mean, their geometric mean, does not.
+    The sum favors short sequences; the mean does not.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the logarithms of the bounds, so its asymmetric bounds apply to generator / learner.

@@ -30,7 +30,7 @@ class AdvantageInputs:
     rewards: Float[Tensor, "B"]
     """float64, after shaping by `algorithm.reward`."""
     groups: Int[Tensor, "B"]
-    """Group of each trajectory, numbered from 0 without gaps."""
+    """From 0 without gaps."""
     lengths: Int[Tensor, "B"]
     """Number of model-written tokens, trained or not."""
     num_trained: Int[Tensor, "B"]
@@ -41,21 +41,20 @@ class AdvantageInputs:
     parts: dict[str, Tensor]
     """Name -> float64[B], NaN for trajectories without this reward part."""
     sources: list[str]
-    """Data source of each trajectory."""
 
     sequences: Int[Tensor, "N"]
     """Trajectory of each token."""
     turns: Int[Tensor, "N"]
-    """Turn of each token within its trajectory, from 0."""
+    """From 0 in each trajectory."""
     positions: Int[Tensor, "N"]
-    """Position among all model-written tokens of the trajectory, trained or not."""
+    """Among all model-written tokens of the trajectory, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
-    """The same within the turn."""
+    """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
     """float64: each turn's reward at its last token, the rest of the reward at the last token of the trajectory, minus
     the KL penalty of each token if the KL is charged in the reward."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, under the distribution each token was sampled from."""
+    """float32, under the sampled distribution."""
     learner_logprobs: Float[Tensor, "N"] | None = None
     """float32, at the start of the step; None unless a setting needs them."""
     collisions: Float[Tensor, "N"] | None = None
@@ -114,7 +113,7 @@ class LossInputs:
 class MaskInputs:
     """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient.
 
-    Local masks (`MaskConfig.is_local`) get the tokens of one microbatch instead, in complete contexts.
+    Local masks (`MaskConfig.is_local`) get one microbatch instead.
     """
 
     log_ratio: Float[Tensor, "N"]
@@ -128,7 +127,7 @@ class MaskInputs:
     num_sequences: int
     """Upper bound of the context numbers, exclusive."""
     is_counted: Bool[Tensor, "N"]
-    """Tokens that the correction keeps in the loss."""
+    """False for tokens that the correction rejects."""
     seed: int = 0
     """Equal on every rank."""
 
@@ -164,6 +163,5 @@ class AggregationInputs:
     num_tokens: Int[Tensor, "B"]
     """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""
     groups: Int[Tensor, "B"]
-    """Group of each trajectory."""
     length: int
     """Constant of `seq_mean_token_sum_norm`, such as the maximum response length, tokens."""

@@ -144,12 +144,12 @@ def _entropy(logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
 
 # --- deferred logits -------------------------------------------------------------------------------------------------
 _Measure = Callable[[Tensor, int], dict[str, Tensor]]
-"""(logits of a chunk, index of the chunk) -> numbers of its tokens by name."""
+"""(logits, index of the chunk) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
 
 
 class _MeasureDeferred(torch.autograd.Function):
-    """Numbers of all tokens from hidden states, with one chunk of logits in memory in either pass."""
+    """`measure` for all tokens, with one chunk of logits in memory in either pass."""
 
     @staticmethod
     def forward(
@@ -206,7 +206,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, without a temporary if the dtypes match."""
+    """Without a temporary if the dtypes match."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

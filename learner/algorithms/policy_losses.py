@@ -1,8 +1,7 @@
 """Policy losses: one number per token, not averaged, negated so that lower is better.
 
-ratio = pi_learner / pi_proximal. `anchor` is the proximal policy in losses where it may also be the generator. Terms
-sg(weight) * log pi_learner (sg: stop gradient) are computed with the log-ratio, which has the same gradient but another
-value.
+ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
+generator. Terms sg(weight) * log pi_learner are computed with the log-ratio, which has the same gradient.
 
 Sequence-level losses and weights are repeated for each token. Since aggregations weight the tokens of a sequence
 equally, the sum matches the paper. Except in the token forms, advantages must be equal within a sequence.
@@ -79,7 +78,7 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
 
 
 def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
-    """Surrogate that penalizes the high-covariance tokens of `token_masks.kl_cov_mask`, which reduce the entropy.
+    """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
 
     loss = -ratio * A + coefficient * |log ratio| * selected
 

@@ -21,7 +21,7 @@ def sizes(segments: Int[Tensor, "N"], *, num_segments: int) -> Int[Tensor, "S"]:
 
 
 def own_sizes(segments: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """For each value, the size of its segment."""
+    """Size of the segment of each value."""
     return sizes(segments, num_segments=count(segments))[segments]
 
 
@@ -65,7 +65,7 @@ def centred(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Ten
 
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """For each value, the standard deviation of its segment."""
+    """Standard deviation of the segment of each value."""
     squares = centred(values, segments).square()
     return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
 
@@ -112,7 +112,6 @@ def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[
 
 def indices_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
     """Index of each value within its sequence."""
-    # After a stable sort, the index is the rank minus the start of the sequence.
     order = torch.argsort(sequences, stable=True)
     lengths = sizes(sequences, num_segments=num_sequences)
     starts = lengths.cumsum(0) - lengths

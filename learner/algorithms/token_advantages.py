@@ -28,7 +28,7 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
     G_t = r_t + gamma * G_{t+1}
     """
     rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
-    # After each iteration, entries are sums of the next 2 * shift rewards: log2(length) iterations, not one per token.
+    # After an iteration, entries are sums of 2 * shift rewards: log2(length) iterations in all.
     shift = 1
     while shift < rows.shape[1]:
         rows[:, :-shift] += gamma**shift * rows[:, shift:]
@@ -43,9 +43,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th model-written token, so tool output does not misalign later tokens. With `per_turn`,
-    positions restart in each turn, so a long first turn doesn't either. A position that no other member reaches has
-    advantage 0.
+    Position t is the t-th model-written token, or that of the turn with `per_turn`, so that tool output or a long first
+    turn does not misalign later tokens. A token at a position that no other member reaches has advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
@@ -74,7 +73,7 @@ def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) ->
 
 
 def _cells(inputs: AdvantageInputs, *, per_turn: bool) -> Int[Tensor, "N"]:
-    """Cell of each token, without gaps: the tokens of a group at one position."""
+    """Cell of each token: the tokens of a group at one position."""
     turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
     positions = inputs.positions_in_turn if per_turn else inputs.positions
     groups = inputs.groups[inputs.sequences]

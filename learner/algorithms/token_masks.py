@@ -13,10 +13,10 @@ from slipstream.learner.algorithms.inputs import MaskInputs
 
 
 def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
-    """Drop the largest squared log-ratios until the mean of the remaining candidates is at most `threshold`.
+    """Drop candidates with large squared log-ratios until the mean of the rest is at most `threshold`.
 
     candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
-    dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean over the rest is <= threshold
+    dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
     Differs: no floor. If every candidate exceeds the threshold, all are dropped, leaving only tokens that move back

@@ -31,7 +31,7 @@ from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
-"""Maximum size of the parameters that ZeRO-3 gathers for export and import at once."""
+"""Size of the parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer, even for small models."""
 
@@ -45,7 +45,7 @@ def deepspeed_environment(device: torch.device) -> dict[str, str]:
 def deepspeed_config(
     config: DeepSpeedEngineConfig, *, num_ranks: int, optimizer: OptimizerConfig | None = None
 ) -> dict[str, Any]:
-    """Configuration for `deepspeed.initialize`, with one microbatch per backward pass."""
+    """Configuration for `deepspeed.initialize`."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
         "overlap_comm": False,
@@ -145,7 +145,7 @@ class ShardedModel(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks must consume the iterator, which may be collective. With ZeRO-3, rank 0 distributes the shards.
+        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes the shards of rank 0.
         is_copied = self._stage < 3 or self._ranks.is_first
         given = {name: tensor if is_copied else None for name, tensor in tensors}
         for bucket in _buckets(self.model.weights()):
@@ -170,10 +170,10 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Weights that autocast rounds anyway, those of linear layers: gathering them rounded halves traffic.
+        """Weights of linear layers, which autocast rounds anyway: gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights, which DeepSpeed keeps gathered,
-        so that `_gathered` would export rounded values.
+        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered, so that
+        `_gathered` would export rounded values.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
@@ -196,7 +196,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         ranks: Ranks,
         setting: str = "learner.optimizer",
     ) -> None:
-        """`setting` is the config section of `optimizer`, for error messages."""
+        """`setting`: config section of `optimizer`, for errors."""
         self.device = device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
@@ -244,7 +244,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
             offset = 0
             for parameter in group:
-                # Each parameter is split evenly over ranks. The last slices may contain padding or only padding.
+                # Each parameter is split evenly over ranks, with padding at the end.
                 length = parameter.partition_numel()
                 begin = self._ranks.rank * length
                 if (size := min(length, parameter.ds_numel - begin)) > 0:
@@ -260,7 +260,7 @@ class DeepSpeedEngine(ShardedModel[M]):
 
 
 def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Set the dtype in which ZeRO-3 gathers each parameter. None: the parameter's dtype."""
+    """Set the dtype in which ZeRO-3 gathers each parameter, None for its own."""
     for parameter, dtype in dtypes.items():
         if dtype is None:
             vars(parameter).pop("comm_dtype", None)
@@ -269,7 +269,7 @@ def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:
-    """Make checkpointed layers keep their inputs in host memory until the backward pass."""
+    """Keep the inputs of checkpointed layers in host memory until the backward pass."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         # Only the inputs move: tensors saved inside the function go to the hooks of `checkpoint`.

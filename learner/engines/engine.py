@@ -14,9 +14,9 @@ from slipstream.learner.ranks import Ranks
 
 
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if the loss of any rank is not finite. Collective.
+    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
 
-    `what` names the loss and `setting` the config section of its optimizer.
+    `what`: name of the loss. `setting`: config section of its optimizer.
     """
     # A rank that raised alone would leave the others blocked in `TrainEngine.step`.
     is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
@@ -28,9 +28,9 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if a tensor of any rank contains NaN or infinity. Collective.
+    """Raise DivergenceError on all ranks if a tensor of any contains NaN or infinity. Collective.
 
-    `what` names the tensors. `step` is the last finished step, 0 before the first.
+    `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
     # A sum takes one pass without a copy. A non-finite sum may be an overflow of finite terms, so check again.
@@ -76,7 +76,7 @@ class Trainable(Protocol):
         """
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield each parameter once."""
+        """Each parameter once."""
 
 
 M = TypeVar("M", bound=Trainable, covariant=True)
@@ -113,7 +113,7 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer, whose pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
+        """Its pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +136,7 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:
-    """Call `TrainEngine.step` and add the step number to its error."""
+    """`TrainEngine.step`, with the step number in its error."""
     try:
         return engine.step(learning_rate=learning_rate)
     except DivergenceError as error:

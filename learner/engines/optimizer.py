@@ -92,7 +92,7 @@ class Shard(NamedTuple):
 
 
 def trained_names(model: Trainable) -> dict[int, str]:
-    """`id` of each trained parameter -> its name, the first one for a tied parameter."""
+    """`id` of each trained parameter -> its name, or the first name of a tied one."""
     names = dict[int, str]()
     for name, parameter in model.weights():
         names.setdefault(id(parameter), name)
@@ -123,9 +123,9 @@ def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> d
 def restore_moments(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Read the state of these shards from the files of all ranks, regardless of the sharding when saved.
+    """Read the state of these shards from the files of all ranks, however it was sharded when saved.
 
-    `names`: trained parameters of all ranks. Raises CheckpointError if the files hold other parameters.
+    `names`: trained parameters of all ranks. Raises CheckpointError.
     """
     with ExitStack() as files:
         pieces = _find_pieces(folder, files)
@@ -155,7 +155,6 @@ def restore_moments(
 
 class _Piece(NamedTuple):
     file: Any
-    """Open safetensors file."""
     key: str
     begin: int
     size: int

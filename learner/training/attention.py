@@ -133,7 +133,7 @@ def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int
 
 
 def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive mask [Q, K]. SDPA would convert a boolean one in each layer and keep the copy."""
+    """Additive mask [Q, K]. SDPA would convert a boolean one in each layer and keep the copy for the backward pass."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
     if window:

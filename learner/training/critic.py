@@ -51,7 +51,6 @@ class ValueModel(nn.Module):
     """Value of the state before each trained token: a language model's trunk with a scalar head, float32."""
 
     group = SINGLE_RANK
-    """Ranks that share each sequence."""
     has_trunk = True
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:

@@ -1,7 +1,7 @@
 """LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
 
-Some models silently ignore masks or windows, or leak recurrent states into the next sample, so each is tested on the
-run's prompts. A layout is exact if rounding explains
+Some models silently ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if
+rounding explains, on the run's prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 

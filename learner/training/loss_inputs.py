@@ -1,7 +1,7 @@
-"""Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens of a batch.
+"""Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on the whole batch of a step or optimizer update, identically on every rank, so that results
-do not depend on the split into microbatches and ranks. Exceptions: `correct` and `mask_inputs` may get a microbatch.
+Computed without gradient on the batch of a step or update, identically on every rank, so that results do not depend on
+the split into microbatches and ranks. Only `correct` and `mask_inputs` may get a microbatch.
 """
 
 import math
@@ -48,7 +48,7 @@ class Correction(NamedTuple):
 
 @torch.no_grad()
 def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
-    """Compute weights from log(proximal/generator), `inputs`, and rejections from log(learner/generator), `learner`."""
+    """Weights from `inputs` = log(proximal/generator), and rejections from `learner` = log(learner/generator)."""
     is_kept = _is_kept(learner, config=config)
     if config.level == "none":
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
@@ -57,7 +57,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalise:
-        # Weights of sequences are repeated for each token, but the mean must count each sequence once.
+        # The mean must count each sequence once, not each of its tokens.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalise(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
@@ -81,10 +81,7 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if known before the first gradient.
-
-    With `rebaseline`, entirely rejected trajectories leave the baseline of their group.
-    """
+    """Fill weights and rejections if known before the first gradient, and apply `rebaseline`."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
@@ -96,7 +93,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    # A trajectory without trained tokens, such as a truncated one, stays in the baseline.
+    # Trajectories without trained tokens, such as truncated ones, stay in the baseline.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -118,7 +115,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
 
 
 def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
-    """Weighted sum of the configured parts, or the total reward, plus the penalty for long answers."""
+    """Configured parts or total reward, plus the penalty for long answers."""
     rewards = batch.trajectories.rewards
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -130,7 +127,7 @@ def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Te
 
 
 def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
-    """Normalize over group members. Non-members get a reward of 0."""
+    """Normalize over members. Non-members get a reward of 0."""
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
     if shaping.normalise == "batch":
@@ -246,7 +243,7 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Learning-rate factor of this step from the effective sample size."""
+    """Factor from the effective sample size of a step."""
     if config is None:
         return 1.0
     tokens = batch.tokens
@@ -260,7 +257,7 @@ def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:
-    """`learner/advantage_...` metrics of a prepared batch."""
+    """`learner/advantage_...` metrics."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):
         return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}
@@ -288,7 +285,7 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
 
 
 def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
-    """Build the input record of masks. `learner_logprobs`: without gradient."""
+    """`learner_logprobs`: without gradient."""
     is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
     if tokens.is_kept is not None:
         is_counted = tokens.is_kept & (known(tokens.correction_weights) > 0)

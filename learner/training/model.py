@@ -47,9 +47,9 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 """`model.dtype` -> dtype of matrix products. float16 gradients would underflow without loss scaling."""
 
 _HEAD_TOLERANCE = 1e-5
-"""Maximum difference of float32 logits, relative to the largest: 84 epsilon for a reordered dot product."""
+"""Difference relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
-"""Magnitude of logits at which heads are compared. On small logits, a soft cap has less effect than rounding."""
+"""Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
@@ -57,16 +57,16 @@ LONG = 2048
 """Sequence length from which masks cost more on CPUs than one kernel call per run of tokens."""
 
 UNLIMITED = 2**31
-"""Maximum row length of a model that declares no limit."""
+"""Row length of a model without a limit."""
 
 _PROBE_TOKENS = 32
 
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-"""Errors that a model may raise for inputs it does not support."""
+"""Errors of a model that does not support its inputs."""
 
 
 class OutputHead(nn.Module):
-    """The language model's output projection, for chunks of tokens."""
+    """Output projection for chunks of tokens."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
@@ -96,7 +96,6 @@ class Policy(nn.Module):
     """Causal language model with float32 weights and matrix products in `compute_dtype`."""
 
     group = SINGLE_RANK
-    """Ranks that share each sequence."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
@@ -104,13 +103,11 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.has_adapter = has_adapter
-        """Whether an adapter is trained instead of the model."""
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
         """Computes logits in chunks. None: the model computes all logits at once."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
-        """None without a mixture of experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +119,6 @@ class Policy(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model that maps tokens to hidden states."""
         return self.causal_lm
 
     @property
@@ -153,8 +149,7 @@ class Policy(nn.Module):
         """Return `logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
         If `requested` is None, return `logits` [N, V] instead, which cover this rank's slice, like `reference_logits`.
-        A mixture of experts adds `expert_load` [M, E] and, given `prices` [M, E] (see `Trainer.expert_prices`),
-        `aux_loss`.
+        A mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
@@ -352,8 +347,8 @@ def load_module(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model with a transformers Auto class (`kind`), and list the weights that the checkpoint lacks.
 
-    The model is verified to compute what the checkpoint does in evaluation mode, unless it is sharded. `setting`:
-    config key of the path. Raises ModelError.
+    `setting`: config key of the path. Raises ModelError if the model, unless sharded, computes something else than
+    transformers in evaluation mode.
     """
     logging.disable_progress_bar()
     try:
@@ -383,7 +378,7 @@ def load_module(
         ) from error
     module = module.to(device)
     _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model cannot compute outside an engine. LayoutChooser checks packed attention.
+    # A sharded model cannot compute outside an engine.
     if not is_sharded(module):
         with native_attention(module):
             _check_untouched(module, config, setting=setting)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 LIMIT = 64 * torch.finfo(torch.float32).eps
-"""Difference relative to the spread that float32 rounding can explain in any model.
+"""Difference relative to the spread that float32 rounding can explain in any model, 7.6e-6.
 
 Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
 """

@@ -21,7 +21,7 @@ from slipstream.learner.errors import ModelError
 
 _SOFTMAX = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Types of rotary embeddings that depend on the longest position of a forward pass, unknown to a slice."""
+"""Rotary embeddings that depend on the longest position of a forward pass, unknown to a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,7 @@ class SequenceGroup:
     """None for a group of one."""
 
     def take(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's part of a microbatch: a slice of each row, and the trained tokens predicted there.
-
-        `spans` still describe whole rows, for attention.
-        """
+        """A slice of each row, and the trained tokens predicted there. `spans` still describe whole rows."""
         if self.size == 1:
             return microbatch
         rows, length = microbatch.token_ids.shape
@@ -65,7 +62,7 @@ class SequenceGroup:
         return column if column is None or self.size == 1 else column[self._mine(microbatch)]
 
     def gather(self, measured: dict[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-        """Outputs of all trained tokens from those of each rank, with gradients only for this rank's."""
+        """Outputs of all ranks' trained tokens, with gradients only for this rank's."""
         if self.size == 1:
             return measured
         mine, found = self._mine(microbatch), {}
@@ -101,7 +98,7 @@ SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first axis, forward and backward."""
+    """All-to-all over the first axis, in both passes."""
 
     @staticmethod
     def forward(ctx: Any, dealt: Tensor, members: dist.ProcessGroup) -> Tensor:

@@ -1,11 +1,11 @@
 """Metrics of a training step, overall and by lag, described in docs/metrics.md.
 
-Sums are accumulated over microbatches, updates, and ranks, and ratios computed once from the sums, because a mean of
-means would make a token's weight depend on its microbatch. A token counts at its lag, and a trajectory at the lag of
-its oldest token. A trajectory with several contexts counts once per context.
+Ratios are computed once, from sums over microbatches, updates, and ranks, because a mean of means would make a token's
+weight depend on its microbatch. A token counts at its lag. A trajectory counts once per context, at the lag of the
+oldest token.
 
-GradientSimilarity computes the cosine between consecutive gradients. They are nearly orthogonal in stable training, but
-with too much staleness they stay aligned for many steps before a run collapses.
+GradientSimilarity measures consecutive gradients. They are nearly orthogonal in stable training, but with too much
+staleness they stay aligned for many steps before a run collapses.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -39,15 +39,13 @@ class TokenStats:
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_proximal), nats."""
     learner_logprobs: Float[Tensor, "N"]
-    """At the start of the step if known, else from the loss's forward pass."""
+    """From the start of the step if known."""
     generator_logprobs: Float[Tensor, "N"]
     """Under the sampled distribution."""
     weights: Float[Tensor, "N"]
-    """Importance weights of the correction."""
     is_bounded: Bool[Tensor, "N"]
     """Whether a bound of the correction changed the weight."""
     is_kept: Bool[Tensor, "N"]
-    """Whether the token is in the loss."""
     is_idle: Bool[Tensor, "N"]
     """Whether the policy loss or a mask removed the gradient."""
     entropies: Float[Tensor, "N"]
@@ -72,7 +70,7 @@ class Counts(NamedTuple):
     """Maxima over tokens, rows as in MAXIMA; -inf without tokens."""
 
     def merge(self, other: "Counts") -> "Counts":
-        """Merge counts from another instance, on its device."""
+        """Merge counts on the device of `other`."""
         tokens, trajectories, maxima = (table.to(other.tokens.device) for table in self)
         return Counts(tokens + other.tokens, trajectories + other.trajectories, torch.maximum(maxima, other.maxima))
 
@@ -87,7 +85,7 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""Except for `tokens` and the two squares, the mean of each is the metric of that name."""
+"""The mean of each is the metric of that name, except for `tokens` and the two squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
 
@@ -99,7 +97,7 @@ def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
 
 
 def no_counts() -> Counts:
-    """Counts of zero tokens."""
+    """Counts without tokens."""
     sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
     tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
     return Counts(tokens, trajectories, maxima - math.inf)
@@ -185,7 +183,7 @@ def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
-    """Name -> metric over all buckets, without metrics of no token or trajectory."""
+    """Name -> metric over all buckets, if it has a token or trajectory."""
     described: dict[str, float] = {}
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
@@ -240,7 +238,6 @@ class StepMetrics:
 
     def __init__(self, recorder: TokenRecorder | None = None) -> None:
         self.recorder = recorder
-        """None if per-token statistics are not recorded."""
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
@@ -249,7 +246,6 @@ class StepMetrics:
 
     @torch.no_grad()
     def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
-        """Add input tokens, token statistics, expert load, and auxiliary loss of a loss's forward pass."""
         self._computed_tokens += microbatch.num_tokens
         if self.recorder:
             self.recorder.add(microbatch, outputs)
@@ -260,7 +256,7 @@ class StepMetrics:
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
-        """Add one microbatch, possibly without tokens, and its part of the loss."""
+        """`loss`: the microbatch's part. May be without tokens."""
         # Sums stay on the device: reading them would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
@@ -316,7 +312,7 @@ class GradientSimilarity:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: entries to sample per optimizer step on this rank."""
+        """`max_entries`: to sample per optimizer step on this rank."""
         self._seed = seed
         self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
@@ -368,7 +364,6 @@ class GradientSimilarity:
         return self._current[index]
 
     def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
-        """Indices of random entries of each parameter."""
         generator = torch.Generator().manual_seed(self._seed + len(self._indices))
         drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)

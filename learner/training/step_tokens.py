@@ -45,7 +45,7 @@ class TokenRecorder:
         `members`: first trajectories of the batch with the positions of their trained tokens. Log-ratios are from the
         start of the step if known, otherwise from the loss's forward pass, like the entropies.
         """
-        # Each token is on one rank, so a sum assembles the columns.
+        # Each token is in one share, so a sum over shares assembles the columns.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None

@@ -162,7 +162,6 @@ class Trainer:
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
-        """Fill the columns that need separate forward passes."""
         config = self._run.algorithm
         if config.needs_start_logprobs:
             requested = Requested(collision=config.advantage.needs_collisions)
@@ -235,7 +234,7 @@ class Trainer:
         """Update the parameters. Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # After the check, which waits for the backward passes.
+        # Timed after the check, which waits for the backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -300,7 +299,7 @@ class Trainer:
         )
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of the probe sequences, and the log-probabilities of all tokens but the first.
+        """Token ids of probe sequences, and the log-probabilities of all tokens but the first.
 
         Raises DivergenceError unless log-probabilities and weights are finite after `step`.
         """
