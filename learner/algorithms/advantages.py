@@ -1,10 +1,8 @@
 """Advantages: group rewards -> one number per trajectory.
 
-Group sizes may differ. A group of one has no baseline and therefore advantage 0, except with `remax` and
-`moving_baseline`, which take the baseline from outside the group. epsilon > 0.
-
-Groups are independent of each other, except that `lite_ppo`, `gpg`, `gdpo`, and `reinforce_plus_plus_baseline` scale by
-a statistic of the whole batch.
+Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`, whose baselines come
+from outside the group. `lite_ppo`, `gpg`, `gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use statistics
+of the whole batch. epsilon > 0.
 """
 
 import torch
@@ -52,7 +50,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
 
-    Dividing by the group's own deviation would amplify groups in which almost all rewards are equal.
+    Dividing by the group's deviation would amplify groups whose rewards are almost all equal.
 
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """
@@ -64,10 +62,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
     """Rewards minus the group mean, whitened over all tokens of the batch.
 
     d_i = r_i - mean_group(r)
-    A_i = (d_i - mean_tokens(d)) / (std_tokens(d) + epsilon), with d_i repeated for each trained token
+    A_i = (d_i - mean_tokens(d)) / (std_tokens(d) + epsilon), d_i repeated for each trained token
 
     Source: REINFORCE++, arXiv:2501.03262, the variant with a group baseline.
-    Differs: a group of one is excluded from the whitening and keeps advantage 0.
+    Differs: excludes groups of one from the whitening.
     """
     has_baseline = segments.own_sizes(inputs.groups) > 1
     weights = (inputs.num_trained * has_baseline).to(inputs.rewards.dtype)
@@ -77,7 +75,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
 def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     """Rewards minus the length-weighted group mean, the minimum-variance baseline for similar tokens.
 
-    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), so that sum_i T_i A_i = 0; T_i counts model-written tokens, even rejected
+    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), T_i = number of model-written tokens, including rejected ones
 
     Source: On-Policy RL with Optimal Reward Baseline (OPO), arXiv:2505.23585.
     """
@@ -103,7 +101,7 @@ def gpg(inputs: AdvantageInputs, *, normalizer: float) -> Float[Tensor, "B"]:
 
 
 def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
-    """Rewards minus the group mean, divided by that mean, so that hard prompts count more.
+    """Rewards relative to the group mean, so that hard prompts count more.
 
     A_i = (r_i - mean(r)) / (mean(r) + epsilon); 0 where mean(r) <= 0. Meant for rewards >= 0.
 
@@ -121,7 +119,7 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
     Source: SPPO, arXiv:2405.00675, the estimate of P(y beats pi) - 1/2.
-    Differs: a trajectory is not compared with itself, which would pull every win rate toward one half.
+    Differs: excludes comparisons of a trajectory with itself, which would pull win rates toward one half.
     """
     groups, num_groups = inputs.groups, segments.count(inputs.groups)
     rows = segments.to_rows(inputs.rewards, groups, num_sequences=num_groups)
@@ -133,11 +131,13 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) -> Float[Tensor, "B"]:
     """Sum of reward parts, each normalized within its group so that no part dominates.
 
-    S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon); weights default to 1 for all parts
+    S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon)
+
+    Without `weights`: all parts with weight 1. Raises BatchError if an answer lacks a part.
 
     Source: GDPO, arXiv:2601.05242.
-    Differs: does not subtract the mean of S. It is 0 up to rounding, and the rounding error would give groups of equal
-    rewards an advantage.
+    Differs: does not subtract the mean of S, which is 0 up to a rounding error that would give groups of equal rewards
+    an advantage.
     """
     names = tuple(weights) or tuple(inputs.parts)
     if not names or any(name not in inputs.parts or not inputs.parts[name].isfinite().all() for name in names):
@@ -175,7 +175,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
 
 
 def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
-    """Contribution of the group's best trajectory to its maximum. 0 for the others, and for all if the best are tied.
+    """Contribution of the group's best trajectory to the maximum; 0 for other trajectories and for ties.
 
     A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if epsilon is given]
 
@@ -198,8 +198,8 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
     A_i = (1 - p) / s                                          if correct
     A_i = (1 - p - C(n_wrong - 1, k - 1) / C(n - 1, k - 1)) / s   if wrong
 
-    A group smaller than k counts as one subset of all members. All advantages are 0 in a group without a signal (a
-    single member, all rewards equal, or no k-subset that fails).
+    A group smaller than k counts as one subset of all members. Advantages are 0 in a group of one, of equal rewards, or
+    without a k-subset that fails.
 
     Source: Pass@k Training, arXiv:2508.10751, analytical derivation.
     """
@@ -215,7 +215,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
 
 
 def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k: int) -> Float[Tensor, "G"]:
-    """C(num_wrong, k) / C(num_samples, k), a product of k factors so that nothing overflows and 0 and 1 are exact."""
+    """C(num_wrong, k) / C(num_samples, k) as a product of k factors: no overflow, and exact 0 and 1."""
     drawn = torch.arange(k, device=num_wrong.device)
     wrong, left = (num_wrong[:, None] - drawn).clamp(min=0), num_samples[:, None] - drawn
     factors = torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0)
@@ -223,7 +223,7 @@ def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k:
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int) -> Float[Tensor, "B"]:
-    """Penalty to add to the reward of long answers. Falls from 0 to -1 over the last `buffer` > 0 tokens.
+    """Penalty to add to the reward of long answers: falls from 0 to -1 over the last `buffer` > 0 tokens.
 
     penalty = clamp((max_length - buffer - T) / buffer, -1, 0)
 
@@ -233,10 +233,7 @@ def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int)
 
 
 def mix(parts: Float[Tensor, "B K"], *, weights: Float[Tensor, "K"]) -> Float[Tensor, "B"]:
-    """Weighted sum of reward parts.
-
-    r_i = sum_k weights_k * parts_ik
-    """
+    """Weighted sum of reward parts."""
     return (parts * weights).sum(1)
 
 
@@ -253,9 +250,8 @@ def kl_in_reward(
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u is `turn_rewards`: the reward of each turn, placed at its last token. The last token of the trajectory gets the
-    remainder of r, so token rewards add up to the total. No gradient flows through kl. A trajectory without tokens has
-    a total but no token to carry it.
+    u (`turn_rewards`) has the reward of each turn at its last token. The trajectory's last token gets the rest of r, so
+    token rewards add up to the total, unless the trajectory has no tokens. No gradient flows through kl.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

@@ -1,12 +1,9 @@
 """Aggregation: reduction of token losses to one number.
 
-Each function returns one token weight per sequence of an optimizer update (B sequences). The loss is the sum over
-tokens of weight * token loss. Weights depend on counts over all microbatches and ranks, so the gradient does not depend
-on the split. Sequences without a loss token do not count.
+Each function returns one weight per sequence of an optimizer update. The loss is the sum over tokens of weight * token
+loss. T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks.
 
-`AggregationInputs.num_tokens` is the denominator. If it counts rejected tokens, rejection leaves the weights of the
-other tokens unchanged and shrinks the step. If it counts only kept tokens (`importance.num_kept`), the weights are
-those of an update without the rejected tokens.
+If T_i includes rejected tokens, rejection shrinks the step. If not, the weights are those of an update without them.
 """
 
 from collections.abc import Callable
@@ -20,7 +17,7 @@ from slipstream.learner.algorithms.inputs import AggregationInputs
 
 
 def token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Equal weight for every token.
+    """Mean over all tokens.
 
     weight = 1 / sum_j T_j
 
@@ -30,7 +27,7 @@ def token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Weight 1 for every token, so the step grows with the batch.
+    """Sum over all tokens, so the step grows with the batch.
 
     weight = 1
 
@@ -40,7 +37,7 @@ def token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def seq_mean_token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Equal weight for every sequence, divided evenly over its tokens.
+    """Mean over the tokens of a sequence, mean over sequences.
 
     weight_i = 1 / (B * T_i)
 
@@ -63,8 +60,6 @@ def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
     """Sum over the tokens of a sequence divided by a constant length, mean over sequences.
 
     weight = 1 / (B * length)
-
-    `length` is constant for the whole run, such as the maximum response length.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2.
     """
@@ -91,7 +86,7 @@ AGGREGATIONS: dict[str, Callable[[AggregationInputs], Tensor]] = {
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     "prompt_mean": prompt_mean,
 }
-"""`algorithm.aggregation` -> function that returns each trajectory's token weight, float64[B]."""
+"""`algorithm.aggregation` -> function that returns float64[B]."""
 
 
 def _present(inputs: AggregationInputs) -> Float[Tensor, "B"]:

@@ -1,8 +1,8 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
-`teacher_advantages` and `sampled_k3` use the log-probability of the sampled token. The other functions use the
-log-probabilities of K candidates per token (the teacher's most likely tokens), and are exact with K = V. The remaining
-probability counts as one more outcome or, with `renormalize`, is dropped from both distributions.
+`teacher_advantages` and `sampled_k3` use the sampled token. The other functions use K candidates per token (the
+teacher's most likely tokens), and are exact with K = V. The remaining probability counts as one more outcome or, with
+`renormalise`, is dropped from both distributions.
 """
 
 import math
@@ -18,11 +18,11 @@ from slipstream.learner.algorithms.inputs import KlInputs
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float
 ) -> Float[Tensor, "N"]:
-    """Advantages, without gradient, that make the policy gradient minimize KL(learner || teacher) token by token.
+    """Advantages with which the policy gradient minimizes KL(learner || teacher) token by token. No gradient.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 
-    Source: on-policy distillation, arXiv:2306.13649 with reverse KL, as a reward per token and discount 0.
+    Source: on-policy distillation, arXiv:2306.13649, with reverse KL as a reward per token and discount 0.
     """
     return -importance.token_log_ratio(learner_logprobs, teacher_logprobs).detach().clamp(-bound, bound)
 
@@ -34,8 +34,8 @@ def sampled_k3(
 
     loss = min(exp(-x) - 1 + x, max_loss), x = log pi_learner - log pi_teacher
 
-    The value estimates the reverse KL. On tokens that the learner sampled, the gradient is that of the forward
-    KL(teacher || learner): E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
+    On tokens that the learner sampled, the gradient is that of KL(teacher || learner):
+    E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
 
     Source: Schulman, "Approximating KL Divergence".
     """
@@ -45,15 +45,15 @@ def sampled_k3(
 def forward_kl_topk(
     learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, renormalize: bool
 ) -> Float[Tensor, "N"]:
-    """KL(teacher || learner) over K candidates plus the rest, or over the renormalized K candidates.
+    """KL(teacher || learner) over the candidates.
 
     loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalize; q = teacher, p = learner
 
-    Nonnegative, and 0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
+    0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
 
     Source: GKD, arXiv:2306.13649, section 2.
-    Differs: includes the rest or renormalizes. A plain sum over K candidates is not a divergence, because equal
-    policies would have a nonzero gradient.
+    Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal
+    policies.
     """
     teacher = _closed(teacher_logprobs.detach(), renormalize=renormalize)
     return kl.exact(teacher, _closed(learner_logprobs, renormalize=renormalize))
@@ -70,8 +70,7 @@ def generalized_jsd(
 
     loss = beta * KL(q || m) + (1 - beta) * KL(p || m), m = beta * q + (1 - beta) * p
 
-    Bounded even for tokens with probability 0. loss / beta approaches the forward KL(q || p) as beta -> 0, and
-    loss / (1 - beta) the reverse KL as beta -> 1.
+    Bounded. loss / beta approaches KL(q || p) as beta -> 0, and loss / (1 - beta) KL(p || q) as beta -> 1.
 
     Source: GKD, arXiv:2306.13649, section 2.
     """
@@ -81,9 +80,9 @@ def generalized_jsd(
     return beta * kl.exact(teacher, mixture) + (1 - beta) * kl.exact(learner, mixture)
 
 
-def _closed(logprobs: Float[Tensor, "N K"], *, renormalize: bool) -> Float[Tensor, "N C"]:
-    """Complete log-probabilities to a distribution: append the rest (at least epsilon), or renormalize."""
-    # Widen before the subtraction: 1 - sum is only rounding error in half precision.
+def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
+    """Complete to a distribution: append the rest (at least epsilon), or renormalize."""
+    # 1 - sum is only rounding error in half precision.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     if renormalize:
         return wide.log_softmax(-1)

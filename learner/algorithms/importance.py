@@ -1,15 +1,14 @@
-"""Importance ratios between two policies, importance weights, and rejection.
+"""Importance ratios, importance weights, and rejection.
 
-All ratio arithmetic uses clamped log-ratios in at least float32. A non-finite log-ratio counts as 0 (ratio 1).
+Log-ratios are clamped, in at least float32, and 0 if not finite. x_t is the `log_ratio` of the inputs.
 
-Importance weights correct for drift, log pi_proximal - log pi_generator. They have no gradient, because grad(w log pi)
-would add an unwanted term log pi * grad w. They are computed in up to three steps, each with one number per token: a
-level (LEVELS), bounds (`truncate` or `mask`), and optionally `normalize`.
+Importance weights correct for drift, x_t = log pi_proximal - log pi_generator. They have no gradient, because
+grad(w log pi) would add an unwanted term log pi * grad w. They are computed in up to three steps: a level (LEVELS),
+bounds (`truncate` or `mask`), and optionally `normalise`.
 
-Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator (`log_ratio` of the inputs).
-Each function returns one bool per token, True = keep, to be combined by `&`. A statistic is evaluated per token
-(`over="token"`) or once per sequence as "sum", "mean", or, for k2 and k3, "max". `veto` is the counterpart of "max" for
-ratios, which have two bounds. `num_kept` counts tokens for baselines and denominators after rejection.
+Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator. Each function returns one
+bool per token, True = keep. A statistic is evaluated per token (`over="token"`) or once per sequence as "sum", "mean",
+or, for k2 and k3, "max". `veto` is the counterpart of "max" for ratios, which have two bounds.
 """
 
 import math
@@ -27,17 +26,15 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 def interpolation(
     token_versions: Int[Tensor, "N"], *, proximal_version: int, learner_version: int
 ) -> Float[Tensor, "N"]:
-    """Position of the proximal policy between generator (0) and learner (1), computed from policy versions.
+    """Position of the proximal policy between generator (0) and learner (1), from policy versions.
 
     alpha = (v_proximal - v_token) / (v_learner - v_token), within [0, 1]; 0 for a token of the proximal version
 
-    `learner_version` is the version that the current step produces: `proximal_version` + 1, or more if a version takes
-    several updates.
+    `learner_version` is the version that the current step produces.
 
     Source: A-3PO, arXiv:2512.06547.
-    Differs: alpha is k / (k + 1) at lag k, because the proximal policy is the learner at the start of the step, as in
-    decoupled PPO, and the learner is the result of the step. The authors' code uses the learner at the start as
-    v_learner and the version before it as v_proximal, which gives (k - 1) / k and no correction at lag 1.
+    Differs: v_proximal is the start of the step, as in decoupled PPO, so alpha is k / (k + 1) at lag k. In the authors'
+    code, the start is v_learner, so alpha is (k - 1) / k and lag 1 is not corrected.
     """
     gone, whole = proximal_version - token_versions, learner_version - token_versions
     return (gone / whole.clamp(min=1)).clamp(0, 1)
@@ -46,11 +43,9 @@ def interpolation(
 def loglinear(
     generator_logprobs: Float[Tensor, "N"], learner_logprobs: Float[Tensor, "N"], *, alpha: Float[Tensor, "N"]
 ) -> Float[Tensor, "N"]:
-    """Unnormalized geometric interpolation of probabilities.
+    """Unnormalized geometric interpolation, which splits the log-ratio into drift and ratio as alpha : 1 - alpha.
 
     log pi_proximal = log pi_generator + alpha * (log pi_learner - log pi_generator)
-
-    Splits the log-ratio into drift and ratio as alpha : 1 - alpha.
 
     Source: A-3PO, arXiv:2512.06547 (log-linear form).
     """
@@ -59,32 +54,28 @@ def loglinear(
 
 # --- ratios ----------------------------------------------------------------------------------------------------------
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +- this bound before exp, nats."""
+"""Log-ratios are clamped to +- this bound, nats."""
 
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """clamp(x, -20, 20) with the gradient of x. Non-finite values become 0, without gradient."""
-    # Before the clamp, which keeps NaN.
     finite = torch.where(log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
-    # The gradient of clamp is 0 beyond its bounds, so the most off-policy tokens would lose their gradient.
+    # clamp has no gradient beyond its bounds, so the most off-policy tokens would lose theirs.
     return finite.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + (finite - finite.detach())
 
 
 def token_log_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """`bounded` difference of two log-probabilities: clamp(numerator - denominator, -20, 20), 0 if not finite."""
+    """`bounded` difference of two log-probabilities."""
     return bounded(_wide(numerator) - _wide(denominator))
 
 
 def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """exp(numerator - denominator) of two log-probabilities, clamped, and 1 if not finite.
-
-    ratio_t = pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t)
-    """
+    """exp of `token_log_ratio`: pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t)."""
     return token_log_ratio(numerator, denominator).exp()
 
 
 def nonfinite(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """Tokens whose `token_ratio` is set to 1 because a log-probability is not finite."""
+    """Tokens whose `token_ratio` is 1 because a log-probability is not finite."""
     return ~(numerator - denominator).isfinite()
 
 
@@ -93,7 +84,7 @@ def token_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
 
     w_t = exp(x_t)
 
-    The bias is O(T^2) times the largest divergence. The variance does not grow with the length.
+    Bias O(T^2) times the largest divergence. Variance independent of the length.
 
     Source: Truncated Importance Sampling, Yao et al. 2025; per-token ratios as in V-trace, arXiv:1802.01561.
     """
@@ -105,7 +96,7 @@ def sequence_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
 
     w_i = prod_t exp(x_t) = exp(clamp(sum_t x_t, -20, 20))
 
-    Unbiased except for the clamp. The variance grows exponentially with the length.
+    Unbiased except for the clamp. Variance exponential in the length.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability".
     """
@@ -131,7 +122,7 @@ LEVELS: dict[str, Callable[[RatioInputs], Tensor]] = {
     "sequence": sequence_level,
     "geometric": geometric_level,
 }
-"""`correction.level` -> function that returns the weight of each token, Float[N]."""
+"""`correction.level` -> function that returns Float[N]."""
 
 
 def truncate(weights: Float[Tensor, "N"], *, low: float = -math.inf, high: float) -> Float[Tensor, "N"]:
@@ -167,8 +158,8 @@ def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[
 
     w = w / mean(w)
 
-    Pass the mean of the bounded weights over all microbatches and ranks, because a mean per microbatch would depend on
-    the split. It is a mean over tokens at the token level, and over `one_per_sequence` otherwise.
+    `mean` is that of the bounded weights over all microbatches and ranks: over tokens at the token level, otherwise
+    over `one_per_sequence`.
 
     Source: self-normalized importance sampling, Kong 1992; after truncation, Liu, Li et al. 2025.
     """
@@ -180,7 +171,7 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
 
     ESS = (sum w)^2 / (N * sum w^2); 0 if all weights are 0
 
-    Measured over tokens, or over sequences with the weights of `one_per_sequence`; the former is larger.
+    Over tokens, or over sequences with the weights of `one_per_sequence`; the former is larger.
 
     Source: Kong 1992; used per batch in VCPO, arXiv:2602.17616.
     """
@@ -194,9 +185,8 @@ def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> 
     scale = max(ess^power, floor), with power 1/2 for Adam-like optimizers and 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: adds the floor, and treats NaN (no weight left) as 0. Omits the paper's off-policy optimal baseline
-    sum_i w_i^2 |grad_i|^2 R_i / sum_i w_i^2 |grad_i|^2, which needs a backward pass per trajectory for the gradient
-    norms. `optimal_token_baseline` implements it with a proxy for the norms.
+    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline, which needs a backward pass per
+    trajectory for gradient norms; `optimal_token_baseline` uses a proxy for the norms.
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 
@@ -213,8 +203,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
-    The sum corresponds to the product of ratios, which favors short sequences. The mean corresponds to their geometric
-    mean, which does not.
+    The sum favors short sequences; the mean does not.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the logarithms of the bounds, so its asymmetric bounds apply to generator / learner.
@@ -226,7 +215,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
     """Keep tokens whose squared log-ratio is small.
 
-    keep iff k2 <= high,  k2_t = x_t^2 / 2
+    keep iff low <= k2 <= high,  k2_t = x_t^2 / 2
 
     Source: k2 of Schulman, "Approximating KL Divergence"; as a criterion, verl's rollout correction.
     """
@@ -237,7 +226,7 @@ def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
     """Keep tokens whose estimated divergence KL(generator || learner) is small.
 
-    keep iff k3 <= high,  k3_t = exp(x_t) - 1 - x_t
+    keep iff low <= k3 <= high,  k3_t = exp(x_t) - 1 - x_t
 
     Source: k3 of Schulman, "Approximating KL Divergence"; as a criterion (K3-RS), Liu, Li et al. 2025.
     """
@@ -247,7 +236,7 @@ def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
 
 STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k3": keep_k3}
-"""`correction.reject.statistic` -> function that returns whether to keep each token, Bool[N]."""
+"""`correction.reject.statistic` -> function that returns Bool[N]."""
 
 
 def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
@@ -263,7 +252,7 @@ def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
 
 
 def num_kept(keep: Bool[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "S"]:
-    """Number of kept tokens per sequence; 0 for a rejected sequence."""
+    """Number of kept tokens per sequence."""
     return segments.sizes(sequences[keep], num_segments=num_sequences)
 
 

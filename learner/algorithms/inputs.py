@@ -1,7 +1,6 @@
-"""Input records of the algorithm functions. Besides its settings, a function sees only its record.
+"""Input records of the algorithm functions, built-in and user-defined. Functions must not modify tensors in place.
 
-User-defined functions get the same records as built-in ones. They must not modify tensors in place. Log-probabilities
-are in nats and named by policy: generator (which sampled the token), learner, reference.
+Log-probabilities are in nats and named by policy: generator (which sampled the token), learner, reference.
 """
 
 import dataclasses
@@ -20,10 +19,9 @@ def known(column: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The B >= 1 trajectories of a step that count in a baseline, and their N trained tokens.
+    """The B >= 1 trajectories of a step that count in a baseline, and their N trained tokens in order.
 
-    Tokens are concatenated in order, trajectory by trajectory, without tool output. Trajectories without a valid reward
-    are excluded, so group sizes vary.
+    Trajectories without a valid reward are excluded, so group sizes vary.
 
     Example, token columns left out: AdvantageInputs(rewards=[1, 0, 1], groups=[0, 0, 1], lengths=[4, 2, 3],
     num_trained=[4, 2, 3], is_correct=[True, False, True], greedy_rewards=[nan, nan, nan], parts={}, ...)
@@ -32,43 +30,41 @@ class AdvantageInputs:
     rewards: Float[Tensor, "B"]
     """float64, after shaping by `algorithm.reward`."""
     groups: Int[Tensor, "B"]
-    """Group of each trajectory, numbered from 0 without gaps."""
+    """From 0 without gaps."""
     lengths: Int[Tensor, "B"]
     """Number of model-written tokens, trained or not."""
     num_trained: Int[Tensor, "B"]
-    """Number of trained tokens."""
     is_correct: Bool[Tensor, "B"]
     """Whether the answer is entirely correct."""
     greedy_rewards: Float[Tensor, "B"]
     """float64, reward of the greedy answer to the same prompt, or NaN."""
     parts: dict[str, Tensor]
-    """Name -> reward part, float64[B]; NaN for trajectories without it."""
+    """Name -> float64[B], NaN for trajectories without this reward part."""
     sources: list[str]
-    """Data source of each of the B trajectories."""
 
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token, 0 <= trajectory < B."""
+    """Trajectory of each token."""
     turns: Int[Tensor, "N"]
-    """Turn of each token within its trajectory, from 0."""
+    """From 0 in each trajectory."""
     positions: Int[Tensor, "N"]
-    """Position among all model-written tokens of the trajectory, trained or not."""
+    """Among all model-written tokens of the trajectory, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
-    """Position among the model-written tokens of the turn."""
+    """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64. Each turn's reward is at its last token. The last token of the trajectory gets the rest of the reward.
-    If the KL is charged in the reward, each token's penalty is subtracted."""
+    """float64: each turn's reward at its last token, the rest of the reward at the last token of the trajectory, minus
+    the KL penalty of each token if the KL is charged in the reward."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, under the distribution each token was sampled from."""
+    """float32, under the sampled distribution."""
     learner_logprobs: Float[Tensor, "N"] | None = None
-    """float32, at the start of the step; None unless a setting such as `algorithm.proximal=recompute` needs them."""
+    """float32, at the start of the step; None unless a setting needs them."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two samples of the learner's distribution are equal; None unless the advantage needs it."""
+    """Probability that two samples of the learner are equal; None unless the advantage needs it."""
     values: Float[Tensor, "N"] | None = None
     """float32, critic's value of the state before each token; None without a critic."""
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the function may write to keep them across steps and checkpoints. Initially empty."""
+    """Numbers that the function keeps across steps and checkpoints; initially empty."""
 
     @property
     def num_sequences(self) -> int:
@@ -77,9 +73,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N >= 1 tokens of a microbatch that count in the policy loss, in complete contexts.
+    """The N >= 1 tokens of a microbatch that count in the policy loss.
 
-    Each of a trajectory's contexts is a separate sequence here.
+    Sequences are sampling contexts without their rejected and masked tokens. A trajectory may have several.
 
     Example: LossInputs(log_ratio=[0.1, -0.2, 0], advantages=[1, 1, -1], learner_logprobs=[-0.5, -1, -2],
     sequences=[0, 0, 1], num_sequences=2)
@@ -94,9 +90,8 @@ class LossInputs:
     sequences: Int[Tensor, "N"]
     """Context of each token, numbered from 0 without gaps."""
     num_sequences: int
-    """Number of contexts in the microbatch."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """Tokens that the loss's selector picked from the whole update; None without a selector."""
+    """Tokens picked by the loss's selector from the whole update; None without a selector."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
         """Select the tokens where `is_taken` is true and renumber their contexts."""
@@ -116,27 +111,30 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient."""
+    """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient.
+
+    Local masks (`MaskConfig.is_local`) get one microbatch instead.
+    """
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_generator), float32 within +-20."""
     advantages: Float[Tensor, "N"]
-    """float32, as in `LossInputs`."""
+    """float32."""
     learner_logprobs: Float[Tensor, "N"]
-    """float32, of the sampled tokens."""
+    """float32."""
     sequences: Int[Tensor, "N"]
     """Context of each token. Numbers may have gaps."""
     num_sequences: int
     """Upper bound of the context numbers, exclusive."""
     is_counted: Bool[Tensor, "N"]
-    """Tokens that the correction keeps in the loss. Fractions and means are taken over these."""
+    """False for tokens that the correction rejects."""
     seed: int = 0
-    """Seed for random selection, equal on every rank."""
+    """Equal on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatioInputs:
-    """N tokens in complete contexts, for importance weights and rejection. Gradients are ignored."""
+    """N tokens in complete contexts, for importance weights and rejection."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_numerator / pi_denominator), float32 within +-20."""
@@ -155,7 +153,7 @@ class KlInputs:
     reference_logprobs: Float[Tensor, "N"]
     """Without gradient."""
     generator_logprobs: Float[Tensor, "N"] | None = None
-    """Without gradient; None if the tokens count as sampled by the learner."""
+    """Without gradient; None if the learner counts as the sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +163,5 @@ class AggregationInputs:
     num_tokens: Int[Tensor, "B"]
     """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""
     groups: Int[Tensor, "B"]
-    """Group of each trajectory, as claimed."""
     length: int
-    """Constant length of `seq_mean_token_sum_norm`, tokens."""
+    """Constant of `seq_mean_token_sum_norm`, such as the maximum response length, tokens."""

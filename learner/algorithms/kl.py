@@ -1,9 +1,8 @@
-"""KL estimators: divergence of the learner from a reference, per token.
+"""KL estimators: KL(learner || reference) per token.
 
-x = log pi_learner - log pi_reference, clamped to +-20, for tokens sampled from pi_learner. The values of k1 and k3 are
-unbiased estimates of KL(learner || reference). As losses, only k2, the straight-through forms (names ending in +),
-`k3_off_policy`, and `exact` have the gradient of this KL. The gradient of k1 is 0 on average, and that of k3 is the
-gradient of KL(reference || learner).
+x = log pi_learner - log pi_reference, clamped to +-20, for tokens sampled from pi_learner. k1 and k3 are unbiased in
+value. As losses, only k2, the straight-through forms (names ending in +), `k3_off_policy`, and `exact` have the
+gradient of the KL. The gradient of k1 is 0 on average, and that of k3 is the gradient of KL(reference || learner).
 
 Source: Schulman, "Approximating KL Divergence"; for the gradients, Shah et al., arXiv:2512.21852.
 """
@@ -21,7 +20,7 @@ from slipstream.learner.algorithms.inputs import KlInputs, known
 Estimator = Callable[[KlInputs], Tensor]
 
 KL_ERROR_BOUND = 0.2
-"""Bound on the relative error of the measured KL in the adaptive coefficient's update."""
+"""Bound on kl / target - 1 in `adaptive_coefficient`."""
 
 
 def k1(inputs: KlInputs) -> Float[Tensor, "N"]:
@@ -35,7 +34,7 @@ def absolute(inputs: KlInputs) -> Float[Tensor, "N"]:
 
 
 def k2(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """x^2 / 2. Biased and nonnegative; as a loss, it has the gradient of the KL."""
+    """x^2 / 2. Biased and nonnegative."""
     return k1(inputs).square() / 2
 
 
@@ -50,8 +49,7 @@ def k3_off_policy(inputs: KlInputs) -> Float[Tensor, "N"]:
 
     pi_learner / pi_generator * k3
 
-    The ratio is differentiated, which gives the gradient of KL(learner || reference). Don't multiply by an importance
-    weight again.
+    The ratio is differentiated. Don't multiply by an importance weight again.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate.
     """
@@ -59,10 +57,7 @@ def k3_off_policy(inputs: KlInputs) -> Float[Tensor, "N"]:
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """The value of `estimator` with the gradient of k2, which equals the gradient of the KL.
-
-    value + k2 - sg(k2)
-    """
+    """The value of `estimator` with the gradient of k2: sg(value) + k2 - sg(k2)."""
 
     def estimate(inputs: KlInputs) -> Float[Tensor, "N"]:
         carrier = k2(inputs)
@@ -81,11 +76,11 @@ KL_ESTIMATORS: dict[str, Estimator] = {
     "k3+": straight_through(k3),
     "k3_off_policy": k3_off_policy,
 }
-"""`kl.estimator` -> function that returns the estimate of each token, nats, Float[N]."""
+"""`kl.estimator` -> function that returns Float[N], nats."""
 
 
 def exact(first_logprobs: Float[Tensor, "N V"], second_logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """KL(first || second) over the whole vocabulary, row by row.
+    """KL(first || second) over the vocabulary, per row.
 
     sum_v p_v * (log p_v - log q_v); a token with p_v = 0 adds 0 for any q_v
     """
@@ -99,11 +94,10 @@ def adaptive_coefficient(coefficient: float, *, kl: float, target: float, num_se
 
     beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
-    `kl` is the step's measured KL in nats, like `target`. `horizon` is in sequences.
+    `kl` and `target` are in nats, `horizon` in sequences.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, section 2.2.
-    Differs: num_sequences / horizon is at most 1, so that beta stays positive for any batch size. A KL of NaN leaves
-    beta unchanged.
+    Differs: num_sequences / horizon is at most 1, so that beta stays positive. A KL of NaN leaves beta unchanged.
     """
     if math.isnan(kl):
         return coefficient

@@ -1,7 +1,7 @@
 """Log-probabilities and other numbers per token, computed from logits in at least float32.
 
 More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk of logits is
-in memory at a time. It is computed from hidden states, and recomputed in the backward pass.
+in memory at a time, computed from hidden states and recomputed in the backward pass.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,15 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Requested:
-    """Numbers to compute from each token's distribution, in addition to the target's log-probability."""
+    """Numbers to compute per token in addition to the target's log-probability (see `measure_tokens`)."""
 
     entropy: bool = False
-    """Entropy of the distribution, nats."""
     differentiate_entropy: bool = False
-    """Whether the entropy has a gradient."""
     collision: bool = False
-    """Probability that two samples are the same token."""
     top_k: int = 0
-    """Number of most likely tokens to return with their log-probabilities."""
 
 
 LOGPROBS = Requested()
-"""Only the log-probabilities of the targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +37,11 @@ class DeferredLogits:
     """Logits to compute in chunks of tokens: finish(states @ weight.T + bias), [N, V]."""
 
     states: Float[Tensor, "N D"]
-    """Output of the last layer."""
     weight: Float[Tensor, "V D"]
     bias: Float[Tensor, "V"] | None = None
     finish: Callable[[Tensor], Tensor] | None = None
     """Elementwise function of the logits, such as a soft cap."""
     dtype: torch.dtype = torch.float32
-    """Data type of the matrix product."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -101,7 +94,7 @@ def measure_tokens(
         parameters = (logits.states, logits.weight, logits.bias)
         columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
         return dict(zip(names, columns, strict=True))
-    # A single split, because the backward pass of each slice would allocate a gradient of the size of all logits.
+    # `split`, because the backward pass of each slice would allocate a gradient of the size of all logits.
     found = [
         checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]
@@ -144,20 +137,19 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
 
 
 def _entropy(logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """-sum p log p. A token of probability 0 adds 0 (not 0 * -inf = NaN)."""
+    """-sum p log p. The clamp turns 0 * -inf = NaN into 0."""
     probabilities = logprobs.exp()
     return -(probabilities * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
 # --- deferred logits -------------------------------------------------------------------------------------------------
 _Measure = Callable[[Tensor, int], dict[str, Tensor]]
-"""(logits of a chunk, index of the chunk) -> numbers of its tokens by name."""
+"""(logits, index of the chunk) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
-"""Numbers without gradient."""
 
 
 class _MeasureDeferred(torch.autograd.Function):
-    """Numbers of all tokens from hidden states, with one chunk of logits in memory in either pass."""
+    """`measure` for all tokens, with one chunk of logits in memory in either pass."""
 
     @staticmethod
     def forward(
@@ -171,8 +163,8 @@ class _MeasureDeferred(torch.autograd.Function):
         requested: Requested,
         names: list[str],
     ) -> tuple[Tensor, ...]:
-        """The first three arguments repeat tensors of `logits` so that autograd sees them. Fills `names`."""
-        # Save the parameters, not copies, because ZeRO-3 gathers them again for the backward pass.
+        """Fills `names`. The first three arguments repeat tensors of `logits` so that autograd sees them."""
+        # Save the parameters, not casts: ZeRO-3 gathers them again for the backward pass.
         ctx.save_for_backward(states, weight, bias)
         ctx.finish, ctx.dtype, ctx.chunks, ctx.measure, ctx.names = logits.finish, logits.dtype, chunks, measure, names
         cast = replace(logits, weight=weight.to(logits.dtype))
@@ -214,7 +206,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, without a temporary if the dtypes match."""
+    """Without a temporary if the dtypes match."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

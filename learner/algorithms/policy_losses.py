@@ -1,11 +1,10 @@
 """Policy losses: one number per token, not averaged, negated so that lower is better.
 
-`anchor` is the proximal policy of `LossInputs.log_ratio` in losses where it may also be the generator. The log-ratio
-has the gradient of log pi_learner. Terms of the form sg(weight) * log pi_learner (sg: stop gradient) are therefore
-computed with the log-ratio, which gives a different value but the same gradient.
+ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
+generator. Terms sg(weight) * log pi_learner are computed with the log-ratio, which has the same gradient.
 
-Sequence-level losses and weights are repeated for each token of the sequence. Since aggregations weight the tokens of a
-sequence equally, the sum matches the paper. Except in the token forms, advantages must be equal within a sequence.
+Sequence-level losses and weights are repeated for each token. Since aggregations weight the tokens of a sequence
+equally, the sum matches the paper. Except in the token forms, advantages must be equal within a sequence.
 """
 
 import torch
@@ -19,10 +18,7 @@ from slipstream.learner.algorithms.inputs import LossInputs, known
 def idle_tokens(
     losses: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]
 ) -> Bool[Tensor, "N"]:
-    """Tokens with a nonzero advantage but no gradient, for example because of a clip.
-
-    Computed from the gradient of `losses` with respect to `log_ratio`, so it works for any loss.
-    """
+    """Tokens with a nonzero advantage but no gradient with respect to `log_ratio`, for example because of a clip."""
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
     return (gradient == 0) & (advantages != 0)
@@ -33,7 +29,7 @@ def ppo_clip(
 ) -> Float[Tensor, "N"]:
     """Clipped surrogate around the proximal policy.
 
-    loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi_learner / pi_proximal
+    loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
     if A < 0 and dual_clip > 1 is given: loss = min(loss, -dual_clip * A)
 
     The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip with dual_clip = delta > 1 + clip_high.
@@ -56,7 +52,7 @@ def reinforce(inputs: LossInputs) -> Float[Tensor, "N"]:
 
     Source: REINFORCE, Williams 1992, eq. 11. GPG, arXiv:2504.02546, uses this loss with its own advantages.
     """
-    # The value of log pi_learner with the gradient of the log-ratio, because `learner_logprobs` has none.
+    # Value of log pi_learner, gradient of the log-ratio.
     learner_logprobs = inputs.learner_logprobs + (inputs.log_ratio - inputs.log_ratio.detach())
     return -inputs.advantages * learner_logprobs
 
@@ -82,7 +78,7 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
 
 
 def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
-    """Surrogate that penalizes the high-covariance tokens of `token_masks.kl_cov_mask`, which reduce the entropy.
+    """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
 
     loss = -ratio * A + coefficient * |log ratio| * selected
 
@@ -93,7 +89,7 @@ def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
-    """Score function with a clipped importance weight. Clipping shrinks a token's gradient but never removes it.
+    """Score function with a clipped importance weight: clipping shrinks a gradient but never removes it.
 
     loss = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi_learner
 
@@ -110,7 +106,7 @@ def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Flo
 
     loss = -A * (4 / tau) * sigmoid(tau * (ratio - 1)), tau = tau_positive if A > 0 else tau_negative
 
-    The slope of the gate is 1 at ratio 1 and decreases on both sides, faster with larger tau.
+    The gate's slope is 1 at ratio 1 and decreases on both sides, faster with larger tau.
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     """
     advantages = inputs.advantages
@@ -129,12 +125,12 @@ def dro(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
 
 
 def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> Float[Tensor, "N"]:
-    """PPO-clip with the inverse ratio for A > 0, so that the tokens that lag behind are raised most.
+    """PPO-clip with the inverse ratio for A > 0, so that tokens with small ratios are raised most.
 
     A > 0:  loss = -sg(w) * A * log pi_learner, w = min(1 / ratio, cap) if ratio <= 1 + clip_high else 0
     else:   loss = ppo_clip with dual_clip = cap
 
-    For A > 0, the cap is soft: it bounds the weight but keeps the gradient.
+    For A > 0, the cap bounds the weight but keeps the gradient.
     Source: ASPO, arXiv:2510.06062, section 6, eq. 3.
     """
     ratio = inputs.log_ratio.detach().exp()
@@ -155,7 +151,7 @@ def dppo(
     tv:  D = |pi_learner - pi_anchor|
     kl:  D = pi_anchor * log(pi_anchor / pi_learner) + (1 - pi_anchor) * log((1 - pi_anchor) / (1 - pi_learner))
 
-    Both divergences are between binary distributions: this token or any other. The paper's anchor is the generator.
+    Both divergences are between binary distributions (this token or any other). The paper's anchor is the generator.
     Source: DPPO, arXiv:2602.04879, eq. 12 with the binary total variation, eq. 13, or the binary KL, eq. 14.
     """
     advantages, log_ratio = inputs.advantages, inputs.log_ratio.detach()
@@ -174,11 +170,11 @@ def dppo(
 
 # --- ratios of whole sequences ---------------------------------------------------------------------------------------
 def sppo(inputs: LossInputs, *, eta: float) -> Float[Tensor, "N"]:
-    """Squared distance between a sequence's log-ratio and the target given by its win rate.
+    """Squared distance between a sequence's log-ratio and a target from its win rate.
 
     loss = (log pi_learner(y) - log pi_anchor(y) - eta * (P(y beats pi_anchor) - 1/2))^2, P = A + 1/2
 
-    Requires the advantages of `advantages.win_rate`.
+    A must be that of `advantages.win_rate`.
 
     Source: SPPO, arXiv:2405.00675, algorithm 1.
     """
@@ -192,10 +188,10 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     """PPO-clip on the geometric mean of a sequence's ratios.
 
     sequence:       loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean_t log ratio_t)
-    token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), so that each token's loss has
-                    a gradient only through that token; for advantages that differ per token
-    length_scaled:  loss * length, which cancels the 1/length of a mean over the sequence's tokens; with any other
-                    aggregation, long sequences would be overweighted
+    token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), for advantages that differ per
+                    token: each loss has a gradient only through its own token
+    length_scaled:  loss * length, to cancel the 1/length of a mean over the sequence's tokens; other aggregations would
+                    overweight long sequences
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7; GSPO-token, eq. 13 and 14; LUSPO, arXiv:2602.05261.
     """
@@ -210,7 +206,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
-    """Geometric mean of ratios that are clipped per token, so that an outlier does not clip its whole sequence.
+    """Geometric mean of ratios clipped per token, so that an outlier does not clip its whole sequence.
 
     loss = -A * exp(mean_t d_t), d_t = min(log ratio_t, clip_high) if A > 0 else max(log ratio_t, -clip_low)
 
@@ -224,13 +220,13 @@ def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tens
 
 
 def topr(inputs: LossInputs, *, level: str = "sequence") -> Float[Tensor, "N"]:
-    """Tapered REINFORCE: full weight for A > 0, otherwise a weight that decreases as the answer becomes unlikely.
+    """Tapered REINFORCE: full weight for A > 0, otherwise less as the answer becomes unlikely.
 
     loss = -sg(w) * A * log pi_learner, w = 1 if A > 0 else min(prod_t ratio_t, 1); min(ratio_t, 1) at the token level
 
     Source: TOPR, arXiv:2503.14286, eq. 7 and 8.
-    Differs: tapers by the sign of the advantage instead of the reward, because a negative advantage pushes a token down
-    without bound. The paper has no token level.
+    Differs: tapers by the sign of the advantage, not the reward, because a negative advantage pushes a token down
+    without bound. The token level is our addition.
     """
     log_ratio = inputs.log_ratio.detach() if level == "token" else _sequence_log_ratio(inputs)
     weights = torch.where(inputs.advantages > 0, 1.0, log_ratio.clamp(max=0).exp())
@@ -260,6 +256,6 @@ def vespo(
 
 
 def _sequence_log_ratio(inputs: LossInputs) -> Float[Tensor, "N"]:
-    """sum_t log ratio_t of each token's sequence, clamped to +-LOG_RATIO_BOUND, without gradient."""
+    """sum_t log ratio_t of each token's sequence, clamped, without gradient."""
     totals = segments.sums(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
     return totals.clamp(-importance.LOG_RATIO_BOUND, importance.LOG_RATIO_BOUND)[inputs.sequences]

@@ -1,8 +1,8 @@
-"""Segments: sums, means, extrema, and deviations over the rewards of groups or the tokens of sequences.
+"""Sums, means, extrema, and deviations over segments: the rewards of groups or the tokens of sequences.
 
-`segments` holds the segment of each value, 0 <= segment < num_segments. Sizes may differ. Sum, mean, and extrema of an
-empty segment are 0. Values may be in any order, except for `to_rows`. Standard deviations divide by n. The smallest
-value is subtracted before the mean is computed, so that equal values give exactly 0 instead of a rounding error.
+`segments` holds the segment of each value, 0 <= segment < num_segments. An empty segment gives 0. Values may be in any
+order, except for `to_rows`. Standard deviations divide by n. The smallest value is subtracted before the mean is
+computed, so that equal values give exactly 0.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def count(segments: Int[Tensor, "N"]) -> int:
-    """Number of segments, up to the largest one present; 0 without values."""
+    """Largest segment + 1; 0 without values."""
     return int(segments.max()) + 1 if segments.numel() else 0
 
 
@@ -21,7 +21,7 @@ def sizes(segments: Int[Tensor, "N"], *, num_segments: int) -> Int[Tensor, "S"]:
 
 
 def own_sizes(segments: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """For each value, the size of its segment."""
+    """Size of the segment of each value."""
     return sizes(segments, num_segments=count(segments))[segments]
 
 
@@ -54,8 +54,8 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
 def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment; exactly 0 if the difference is within rounding error.
 
-    |x_i - mean(x)| <= (n / 2 + 1) * machine epsilon * (max(x) - min(x)) counts as 0: the n - 1 sums, the division, and
-    the two differences of numbers up to max(x) - min(x) each round by at most half an epsilon.
+    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)), because n - 1 sums, the division, and two differences of
+    numbers up to max(x) - min(x) each round by at most half an epsilon.
     """
     above, num_segments = above_lowest(values, segments), count(segments)
     found = above - means(above, segments, num_segments=num_segments)[segments]
@@ -65,29 +65,27 @@ def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Te
 
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """For each value, the standard deviation of its segment; exactly 0 if all values are equal."""
-    squares = centered(values, segments).square()
+    """Standard deviation of the segment of each value."""
+    squares = centred(values, segments).square()
     return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
 
 
-def standardized(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
-    """Values minus the mean of their segment, divided by its standard deviation + epsilon, with epsilon > 0."""
-    return centered(values, segments) / (deviations(values, segments) + epsilon)
+def standardised(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
+    """Values minus the mean of their segment, divided by its standard deviation + epsilon (> 0)."""
+    return centred(values, segments) / (deviations(values, segments) + epsilon)
 
 
 def whiten(
     values: Float[Tensor, "N"], *, epsilon: float, weights: Float[Tensor, "N"] | None = None
 ) -> Float[Tensor, "N"]:
-    """Values minus their mean, divided by their standard deviation.
+    """Normalized values.
 
     y_i = (x_i - mean(x)) / (std(x) + epsilon)
 
-    A value of weight w >= 0 counts as w equal values. A value of weight 0 is excluded and becomes 0. Equal values
-    become exactly 0. Pass the values of a whole update, so that the result doesn't depend on microbatches and ranks.
+    A value of weight w >= 0 counts as w equal values, and becomes 0 if w = 0. Equal values become exactly 0.
 
     Source: code of Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593.
-    Differs: adds epsilon to the deviation, as everywhere here, instead of the variance, and does not use Bessel's
-    correction.
+    Differs: adds epsilon to the deviation instead of the variance, and omits Bessel's correction.
     """
     weights = torch.ones_like(values) if weights is None else weights
     counts = weights > 0
@@ -114,7 +112,6 @@ def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[
 
 def indices_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
     """Index of each value within its sequence."""
-    # After a stable sort, the index is the rank minus the start of the sequence.
     order = torch.argsort(sequences, stable=True)
     lengths = sizes(sequences, num_segments=num_sequences)
     starts = lengths.cumsum(0) - lengths

@@ -1,8 +1,7 @@
 """Token advantages: token rewards and critic values -> one number per token, without gradient.
 
-Tokens are concatenated in order, trajectory by trajectory, and include only model-written tokens: tool output between
-two tokens takes no time step. The value after the last token of a trajectory is 0. The critic's targets are never
-whitened.
+Only trained tokens are time steps, so tool output between them takes no time. The value after the last token of a
+trajectory is 0. The critic's targets are never whitened.
 """
 
 import torch
@@ -27,11 +26,9 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
     """Discounted sum of the rewards from each token to the end of its sequence.
 
     G_t = r_t + gamma * G_{t+1}
-
-    Summed by doubling: after the iteration with `shift`, each entry is the sum of the next 2 * shift rewards.
     """
     rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
-    # log2(length) iterations over whole rows; a scan from the right would take one per token.
+    # After an iteration, entries are sums of 2 * shift rewards: log2(length) iterations in all.
     shift = 1
     while shift < rows.shape[1]:
         rows[:, :-shift] += gamma**shift * rows[:, shift:]
@@ -46,15 +43,13 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th model-written token, so verbose tool output does not misalign later tokens. With `per_turn`,
-    positions restart in each turn, so a long first turn doesn't either. A token at a position that no other member
-    reaches has advantage 0.
+    Position t is the t-th model-written token, or that of the turn with `per_turn`, so that tool output or a long first
+    turn does not misalign later tokens. A token at a position that no other member reaches has advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
-    Differs: adds epsilon to each W, not to their sum, so that B is the mean if all W are 0 and equal returns give
-    advantage 0. The authors' code uses baseline 0 for the tail of the longest member, which leaves the whole return as
-    its advantage; here it is 0. `per_turn` is our addition.
+    Differs: adds epsilon to each W, not to their sum, so that B is the mean if all W are 0. In the authors' code, the
+    tail of the longest member has the whole return as its advantage. `per_turn` is our addition.
     """
     returns = returns_to_go(inputs, gamma=1.0)
     norms = score_norms(known(inputs.learner_logprobs), known(inputs.collisions))
@@ -73,12 +68,12 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
 
 
 def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Squared norm of each token's gradient with respect to its logits, nonnegative."""
+    """Squared norm of each token's gradient with respect to its logits."""
     return (1 - 2 * logprobs.exp() + collisions).clamp(min=0)
 
 
 def _cells(inputs: AdvantageInputs, *, per_turn: bool) -> Int[Tensor, "N"]:
-    """Cell of each token, without gaps. Tokens of a group at the same position share a cell."""
+    """Cell of each token: the tokens of a group at one position."""
     turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
     positions = inputs.positions_in_turn if per_turn else inputs.positions
     groups = inputs.groups[inputs.sequences]
@@ -95,11 +90,9 @@ def gae(
     length_adaptive: float | None,
     epsilon: float | None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalized advantages with lambda `lam`, and the critic's target returns with lambda `critic_lam`.
+    """Generalized advantages with lambda `lam`, whitened if `epsilon` is given, and returns with lambda `critic_lam`.
 
     delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
-
-    With epsilon, the advantages are then whitened over all tokens.
 
     Source: GAE, arXiv:1506.02438, eq. 16. The two lambdas are VAPO's decoupled GAE, arXiv:2504.05118, and
     `length_adaptive` is its alpha, section 4.2.
@@ -113,7 +106,7 @@ def gae(
 def generalized_advantages(
     inputs: AdvantageInputs, *, gamma: float, lam: float | Float[Tensor, "B"]
 ) -> Float[Tensor, "N"]:
-    """A_t of `gae`, with one `lam` or one per trajectory."""
+    """A_t of `gae`."""
     sequences, num_sequences = inputs.sequences, inputs.num_sequences
     rewards = segments.to_rows(inputs.token_rewards, sequences, num_sequences=num_sequences)
     expected = segments.to_rows(known(inputs.values), sequences, num_sequences=num_sequences)
@@ -123,9 +116,9 @@ def generalized_advantages(
 
 
 def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[Tensor, "B"]:
-    """Lambda of the policy's GAE for which the weights lambda^k add up to alpha times the length.
+    """Lambda for which the weights lambda^k add up to alpha times the length.
 
-    lambda = 1 - 1 / (alpha * length), no less than 0
+    lambda = max(0, 1 - 1 / (alpha * length))
 
     Source: VAPO, arXiv:2504.05118, section 4.2.
     """
@@ -135,13 +128,13 @@ def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[
 def vtrace(
     inputs: AdvantageInputs, *, gamma: float, lam: float, rho_bar: float, c_bar: float
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Off-policy advantages and value targets, with ratio = pi_learner / pi_generator.
+    """Off-policy advantages and value targets, ratio = pi_learner / pi_generator.
 
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
-    rho_bar >= c_bar determines which policy is evaluated, and c_bar only the speed of convergence. A includes the
-    importance weight, so the policy loss must not weight tokens by the same ratio again.
+    rho_bar >= c_bar determines the evaluated policy, c_bar only the speed of convergence. A includes the importance
+    weight, so the policy loss must not apply it again.
 
     Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam as in remark 2.
     """
@@ -165,7 +158,7 @@ def _following(rows: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
 
 
 def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """s_t = x_t + decay_t * s_{t+1}, from the right, which keeps the zero padding."""
+    """s_t = x_t + decay_t * s_{t+1}. Zero padding on the right stays zero."""
     sums, running = torch.empty_like(rows), rows.new_zeros(len(rows))
     for index in range(rows.shape[1] - 1, -1, -1):
         running = rows[:, index] + decay[:, index] * running
@@ -185,7 +178,7 @@ def clipped_value_loss(
 
     loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
 
-    `values_before` are the values that the advantages were computed from.
+    V_before: the values from which the advantages were computed.
 
     Source: OpenAI baselines' PPO; without clip, PPO, arXiv:1707.06347, eq. 9.
     """
@@ -199,10 +192,7 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Fraction of the variance of the returns that the critic explains; 0 is as good as predicting the mean.
-
-    1 - Var(R - V) / Var(R); 0 if the returns are constant
-    """
+    """1 - Var(R - V) / Var(R), 0 if the returns are constant. A critic that predicts the mean has 0."""
     if not values.numel():
         return values.new_zeros(())
     total, left = _variance(returns), _variance(returns - values.detach())

@@ -1,8 +1,7 @@
 """Token masks: which tokens of an update keep their gradient.
 
-Masks have no gradient. `MaskInputs` holds every token of an optimizer update, over all microbatches and ranks in one
-order, so the result does not depend on the split. True = keep, except for `kl_cov_mask`. Means and counts exclude
-tokens that the correction rejected (`is_counted` false), and the result for these tokens does not matter.
+True = keep, except for `kl_cov_mask`. Means and counts, except in `opsm`, exclude tokens that the correction rejected
+(`is_counted` false); N is the number of the others. The result for rejected tokens does not matter.
 """
 
 import torch
@@ -14,21 +13,21 @@ from slipstream.learner.algorithms.inputs import MaskInputs
 
 
 def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
-    """Drop the largest squared log-ratios until the mean of the rest is at most `threshold`.
+    """Drop candidates with large squared log-ratios until the mean of the rest is at most `threshold`.
 
     candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
-    dropped: the fewest candidates, largest (log ratio)^2 first, such that mean((log ratio)^2) of the rest <= threshold
+    dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
-    Differs: no floor. If every candidate exceeds the threshold, all are dropped, and an update may consist only of
-    tokens that move back toward the generator. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats all
-    tokens as candidates, and measures log(generator/proximal).
+    Differs: no floor. If every candidate exceeds the threshold, all are dropped, leaving only tokens that move back
+    toward the generator. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats all tokens as candidates,
+    and measures log(generator/proximal).
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     candidates = (moves_away & inputs.is_counted).nonzero().squeeze(1)
     squares, order = log_ratio[candidates].double().square().sort(stable=True)
-    # In ascending order, the running mean increases, so the tokens within the threshold form a prefix.
+    # The running mean of sorted values increases, so the tokens within the threshold form a prefix.
     running_mean = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.ones_like(advantages, dtype=torch.bool)
     kept[candidates[order[running_mean > threshold]]] = False
@@ -40,8 +39,7 @@ def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
 
     dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta
 
-    The mean is over all tokens of the sequence, including rejected ones. It compares with the generator, so it includes
-    the mismatch between the engines.
+    The mean includes rejected tokens and the mismatch between the engines.
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
     drift = -segments.means(inputs.log_ratio, inputs.sequences, num_segments=inputs.num_sequences)
@@ -49,7 +47,7 @@ def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
 
 
 def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
-    """Contribution of each token to the covariance of log-probability and advantage, which reduces the entropy.
+    """Contribution of each token to the covariance of log-probability and advantage. High covariance reduces entropy.
 
     cov_t = (A_t - mean A) * (log pi_t - mean log pi); 0 if log pi is not finite
 
@@ -71,13 +69,13 @@ def clip_cov_mask(
     if fewer; none if share is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
-    Differs: the paper writes floor(share * N), which is 0 below 5,000 tokens; like the authors' code, this drops at
-    least one. Their code also excludes tokens that the clip has stopped, which have no gradient anyway.
+    Differs: drops at least one token, like the authors' code; the paper's floor(share * N) is 0 below 5,000 tokens.
+    Their code also excludes clipped tokens, which have no gradient anyway.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)
     candidates = (is_high & inputs.is_counted).nonzero().squeeze(1)
-    # Drawn on the CPU with the update's seed, so that every rank draws the same tokens.
+    # On the CPU, so that every rank draws the same tokens.
     generator = torch.Generator().manual_seed(inputs.seed)
     drawn = torch.randperm(len(candidates), generator=generator)[: _share_of(inputs, share)]
     kept = torch.ones_like(is_high)
@@ -91,7 +89,7 @@ def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
     True: the max(1, floor(share * N)) largest cov_t, earlier tokens first among equals; none if share is 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
-    Differs: at least one token, as in the authors' code; the paper writes floor(share * N), 0 below 5,000 tokens.
+    Differs: at least one token, as in `clip_cov_mask`.
     """
     counted = inputs.is_counted.nonzero().squeeze(1)
     largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _share_of(inputs, share)]
@@ -101,5 +99,5 @@ def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
 
 
 def _share_of(inputs: MaskInputs, share: float) -> int:
-    """`share` of the number of counted tokens, at least one if share > 0."""
+    """`share` of the counted tokens, at least one if share > 0."""
     return max(1, int(share * int(inputs.is_counted.sum()))) if share else 0

@@ -31,21 +31,21 @@ from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
-"""Size of the parameters that ZeRO-3 gathers at once."""
+"""Size of the parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements that ZeRO reduces or gathers at once. Its gradient buffer has this size even for small models."""
+"""Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer, even for small models."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
 def deepspeed_environment(device: torch.device) -> dict[str, str]:
-    """Environment variables for accelerator and local rank. `deepspeed` reads them when it is first imported."""
+    """Environment variables that `deepspeed` reads when it is first imported."""
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
 
 
 def deepspeed_config(
     config: DeepSpeedEngineConfig, *, num_ranks: int, optimizer: OptimizerConfig | None = None
 ) -> dict[str, Any]:
-    """Configuration for `deepspeed.initialize`, with one microbatch per backward pass."""
+    """Configuration for `deepspeed.initialize`."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
         "overlap_comm": False,
@@ -59,7 +59,7 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        # The number of microbatches varies, so we accumulate gradients ourselves and `step` always ends the update.
+        # The number of microbatches varies, so `step` always ends the update.
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
@@ -77,18 +77,15 @@ def deepspeed_config(
 def sharded_loading(
     config: DeepSpeedEngineConfig | TorchEngineConfig, *, device: torch.device, ranks: Ranks
 ) -> Iterator[None]:
-    """Let transformers load models directly into ZeRO-3 shards, so that no rank holds a whole model. Collective.
-
-    No-op below ZeRO-3.
-    """
+    """Make transformers load models directly into ZeRO-3 shards. No-op below ZeRO-3. Collective."""
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
     _import_deepspeed(device).init_distributed(dist_init_required=False)
-    # Imported here because it imports DeepSpeed, which needs its environment variables.
+    # Imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers only keeps a weak reference to the config, and goes back to loading whole models if it is collected.
+    # transformers keeps only a weak reference to the config, and loads whole models if it is collected.
     settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size))
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -124,7 +121,7 @@ class ShardedModel(Generic[M]):
                 model=model, optimizer=adamw, config=settings, dist_init_required=False
             )[0]
         self._comm_dtypes = dict.fromkeys(self._lossless_in_compute_dtype(), model.compute_dtype)
-        """Sharded parameter -> dtype in which it is gathered for computation."""
+        """Sharded parameter -> dtype in which ZeRO-3 gathers it for computation."""
         _set_comm_dtypes(self._comm_dtypes)
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
@@ -134,7 +131,7 @@ class ShardedModel(Generic[M]):
         for bucket in _buckets(self.model.weights(is_whole=is_whole)):
             with self._gathered([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach()) for name, parameter in bucket]
-                # ZeRO-3 frees the gathered memory when the context ends, but the consumer may keep the tensors.
+                # ZeRO-3 frees the gathered memory when the context ends.
                 yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -148,8 +145,7 @@ class ShardedModel(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks must consume the iterator, which may be collective. With ZeRO-3 only rank 0 keeps the tensors,
-        # because it distributes the shards.
+        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes the shards of rank 0.
         is_copied = self._stage < 3 or self._ranks.is_first
         given = {name: tensor if is_copied else None for name, tensor in tensors}
         for bucket in _buckets(self.model.weights()):
@@ -160,12 +156,12 @@ class ShardedModel(Generic[M]):
 
     @contextlib.contextmanager
     def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Unshard the parameters within the context. Changes made by `modifier_rank` reach all ranks."""
+        """Unshard the parameters within the context, and distribute the changes of `modifier_rank`."""
         if self._stage < 3:
             yield
             return
         unique = list({id(parameter): parameter for parameter in parameters}.values())
-        # Exported and imported weights keep full precision.
+        # Export and import in full precision.
         _set_comm_dtypes(dict.fromkeys(self._comm_dtypes))
         try:
             with self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank):
@@ -174,10 +170,10 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Weights that only linear layers use. Autocast rounds them anyway, so gathering them rounded halves traffic.
+        """Weights of linear layers, which autocast rounds anyway: gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3's linear layer adds in float32, and small weights: DeepSpeed keeps those gathered,
-        so `_gathered` would export rounded values.
+        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered, so that
+        `_gathered` would export rounded values.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
@@ -200,7 +196,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         ranks: Ranks,
         setting: str = "learner.optimizer",
     ) -> None:
-        """`setting` is the config section of `optimizer`, for error messages."""
+        """`setting`: config section of `optimizer`, for errors."""
         self.device = device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
@@ -211,7 +207,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over ranks, but the loss is a sum over ranks with a global denominator.
+        # DeepSpeed averages gradients over ranks, but losses add up over ranks.
         self._engine.backward(loss * self._ranks.size)
 
     def step(self, *, learning_rate: float) -> float:
@@ -228,19 +224,19 @@ class DeepSpeedEngine(ShardedModel[M]):
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.load_parameters(weights.items())
         if self._stage:
-            # The optimizer updates float32 copies of the parameters.
+            # The optimizer updates copies of the parameters.
             self._engine.optimizer.refresh_fp32_params()
         restore_moments(folder, self._shards(), self.optimizer, names=trained_names(self.model).values())
 
     def _shards(self) -> list[Shard]:
-        """Slices of parameters that AdamW updates on this rank, located in DeepSpeed's flat tensors."""
+        """Slices of parameters that AdamW updates on this rank."""
         if not self._stage:
             return whole_shards(self.model)
         names, zero, shards = trained_names(self.model), self._engine.optimizer, list[Shard]()
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:
-                    # The flat tensor is split evenly over ranks, even within a parameter. None: not on this rank.
+                    # The flat tensor is split evenly over ranks, also within a parameter. None: not on this rank.
                     if held := parameter._hp_mapping:
                         part, within = held.lp_fragment_address, held.hp_fragment_address
                         shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))
@@ -248,7 +244,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
             offset = 0
             for parameter in group:
-                # Each parameter is split evenly over ranks. The last slices contain padding or nothing else.
+                # Each parameter is split evenly over ranks, with padding at the end.
                 length = parameter.partition_numel()
                 begin = self._ranks.rank * length
                 if (size := min(length, parameter.ds_numel - begin)) > 0:
@@ -257,14 +253,14 @@ class DeepSpeedEngine(ShardedModel[M]):
         return shards
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Optimizer pre-step hook. Gradients are already reduced over ranks."""
+        """Optimizer pre-step hook of stage 0, after the reduction over ranks."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
 
 def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Set the dtype in which DeepSpeed gathers each parameter. None: the parameter's own dtype."""
+    """Set the dtype in which ZeRO-3 gathers each parameter, None for its own."""
     for parameter, dtype in dtypes.items():
         if dtype is None:
             vars(parameter).pop("comm_dtype", None)
@@ -273,10 +269,10 @@ def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:
-    """Make each checkpointed layer keep its inputs in host memory until the backward pass."""
+    """Keep the inputs of checkpointed layers in host memory until the backward pass."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        # Only the inputs move to host memory: for tensors saved inside the function, the hooks of `checkpoint` apply.
+        # Only the inputs move: tensors saved inside the function go to the hooks of `checkpoint`.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(function, *inputs, use_reentrant=False, **options)
 
@@ -323,7 +319,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:  # subclasses may write elsewhere
             handler.setStream(sys.stderr)
-    # On CPUs DeepSpeed compiles a shared-memory C++ op on its first start (45 s, needs g++) that only inference uses.
-    # It checks this table for buildable ops. If the table is empty, it uses Gloo, as in training.
+    # With an empty table of buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op that
+    # only inference uses (45 s, needs g++).
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

@@ -1,4 +1,4 @@
-"""TrainEngine, the interface of the DeepSpeed and torch engines, and checks for divergence."""
+"""TrainEngine, the interface of the DeepSpeed and torch engines, and divergence checks."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,11 @@ from slipstream.learner.ranks import Ranks
 
 
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if the loss of any rank is not finite. Collective.
+    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
 
-    `what` names the loss and `setting` the config section of its optimizer.
+    `what`: name of the loss. `setting`: config section of its optimizer.
     """
-    # A single rank that raised would leave the others blocked in `TrainEngine.step`.
+    # A rank that raised alone would leave the others blocked in `TrainEngine.step`.
     is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
     if is_bad.item():
         raise DivergenceError(
@@ -28,12 +28,12 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if a tensor of any rank contains NaN or infinity. Collective.
+    """Raise DivergenceError on all ranks if a tensor of any contains NaN or infinity. Collective.
 
-    `what` names the tensors. `step` is the last step that they include, or 0 before the first.
+    `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
-    # Summing takes one pass without a copy. A non-finite sum may also be an overflow of finite terms, so check again.
+    # A sum takes one pass without a copy. A non-finite sum may be an overflow of finite terms, so check again.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [
@@ -48,7 +48,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
 
 
 def check_grad_norm(norm: float, *, setting: str) -> float:
-    """Return the norm. Raises DivergenceError if it is not finite. `setting` is the optimizer's config section."""
+    """Return the norm. Raises DivergenceError if it is not finite. `setting`: as in `check_loss`."""
     if not math.isfinite(norm):
         raise DivergenceError(
             f"the gradient norm must be finite, got {norm}: lower {setting}.learning_rate, or look at "
@@ -58,33 +58,32 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
 
 
 class Trainable(Protocol):
-    """Torch module that an engine trains: the policy or the critic's value model."""
+    """Module that an engine trains: the policy or the value model."""
 
     compute_dtype: torch.dtype
-    """Data type of matrix products."""
 
     @property
     def backbone(self) -> nn.Module:
         """The transformers model that maps tokens to hidden states."""
 
     def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        """Return the outputs for the trained tokens by name."""
+        """Outputs for the trained tokens by name."""
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield every trained parameter and persistent buffer by name. A tied tensor appears under each of its names.
+        """Yield parameters and persistent buffers by name, tied ones under each name.
 
-        `is_whole`: include weights that an adapter leaves unchanged, and use the module's names for all of them.
+        With an adapter, yields only it and a trained head unless `is_whole`, which also selects the module's names.
         """
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter once."""
+        """Each parameter once."""
 
 
 M = TypeVar("M", bound=Trainable, covariant=True)
 
 
 class ModelEngine(Protocol[M]):
-    """Holds the parameters of a model. With several ranks, every method is collective (see TrainEngine)."""
+    """Holds the parameters of a model. Every method is collective (see TrainEngine)."""
 
     @property
     def model(self) -> M:
@@ -94,32 +93,31 @@ class ModelEngine(Protocol[M]):
         """Outputs of `model` for the trained tokens, differentiable unless under no_grad."""
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded parameters and buffers, float32, on the model's device, named as in `Trainable.weights`.
+        """Yield the unsharded `Trainable.weights`, float32, on the model's device.
 
-        Yields unsharded parameters without a copy: copy them before the next step.
+        They may share memory with the model: copy them before the next step.
         """
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's trained parameters and buffers: all of them, or only its shards with ZeRO-3."""
+        """Yield the `Trainable.weights` that this rank holds: with ZeRO-3, its shards."""
 
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Inverse of `gather_parameters`. With ZeRO-3 only rank 0's tensors are used; other ranks may pass none."""
+        """Inverse of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
 
 
 class TrainEngine(ModelEngine[M], Protocol[M]):
     """Holds the parameters and the optimizer.
 
-    Life: ((forward -> backward)* -> step)*. With several ranks, every method is collective: all ranks make the same
-    calls in the same order, including the same number of `forward` calls.
+    Life: ((forward -> backward)* -> step)*. Every method is collective: all ranks make the same calls in order.
     """
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Sees each gradient once per `step`: unsharded, or this rank's shards."""
+        """Its pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
 
     @property
     def device(self) -> torch.device:
-        """Device that microbatches must be on."""
+        """Device for microbatches."""
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`. Losses are summed, not averaged, over microbatches and ranks."""
@@ -127,18 +125,18 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
     def step(self, *, learning_rate: float) -> float:
         """Clip the gradients, update the parameters, and clear the gradients. Returns the norm before clipping.
 
-        Raises DivergenceError if the norm is not finite. The parameters are then unchanged and the engine unusable.
+        Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
         """
 
     def copy_state(self) -> dict[str, Tensor]:
-        """Copy the optimizer state that this rank must save to host memory (see `STATE_FILE`)."""
+        """Copy this rank's share of the optimizer state to host memory (see `STATE_FILE`)."""
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Load unsharded parameters and the optimizer state saved by any engine layout. Raises CheckpointError."""
+        """Load unsharded `weights`, and optimizer state saved by any engine and ranks. Raises CheckpointError."""
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:
-    """Call `TrainEngine.step` and add the step number to its error."""
+    """`TrainEngine.step`, with the step number in its error."""
     try:
         return engine.step(learning_rate=learning_rate)
     except DivergenceError as error:
@@ -146,10 +144,7 @@ def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> f
 
 
 def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
-    """Copy all parameters to host memory on rank 0; other ranks return nothing. Collective.
-
-    A tied parameter is copied once. `is_whole`: see `Trainable.weights`.
-    """
+    """Copy the `Trainable.weights` to host memory on rank 0, tied ones once; {} on other ranks. Collective."""
     first = dict[int, str]()
     owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
     copies = dict[str, Tensor]()

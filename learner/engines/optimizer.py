@@ -20,7 +20,7 @@ from slipstream.learner.errors import CheckpointError
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
     """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured schedule.
 
-    `linear` and `cosine` reach zero after `num_steps`; `constant` stays at the peak.
+    `linear` and `cosine` reach zero after `num_steps`.
     """
     warmup = config.warmup_steps * updates_per_step
     if update < warmup:
@@ -38,12 +38,12 @@ _SHAPES = {
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and persistent buffer by name, without copies. Tied ones appear under each name."""
+    """Yield every parameter and persistent buffer by name, tied ones under each name."""
     yield from module.state_dict(keep_vars=True).items()
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that require gradients. One-dimensional ones (norms and biases) do not decay."""
+    """AdamW over trainable parameters. One-dimensional ones (norms and biases) do not decay."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # `ds_shape` is the unsharded shape of a ZeRO-3 parameter.
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
@@ -60,24 +60,23 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Adam moments of the elements that a rank updates, and `step`, the number of updates.
+"""Adam moments of the elements that a rank updates, float32[elements], and `step`, the number of updates, float32[1].
 
-Keys are `<field>/<first element>/<parameter>`, values float32[elements]. Master weights are not included, because the
-model is saved in float32.
+Keys are `<field>/<first element>/<parameter>`. The model is saved separately, in float32.
 """
 _FIELDS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
 
 class Shard(NamedTuple):
-    """Consecutive elements of a flattened parameter and their location in a tensor that the optimizer updates.
+    """Consecutive elements of a flattened parameter, located in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """
@@ -87,13 +86,13 @@ class Shard(NamedTuple):
     """Index of the first element in the flattened parameter."""
     size: int
     master: Tensor
-    """The parameter itself, or a flat tensor that holds slices of many parameters and padding."""
+    """The parameter, or a flat tensor with slices of many parameters and padding."""
     offset: int
     """Index of the first element in the flattened `master`."""
 
 
 def trained_names(model: Trainable) -> dict[int, str]:
-    """`id` of each trained parameter -> its name, the first one for a tied parameter."""
+    """`id` of each trained parameter -> its name, or the first name of a tied one."""
     names = dict[int, str]()
     for name, parameter in model.weights():
         names.setdefault(id(parameter), name)
@@ -101,16 +100,16 @@ def trained_names(model: Trainable) -> dict[int, str]:
 
 
 def whole_shards(model: Trainable) -> list[Shard]:
-    """One shard per trained parameter, for an optimizer that updates unsharded parameters."""
+    """One shard per trained parameter of an unsharded model."""
     names = trained_names(model)
     return [Shard(names[id(each)], 0, each.numel(), each, 0) for each in model.parameters() if each.requires_grad]
 
 
 def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the moments to host memory under the key names of `STATE_FILE`."""
+    """Copy the state of these shards to host memory under the keys of `STATE_FILE`."""
     copies = {}
     for shard in shards:
-        # A parameter that has had no gradient has no state, so save the state of zero updates.
+        # A parameter without gradients so far has no state, so save the state of zero updates.
         state = optimizer.state.get(shard.master, {})
         for field in _FIELDS:
             whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
@@ -124,9 +123,9 @@ def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> d
 def restore_moments(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Read the state of these shards from the files of all ranks, regardless of how they were sharded when saved.
+    """Read the state of these shards from the files of all ranks, however it was sharded when saved.
 
-    `names`: trained parameters of all ranks. Raises CheckpointError if the files hold other parameters.
+    `names`: trained parameters of all ranks. Raises CheckpointError.
     """
     with ExitStack() as files:
         pieces = _find_pieces(folder, files)
@@ -149,21 +148,20 @@ def restore_moments(
                         f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
                         f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
                     )
-            # A flat tensor has one update count for all its parameters. Parameters without gradients may lag behind.
+            # A flat tensor has one update count. Parameters without gradients may lag behind.
             counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
             state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
 
 
 class _Piece(NamedTuple):
     file: Any
-    """Open safetensors file."""
     key: str
     begin: int
     size: int
 
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
-    """Stored pieces of all parameters, by field and name. `files` closes the opened files."""
+    """Stored pieces by field and parameter. `files` closes the opened files."""
     pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:
@@ -184,7 +182,7 @@ def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Pi
 
 
 def _read_overlap(piece: _Piece, shard: Shard, *, into: Tensor) -> int:
-    """Copy the elements that piece and shard share. Returns their number."""
+    """Copy the elements that piece and shard share, and return their number."""
     first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
     if first >= end:
         return 0

@@ -1,4 +1,4 @@
-"""TorchEngine: plain torch in one process, the reference for the DeepSpeed engine."""
+"""TorchEngine: plain torch in one process, the reference for DeepSpeedEngine."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from slipstream.learner.engines.optimizer import (
 
 
 class WholeModel(Generic[M]):
-    """ModelEngine that holds the unsharded model on this rank."""
+    """ModelEngine with an unsharded model."""
 
     def __init__(self, model: M) -> None:
         self.model = model
@@ -50,8 +50,8 @@ class TorchEngine(WholeModel[M]):
     def __init__(
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
-        """`setting` is the config section of `optimizer`, for error messages."""
-        # With accelerate installed (peft needs it), transformers imports DeepSpeed to save a model. Silence its log.
+        """`setting`: config section of `optimizer`, for errors."""
+        # With accelerate installed (for peft), transformers imports DeepSpeed to save a model.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device

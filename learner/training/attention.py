@@ -1,7 +1,7 @@
 """Maskless attention for packed rows, and compiled layers.
 
-The kernel treats each run of tokens as a separate sequence. On GPUs in half precision it is torch's variable-length
-flash attention, otherwise SDPA called once per run.
+Each run of tokens is a separate sequence for the kernel: torch's variable-length flash attention on GPUs in half
+precision, otherwise SDPA called once per run.
 """
 
 import math
@@ -23,22 +23,21 @@ from slipstream.learner.errors import ModelError
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 PACKED = "slipstream_packed"
-"""Name under which `packed_attention` is registered with transformers, which builds no mask for it."""
+"""transformers' name of `packed_attention`, for which it builds no mask."""
 
 BACKEND = "inductor"
-"""torch.compile backend for layers."""
 
 _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
-"""Graphs per layer: with and without gradients, one row and several, for each kind of layer."""
+"""Per layer: with and without gradients, one row and several, for each kind of layer."""
 
 Masks = dict[tuple[int, int, int], Tensor]
-"""(number of queries, number of keys, window) -> additive mask of a run. Shared by all layers; used only with SDPA."""
+"""(queries, keys, window) -> additive mask of a run, shared by all layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Argument that a forward pass hands to every attention layer."""
+    """Argument of every attention layer."""
 
     spans: Spans | None
     """None if each row is one sequence."""
@@ -58,13 +57,13 @@ def packed_attention(
     packed_rows: PackedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: query, key, and value [R, H, L, D] -> [R, L, H, D]."""
+    """Attention function for transformers: [R, H, L, D] inputs -> [R, L, H, D]."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
-    # Under autocast SDPA casts its inputs. Normalized queries may be float32 while values are in half precision.
+    # Like SDPA under autocast. Normalized queries may be float32 while values are in half precision.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    # Repeat key/value heads so that the number of ranks divides them and each rank gets complete query-head groups.
+    # Repeat key/value heads so that each rank gets complete query-head groups.
     repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
     if repeats > 1:
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
@@ -77,7 +76,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 @contextmanager
 def native_attention(module: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' SDPA in place of `packed_attention` within the context."""
+    """Use transformers' SDPA in place of `packed_attention`."""
     is_packed = module.config._attn_implementation == PACKED
     if is_packed:
         module.set_attn_implementation("sdpa")
@@ -111,7 +110,7 @@ def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int,
         torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states[0].device)
         for counts in (spans.lengths, spans.num_keys)
     )
-    # Queries and keys are aligned at their ends: with more keys than queries, a run also sees the tokens before it.
+    # Queries and keys align at their ends: if keys are more, a run also sees the tokens before it.
     sides = (window - 1 if window else -1, 0)
     longest = max(spans.lengths), max(spans.num_keys)
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
@@ -134,7 +133,7 @@ def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int
 
 
 def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive mask [Q, K]. SDPA would convert a boolean mask in each layer and keep the copy for the backward pass."""
+    """Additive mask [Q, K]. SDPA would convert a boolean one in each layer and keep the copy for the backward pass."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
     if window:
@@ -144,11 +143,9 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
-    """Compile the layers of a transformers model in place, which saves kernel launches on GPUs.
+    """Compile the layers of a transformers model in place, which saves kernel launches on GPUs. Raises ModelError.
 
-    Parameters and names do not change. Shapes are dynamic, because microbatches differ in rows and lengths. Packed
-    attention is excluded: it is a single kernel already, and its runs of tokens would require a graph per microbatch.
-    Raises ModelError.
+    Packed attention is excluded: it is a single kernel, and its runs of tokens would require a graph per microbatch.
     """
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if has_routers or not layers:
@@ -159,5 +156,5 @@ def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     for layer in layers:
-        # Compiles the layer's forward only. The recomputation for gradient_checkpointing wraps it, uncompiled.
+        # Compiles only `forward`, not the recomputation for gradient_checkpointing around it.
         layer.compile(dynamic=True, backend=BACKEND)

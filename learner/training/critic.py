@@ -2,8 +2,8 @@
 
     loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
 
-Token weights, denominators, updates, and microbatches are the same as for the policy's loss. Tokens that the
-correction rejected for the whole step have no loss.
+Token weights, updates, and microbatches are those of the policy's loss. Tokens that the correction rejected for the
+whole step have no loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,31 +48,27 @@ PATH_SETTING = "algorithm.critic.path (by default model.path)"
 
 
 class ValueModel(nn.Module):
-    """Value of the state before each trained token: a language model's trunk with a scalar head.
-
-    Weights and the head's computation are float32.
-    """
+    """Value of the state before each trained token: a language model's trunk with a scalar head, float32."""
 
     group = SINGLE_RANK
-    """Ranks that share each sequence."""
     has_trunk = True
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
-        # With zeros, advantages equal the returns until the critic has learned something.
+        # With zeros, advantages equal returns until the critic has learned something.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype
-        """Data type of the trunk's matrix products."""
+        """Dtype of the trunk's matrix products."""
 
     @property
     def vocab_size(self) -> int:
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`values`, float32[N], from the hidden state that predicts each trained token."""
+        """`values`, float32[N], from the hidden states that predict the trained tokens."""
         values = self.head(self._hidden(self.group.take(microbatch))).squeeze(-1)
         return self.group.gather({"values": values}, microbatch)
 
@@ -81,12 +77,11 @@ class ValueModel(nn.Module):
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Hidden states scaled to about 1, [N, D], for comparing layouts."""
+        """See `Policy.probe`."""
         hidden = scaled(self._hidden(self.group.take(microbatch)))
         return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
-        """float32[N, D] for this rank's part of a microbatch."""
         output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
@@ -103,10 +98,7 @@ def load_value_model(
     loading: AbstractContextManager[None] | None = None,
     group: SequenceGroup = SINGLE_RANK,
 ) -> ValueModel:
-    """Load a value model, or a policy's trunk with a zero head, without dropout. Raises ModelError.
-
-    `loading`: see `load_policy`. The head is unsharded until an engine shards it.
-    """
+    """Load a value model, or a policy's trunk with a zero head. `loading`: see `load_policy`. Raises ModelError."""
     with torch.random.fork_rng(), _without_report(), loading or nullcontext():
         trunk, missing = load_module(
             AutoModel,
@@ -127,7 +119,7 @@ def load_value_model(
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:
-        # Written by `save_value_model`: a policy's checkpoint would name its causal language model here.
+        # A trunk that `save_value_model` wrote: a policy would name its causal language model here.
         raise ModelError(
             f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
@@ -136,7 +128,7 @@ def load_value_model(
 
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format and the head to its own file. `weights`: named as in `model.weights`."""
+    """Write the trunk in transformers format and the head to its own file."""
     parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
     for name, tensor in weights.items():
         part, _, rest = name.partition(".")
@@ -158,14 +150,10 @@ def _without_report() -> Iterator[None]:
 
 # --- the critic ------------------------------------------------------------------------------------------------------
 OPTIMIZER_SETTING = "algorithm.critic.optimizer"
-"""Config section of the critic's optimizer."""
 
 
 class Critic:
-    """The value model and its optimizer. Every method is collective.
-
-    Life: (fill_values -> learn)*, each once per step.
-    """
+    """The value model and its optimizer. Life: (fill_values -> learn)*, once per step. Every method is collective."""
 
     def __init__(
         self,
@@ -176,7 +164,7 @@ class Critic:
         num_steps: int,
         updates_per_step: int,
     ) -> None:
-        """`num_steps`: steps of the whole run, for the learning-rate schedule."""
+        """`num_steps`: steps of the whole run."""
         self._config = config
         self._ranks = ranks
         self._learning_rate = partial(
@@ -187,7 +175,6 @@ class Critic:
         """Optimizer updates so far, restored from a checkpoint."""
 
     def fill_values(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
-        """Compute `values` for the whole step."""
         columns = recompute(batch, microbatches, self.engine.forward, names=["values"], ranks=self._ranks)
         return batch.with_tokens(**columns)
 
@@ -212,12 +199,11 @@ class Critic:
         }
 
     def _backward(self, tokens: Tokens, microbatch: Microbatch) -> Tensor:
-        """float64[3]: loss, number of clipped tokens, number of tokens in the loss."""
+        """float64[3]: loss, clipped tokens, tokens in the loss."""
         values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
         )
-        # The same weights and rejections as for the policy, so that both learn from the same tokens.
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
         self.engine.backward(loss)

@@ -1,6 +1,6 @@
-"""FrozenModels: the reference and teacher policies, which provide log-probabilities and are not trained.
+"""FrozenModels: the reference and teacher policies, which are not trained.
 
-They do their own expert routing, because recorded experts belong to the trained policy.
+They route tokens to experts themselves, because recorded experts belong to the trained policy.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from slipstream.runtime.lora import adapter_off
 
 
 class AdapterOff:
-    """The policy with its adapter disabled, used as the reference without a second model in memory."""
+    """The policy with its adapter disabled, as a reference without a second model in memory."""
 
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
-        """Outputs of the base model. Collective, because a sharded model gathers its weights."""
+        """Outputs of the base model. Collective."""
         with adapter_off(self._engine.model.causal_lm):
             return self._engine.forward(microbatch, **options)
 
 
 class FrozenModels:
-    """Reference and teacher, loaded only if the settings need them. With ZeRO-3 they are sharded like the policy."""
+    """Reference and teacher, if the settings need them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FrozenModels:
         return self._reference if self._config.kl.refresh_every_steps else None
 
     def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
-        """Fill `reference_logprobs` and `teacher_logprobs` if the settings use them. Collective."""
+        """Fill `reference_logprobs` and `teacher_logprobs` if needed. Collective."""
         microbatches = [replace(microbatch, experts=None) for microbatch in microbatches]
         if self._reference and self._config.kl.estimator != "full":
             columns = recompute(batch, microbatches, self._reference.forward, names=["logprobs"], ranks=ranks)
@@ -66,10 +66,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Return keyword arguments for the learner's forward pass, and additional outputs per token.
-
-        Computed per microbatch, because full logits are too large for a column of the batch.
-        """
+        """Arguments for the learner's forward pass, and additional outputs, which are too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self._reference and self._config.kl.estimator == "full":
@@ -82,7 +79,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
-        """Copy the learner into the reference if a refresh is due at this step. Collective."""
+        """Copy the learner into the reference if due at this step. Collective."""
         every = self._config.kl.refresh_every_steps
         if self.refreshed and every and step % every == 0:
             self.refreshed.load_parameters(engine.gather_parameters())

@@ -1,12 +1,12 @@
 """LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
 
-Some models silently ignore masks or windows, or leak recurrent states from one sample into the next. Each model is
-therefore tested on prompts of the run. A layout is exact if rounding explains
+Some models silently ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if
+rounding explains, on the run's prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal if rounding explains how changing the last token affects earlier tokens. `check_rows` repeats the
-test during training.
+and a model is causal if rounding explains the effect of the last token on earlier ones. `check_rows` repeats the test
+during training.
 """
 
 import dataclasses
@@ -37,23 +37,21 @@ _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention
 _DRAWS = 3
 
 CHECK_EVERY_STEPS = 20
-"""Steps between two calls of `check_rows`."""
 _END_TOKENS = 8
 _UNPACKED = Layout("one_at_a_time", 1)
 
 ProbedModel = Policy | ValueModel
-"""Model that computes microbatches."""
 
 log = structlog.get_logger(__name__)
 
 
 class LayoutChooser:
-    """Life: check, once per model that computes microbatches -> choose. Both are collective."""
+    """Life: check, once per further model -> choose. Both are collective."""
 
     def __init__(
         self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, text: Sequence[int] = ()
     ) -> None:
-        """Check the policy. `text`: tokens of the run's prompts, continued with random tokens. Raises ModelError."""
+        """Check the policy. `text`: tokens of the run's prompts. Raises ModelError."""
         self._run = run
         self._text = text
         self._ranks = ranks
@@ -67,9 +65,10 @@ class LayoutChooser:
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
-        """Drop layouts until all checked models are exact in the first one. `model` must be unsharded.
+        """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact in the first one.
 
-        `setting` is the config key of `path`. Raises ModelError if no layout is left or the model isn't causal.
+        `model` must be unsharded. `setting`: config key of `path`. Raises ModelError if no layout is left or the model
+        isn't causal.
         """
         model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
         model_check.check_causality(setting=setting, path=path)
@@ -90,7 +89,6 @@ class LayoutChooser:
                 )
 
     def choose(self) -> Layout:
-        """The densest layout that is exact for all checked models."""
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
             differences = "; ".join(
@@ -103,13 +101,13 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and self._needs_masks:
-            # Per token, attention costs row length x width, the rest 12 x width^2. Rows of half the width are cheap.
+            # Per token, attention costs row length x width and the rest 12 x width^2, so short rows are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
 
 
 class _ModelCheck:
-    """Compares one model's outputs for the same samples in several layouts. Every method is collective."""
+    """Compares layouts for one model. Every method is collective."""
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class _ModelCheck:
         self._device = device
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to rounding, and the error if it failed."""
+        """Layout -> largest difference relative to rounding, and the error, if any."""
 
     @property
     def is_packed(self) -> bool:
@@ -137,11 +135,9 @@ class _ModelCheck:
 
     @property
     def positions(self) -> int:
-        """Maximum row length of the model."""
         return UNLIMITED if self.is_packed else positions_of(self._model.backbone.config)
 
     def describe(self) -> str:
-        """Result of each tested layout, for a message."""
         return ", ".join(
             f"{layout.kind} " + (f"fails ({error})" if error else f"differs by {excess:.2g} times rounding")
             for layout, (excess, error) in self.found.items()
@@ -149,7 +145,7 @@ class _ModelCheck:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError if changing the last token of a sample changes predictions at earlier tokens."""
+        """Raise ModelError if the last token of a sample changes predictions of earlier tokens."""
         samples = indexed([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
         if not samples:
             return
@@ -180,11 +176,11 @@ class _ModelCheck:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """Whether samples in this layout are computed as if alone, with any neighbors."""
+        """Whether samples in this layout are computed as if alone."""
         if layout not in self.found:
             found = 0.0, ""
-            # float32 reveals small leaks, but half precision uses other kernels, so test both. Full-length rows show
-            # whether the model counts positions along the row. They come last because they cost most.
+            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, which are expensive,
+            # show whether the model counts positions along the row.
             for dtype in dict.fromkeys((torch.float32, self._model.compute_dtype)):
                 for fills_row in (False, True):
                     if found[0] <= 1:
@@ -193,7 +189,7 @@ class _ModelCheck:
         return self.found[layout][0] <= 1
 
     def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
-        """Smallest difference over several draws: rounding may change routing in one draw, but leaks occur in all."""
+        """Smallest difference over draws: rounding may change routing in one draw, but leaks occur in all."""
         best = self._compare(layout, dtype, 0, fills_row=fills_row)
         for draw in range(1, _DRAWS):
             if 1 < best[0] < torch.inf:
@@ -201,10 +197,7 @@ class _ModelCheck:
         return best
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference over all ranks relative to rounding, and the error if the model failed.
-
-        `fills_row`: use rows as long as in training.
-        """
+        """Difference over all ranks relative to rounding, and the error, if any. `fills_row`: rows as in training."""
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
         fillers = self._fillers(layout, total, samples[0].num_inputs) if fills_row else []
@@ -240,7 +233,7 @@ class _ModelCheck:
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
-        """Compute whole sequences with transformers' own attention."""
+        """Compute whole sequences with transformers' attention."""
         model = self._model
         group, model.group = model.group, SINGLE_RANK
         try:
@@ -254,13 +247,13 @@ class _ModelCheck:
         """Groups with shared prompts, longest first: the run's text in draw 0, otherwise random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
-        # Attention windows of any layer, and the length beyond which rotary positions are scaled; 0 = unlimited.
+        # Attention windows, and the length beyond which rotary positions are scaled; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
         rope = getattr(config, "rope_parameters", None) or {}
         windows.append(rope.get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
-        # The first prompt is so long that its responses are beyond the attention window from its start.
+        # Responses to the first prompt do not see its start through the attention window.
         groups = [(window - response, 2), (min(24, window - response), 3), (1, 1)]
         random = np.random.default_rng([self._run.seed, self._model.vocab_size, draw])
         text = [] if draw else list(self._text)
@@ -283,7 +276,6 @@ class _ModelCheck:
         return indexed([*samples, *self._samples_with_images(random, longest)])
 
     def _samples_with_images(self, random: np.random.Generator, longest: int) -> list[Sample]:
-        """Two answers about one image, and one answer about another."""
         if not self._vision:
             return []
         side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
@@ -314,7 +306,7 @@ class _ModelCheck:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples of `length` inputs that extend a row of `total` tokens to the row length of training."""
+        """Samples of `length` inputs that extend a row of `total` tokens to its length in training."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])
@@ -338,10 +330,10 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> Iterator[None]:
 def check_rows(
     model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
 ) -> None:
-    """Verify that a sample depends neither on its row neighbors nor on its last token, on three samples of a step.
+    """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
 
-    Costs three forward passes over the shortest samples, in training precision. Collective: all ranks must pass the
-    same samples. Raises DivergenceError.
+    Costs three forward passes over at most three short samples, and four more at most if rounding must be measured.
+    Collective: all ranks must pass the same samples. Raises DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -350,7 +342,6 @@ def check_rows(
     vocab_size, subject = model.vocab_size, chosen[-1]
     neighbors = [_with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
     last = _with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
-    # A row must fit the longest sample of the step.
     rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
     before = _probe_outputs(model, chosen, rows, device=device)
     for what, other, part in (
@@ -368,28 +359,27 @@ def check_rows(
 
 
 def _short_row(samples: Sequence[Sample]) -> list[Sample]:
-    """The shortest sample, preceded by a sample of another group and a sibling from its own group if available."""
+    """The shortest sample, preceded by one of another group and a sibling, if any."""
     ordered = sorted(samples, key=lambda sample: sample.num_inputs)
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
     other = [each for each in ordered if each.group_id != subject.group_id][:1]
-    # A reward model's sample trains a single token, but earlier tokens must not change either.
+    # A reward model trains a single token, but earlier tokens must not change either.
     trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
     return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
 
 
 def _end_of(sample: Sample) -> np.ndarray:
-    """Positions of the response, extended to at least the last `_END_TOKENS` inputs, but not into images."""
+    """Positions of the response, at least the last `_END_TOKENS` inputs, but no images."""
     start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
     if sample.images:
-        # A shared prompt ends before these positions and must contain complete images.
         start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
     return np.arange(start, len(sample.token_ids))
 
 
 # --- samples and their numbers ---------------------------------------------------------------------------------------
 def _probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
-    """Probe outputs of the samples, float32[N, K], in sample order."""
+    """float32[N, K], in sample order."""
     parts, indices = [], []
     for microbatch in collate(samples, layout=layout):
         parts.append(model.probe(microbatch.to(device)).float().cpu())
@@ -400,7 +390,7 @@ def _probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout
 def _excess_over_rounding(
     found: float, model: ProbedModel, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device
 ) -> float:
-    """Largest difference on any rank, relative to the difference that rounding explains. Collective."""
+    """Largest `found` on any rank, relative to the difference that rounding explains. Collective."""
     worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
     if LIMIT < worst < torch.inf:
         expected, parts = (
@@ -414,7 +404,6 @@ def _excess_over_rounding(
 
 
 def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: int) -> Sample:
-    """The sample with different tokens at these positions."""
     token_ids = sample.token_ids.astype(np.int64)
     token_ids[positions] = (token_ids[positions] + 1 + positions % 7) % vocab_size
     return dataclasses.replace(sample, token_ids=token_ids)
@@ -422,13 +411,13 @@ def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: i
 
 def _before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
     """Indices of probe outputs that must not depend on the last token."""
-    # Its log-probability depends on it, but the hidden state that predicts it doesn't.
+    # Its log-probability depends on it, unlike the hidden state that predicts it.
     end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
     return sample.indices[sample.trained < end]
 
 
 def indexed(samples: Sequence[Sample]) -> list[Sample]:
-    """Assign consecutive `first_index` values to the samples."""
+    """Number the trained tokens of the samples consecutively."""
     ends = np.cumsum([len(sample.trained) for sample in samples])
     return [
         dataclasses.replace(sample, first_index=int(end) - len(sample.trained))

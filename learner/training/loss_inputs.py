@@ -1,7 +1,7 @@
-"""Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens of a batch.
+"""Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Everything is computed without gradient on the whole batch of a step or optimizer update, identically on every rank, so
-that it does not depend on the split into microbatches and ranks.
+Computed without gradient on the batch of a step or update, identically on every rank, so that results do not depend on
+the split into microbatches and ranks. Only `correct` and `mask_inputs` may get a microbatch.
 """
 
 import math
@@ -36,22 +36,19 @@ from slipstream.learner.errors import BatchError
 
 
 class Correction(NamedTuple):
-    """Weights and rejections of N tokens, without gradient."""
+    """Weights and rejections of N tokens."""
 
     weights: Tensor
-    """float32[N], factor of each token's policy loss."""
+    """float32[N], factor of the policy loss."""
     is_kept: Tensor
     """bool[N], false for tokens excluded from the loss."""
     is_bounded: Tensor
-    """bool[N], whether each weight was out of bounds and hence truncated or masked."""
+    """bool[N], whether the weight was truncated or masked."""
 
 
 @torch.no_grad()
 def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
-    """Compute weights from log(proximal/generator) (`inputs`) and rejections from log(learner/generator) (`learner`).
-
-    Both must hold the same tokens, in complete contexts.
-    """
+    """Weights from `inputs` = log(proximal/generator), and rejections from `learner` = log(learner/generator)."""
     is_kept = _is_kept(learner, config=config)
     if config.level == "none":
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
@@ -59,8 +56,8 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     low, high = _bounds(config)
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
-    if config.normalize:
-        # Sequence-level weights are repeated for each token, but the mean must count each sequence once.
+    if config.normalise:
+        # The mean must count each sequence once, not each of its tokens.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalize(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
@@ -84,10 +81,7 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if they are known before the first gradient.
-
-    With `rebaseline`, entirely rejected trajectories also leave the baseline of their group.
-    """
+    """Fill weights and rejections if known before the first gradient, and apply `rebaseline`."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
@@ -99,7 +93,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    # A trajectory without trained tokens, such as a truncated one, is not rejected and stays in the baseline.
+    # Trajectories without trained tokens, such as truncated ones, stay in the baseline.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -107,17 +101,13 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
-    """Replace trajectory rewards by shaped rewards and fill token rewards.
-
-    `kl_coefficient` applies if the KL is charged in the reward. `max_tokens` is the maximum response length.
-    """
-    rewards = _normalized(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    """Shape the rewards of trajectories and fill those of tokens. `max_tokens`: maximum response length."""
+    rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
         divergence = KL_ESTIMATORS[config.kl.estimator](inputs)
-    # Token-level advantages such as GAE need the reward of each token, others the totals.
     totals, tokens = advantages.kl_in_reward(
         rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
     )
@@ -125,7 +115,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
 
 
 def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
-    """Weighted sum of the configured parts, or the total reward, minus the penalty for long answers."""
+    """Configured parts or total reward, plus the penalty for long answers."""
     rewards = batch.trajectories.rewards
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -136,8 +126,8 @@ def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Te
     return rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
 
 
-def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
-    """Normalize over group members only. Non-members get a reward of 0."""
+def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
+    """Normalize over members. Non-members get a reward of 0."""
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
     if shaping.normalize == "batch":
@@ -152,7 +142,7 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
-    """Fill `advantages`, and `returns` for a critic. Both are 0 for trajectories that do not count in a baseline."""
+    """Fill `advantages`, and `returns` for a critic; 0 for trajectories outside the baseline. Raises BatchError."""
     members = batch.select(batch.trajectories.is_member)
     inputs = _advantage_inputs(members, state=state)
     advantages = returns = inputs.token_rewards
@@ -173,7 +163,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
     trajectories, tokens = members.trajectories, members.tokens
     return AdvantageInputs(
         rewards=trajectories.rewards,
-        # Renumber, because a group without valid rewards leaves a gap.
+        # A group without valid rewards leaves a gap.
         groups=torch.unique(trajectories.groups, return_inverse=True)[1],
         lengths=trajectories.lengths,
         num_trained=trajectories.num_trained,
@@ -204,14 +194,14 @@ def _check_returned(found: object, inputs: AdvantageInputs, *, config: CustomAdv
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
-    """float32[N]: scatter the values to the positions where `is_filled` is true, 0 elsewhere."""
+    """float32[N]: the values where `is_filled`, 0 elsewhere."""
     column = torch.zeros(len(is_filled), dtype=torch.float32, device=is_filled.device)
     column[is_filled] = values.float()
     return column
 
 
 def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """Replace the advantages by the teacher's or, with `with_rewards`, add them."""
+    """Replace the advantages by those of the teacher (0 unless the divergence is k1), or add them if `with_rewards`."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -223,11 +213,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 
 # --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
-    """float32[N]: weight of each token's loss. `max_tokens` is the maximum response length.
-
-    Denominators count all ranks and microbatches of an optimizer update, because a mean of means would make a token's
-    weight depend on its microbatch.
-    """
+    """float32[N]: weight of each token's loss. `max_tokens`: maximum response length."""
     trajectories = batch.trajectories
     counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
     weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
@@ -239,7 +225,7 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
 
 
 def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """float32[N]: weights for the mean of -log pi over the tokens of correct answers in each update; None if unused."""
+    """float32[N]: weights for the mean of -log pi over tokens of correct answers in each update; None if unused."""
     if not coefficient:
         return None
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
@@ -257,7 +243,7 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Learning-rate factor of this step, based on the effective sample size."""
+    """Factor from the effective sample size of a step."""
     if config is None:
         return 1.0
     tokens = batch.tokens
@@ -271,7 +257,7 @@ def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:
-    """`learner/advantage_...` metrics of a prepared batch."""
+    """`learner/advantage_...` metrics."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):
         return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}
@@ -285,10 +271,7 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
 # --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
-    """Fill `is_trusted` (from the masks) and `is_selected` (from the policy loss's selector) for one update's tokens.
-
-    `batch` must have `current_logprobs` for these tokens. `seed` is for random selection.
-    """
+    """Fill `is_trusted` from the masks and `is_selected` from the selector for one update, given `current_logprobs`."""
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
     inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)
@@ -302,10 +285,9 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
 
 
 def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
-    """Build the input record of masks. `learner_logprobs` must have no gradient."""
+    """`learner_logprobs`: without gradient."""
     is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
     if tokens.is_kept is not None:
-        # Fractions and means must cover only tokens that are in the loss.
         is_counted = tokens.is_kept & (known(tokens.correction_weights) > 0)
     return MaskInputs(
         log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),

@@ -1,4 +1,4 @@
-"""Policy: a transformers causal language model that returns log-probabilities of tokens, and loading of models."""
+"""Policy: a transformers causal language model that returns log-probabilities; loading and saving of models."""
 
 import shutil
 from collections.abc import Iterator
@@ -44,42 +44,41 @@ from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_tem
 from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
-"""`model.dtype` -> dtype of the learner's matrix products. float16 gradients would underflow without loss scaling."""
+"""`model.dtype` -> dtype of matrix products. float16 gradients would underflow without loss scaling."""
 
 _HEAD_TOLERANCE = 1e-5
-"""Maximum difference of float32 logits, relative to the largest logit: 84 epsilon for a reordered dot product."""
+"""Difference relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
-"""Magnitude of the logits used to compare heads. On small logits, the effect of a soft cap is below rounding."""
+"""Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
-"""transformers' names of layer types."""
 
 LONG = 2048
-"""Sequence length from which masks cost more, on CPUs, than one kernel call per run of tokens."""
+"""Sequence length from which masks cost more on CPUs than one kernel call per run of tokens."""
 
 UNLIMITED = 2**31
-"""Maximum row length of a model that declares no limit."""
+"""Row length of a model without a limit."""
 
 _PROBE_TOKENS = 32
 
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-"""Errors of a model that cannot compute its inputs."""
+"""Errors of a model that does not support its inputs."""
 
 
 class OutputHead(nn.Module):
-    """The language model's output projection, which can be applied to chunks of tokens."""
+    """Output projection for chunks of tokens."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         projection = causal_lm.get_output_embeddings()
-        # Registered here too, because a sharding engine gathers the parameters of the module that is called.
+        # Registered here too, because ZeRO-3 gathers the parameters of the called module.
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(
         self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, requested: Requested | None, **options: Any
     ) -> dict[str, Any]:
-        """`measure_tokens` from hidden states, float[N, D]. If `requested` is None, return deferred `logits`."""
+        """`measure_tokens` from hidden states, float[N, D], or deferred `logits` if `requested` is None."""
         if requested:
             return measure_tokens(self._defer(states, self.weight, dtype), *inputs, requested=requested, **options)
         # A sharded parameter is gathered only within this call.
@@ -94,10 +93,9 @@ class OutputHead(nn.Module):
 
 
 class Policy(nn.Module):
-    """Module that a training engine runs, with float32 master weights and matrix products in `compute_dtype`."""
+    """Causal language model with float32 weights and matrix products in `compute_dtype`."""
 
     group = SINGLE_RANK
-    """Ranks that share each sequence."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
@@ -105,13 +103,11 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.has_adapter = has_adapter
-        """Whether an adapter is trained instead of the model's own weights."""
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
-        """Head for computing logits in chunks. None: the model computes all logits at once."""
+        """Computes logits in chunks. None: the model computes all logits at once."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
-        """Routers of a mixture of experts, else None."""
 
     @property
     def vocab_size(self) -> int:
@@ -123,19 +119,17 @@ class Policy(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model that maps tokens to hidden states."""
         return self.causal_lm
 
     @property
     def has_trunk(self) -> bool:
-        """Whether the transformers class separates the layers from the head."""
+        """Whether the transformers class separates layers and head."""
         return self.causal_lm.base_model is not self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Numbers for comparing layouts: hidden states scaled to about 1, [N, D].
+        """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
 
-        Models without a trunk return log-probabilities, [N, 1], instead. Hidden states reveal leaks even if the policy
-        is certain of its tokens or the head is zero.
+        Hidden states reveal leaks even if the policy is certain of its tokens or the head is zero.
         """
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
@@ -154,9 +148,8 @@ class Policy(nn.Module):
     ) -> dict[str, Any]:
         """Return `logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
-        If `requested` is None, return `logits` that predict the trained tokens, [N, V]. Like `reference_logits`, they
-        cover only this rank's slice. A mixture of experts also returns `expert_load` [M, E] and, given `prices` of its
-        experts [M, E] (see `Trainer.expert_prices`), `aux_loss`.
+        If `requested` is None, return `logits` [N, V] instead, which cover this rank's slice, like `reference_logits`.
+        A mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
@@ -201,7 +194,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Drop the head unless it computes the same logits as the model, including large ones. Collective."""
+        """Drop the head unless it computes the model's logits, also large ones. Collective."""
         if not self.head:
             return
         inputs = {"input_ids": probe_tokens(self.causal_lm), "use_cache": False}
@@ -223,7 +216,7 @@ class Policy(nn.Module):
             with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
                 expected = self.causal_lm(**inputs).logits
             is_same = is_close(seen[0], states) and is_close(compute(states * scale), expected)
-        # The model's head has more layers than a projection, and hence different shapes or outputs.
+        # The model's head has more layers than a projection.
         except (RuntimeError, AttributeError, IndexError):
             is_same = False
         if not is_same:
@@ -231,20 +224,20 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names under which engines load the tensors. Raises WeightTransferError if a tensor cannot be published."""
+        """Names under which engines load tensors. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainable.weights`. An adapter's parameters have their names in peft's files unless `is_whole`."""
+        """See `Trainable.weights`. Adapter parameters have their names in peft files unless `is_whole`."""
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
 
 
 class RewardModel(Policy):
-    """A single-label sequence classifier in place of the language model."""
+    """Policy with a single-label sequence classifier as its model."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """Return `scores`, float32[N], of the tokens before each trained token (see `Policy.forward`)."""
+        """Return `scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
         scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)
@@ -260,13 +253,13 @@ def scaled(states: Tensor) -> Tensor:
 def forward_pass(
     module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup, **arguments: Any
 ) -> Any:
-    """Forward pass of a transformers model over this rank's part of a microbatch, with extra `arguments`."""
+    """Forward pass of a transformers model over this rank's part of a microbatch."""
     is_mixed = compute_dtype != torch.float32
     inputs = {"position_ids": part.position_ids, "pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
-        # transformers inserts images at image tokens, but the model may have generated such tokens itself.
+        # transformers inserts images at image tokens, but the model may also generate such tokens.
         arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
         token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
     if module.config._attn_implementation == PACKED:
@@ -278,9 +271,9 @@ def forward_pass(
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """Attention mask for transformers: one for all layers, or one per layer type if only some have a window.
+    """Mask for rows with a shared prompt, else None. One per layer type if only some layers have a window.
 
-    transformers adds a window only to masks that it builds, so masks for shared rows get their window here.
+    transformers adds windows only to masks that it builds.
     """
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
@@ -291,7 +284,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
     if not window or mask.shape[-1] <= window or kinds not in ({_WINDOWED}, {_WINDOWED, _FULL}):
         return finish(mask)
-    # Distances along the sequence, not the row, because siblings may be between a response and its prompt.
+    # Distances along the sequence, not the row: siblings may be between a response and its prompt.
     positions = known(microbatch.position_ids)
     positions = positions if positions.dim() == 2 else positions[0]
     near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
@@ -299,7 +292,6 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
 
 
 def _additive(visible: Tensor) -> Tensor:
-    """Convert a boolean mask to the additive mask of eager attention."""
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
 
 
@@ -313,14 +305,14 @@ def load_policy(
     group: SequenceGroup = SINGLE_RANK,
     setting: str = "model.path",
 ) -> Policy:
-    """Load a checkpoint with float32 weights and without dropout. A reward model may start from a language model.
+    """Load a checkpoint with float32 weights and without dropout, and attach an adapter if `config.lora` is set.
 
-    Attaches a new adapter if `config.lora` is set. `loading`: context for reading the checkpoint, such as
+    A reward model may start from a language model. `loading`: context for reading the checkpoint, such as
     `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
-    # ZeRO-3 draws random numbers while loading, but adapters must start equal in every layout.
+    # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
     with torch.random.fork_rng(), loading or nullcontext():
         module, _ = load_module(
             kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
@@ -337,7 +329,7 @@ def load_policy(
         if not is_sharded(module):
             policy.check_head()
     try:
-        # Compute and cache the names now: an engine may shard the parameters, which changes their shapes.
+        # Cache the names before an engine shards the parameters, which changes their shapes.
         policy.checkpoint_names  # noqa: B018
     except WeightTransferError as error:
         raise ModelError(f"model.path: {error}") from error
@@ -353,10 +345,10 @@ def load_module(
     group: SequenceGroup = SINGLE_RANK,
     gradient_checkpointing: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model with a transformers Auto class (`kind`). Also return the names of weights missing in the checkpoint.
+    """Load a model with a transformers Auto class (`kind`), and list the weights that the checkpoint lacks.
 
-    The model computes the same function as the unmodified checkpoint in evaluation mode. `setting` is the config key of
-    the path. Raises ModelError.
+    `setting`: config key of the path. Raises ModelError if the model, unless sharded, computes something else than
+    transformers in evaluation mode.
     """
     logging.disable_progress_bar()
     try:
@@ -386,7 +378,7 @@ def load_module(
         ) from error
     module = module.to(device)
     _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model cannot compute outside an engine. LayoutChooser checks packed attention later.
+    # A sharded model cannot compute outside an engine.
     if not is_sharded(module):
         with native_attention(module):
             _check_untouched(module, config, setting=setting)
@@ -394,7 +386,7 @@ def load_module(
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Set all dropout rates to 0, because layers that recompute activations are in training mode."""
+    """Set all dropout rates to 0: layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
@@ -403,21 +395,18 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode, like the generators: in training mode, some routers are random."""
+    """Set evaluation mode, because some routers are random in training mode."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations only in training mode. Submodules of these layers stay in evaluation mode.
+        # transformers recomputes activations only in training mode. Submodules stay in evaluation mode.
         for part in module.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
 
 
 @torch.no_grad()
 def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
-    """Compare with a model that transformers builds from the unmodified config, sharing the weights.
-
-    Raises ModelError.
-    """
+    """Raise ModelError unless a model that transformers builds from the unmodified config computes the same."""
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
     untouched = type(module).from_pretrained(
@@ -432,7 +421,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
     token_ids, limit = probe_tokens(module), LIMIT
 
     def compute(model: PreTrainedModel) -> Tensor:
-        # A classifier's output is a single score, so compare hidden states instead.
+        # A classifier's output is a single score, so compare hidden states.
         part = model.base_model if hasattr(model, "score") else model
         return part(input_ids=token_ids, use_cache=False)[0]
 
@@ -455,7 +444,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
 
 
 def probe_tokens(module: PreTrainedModel) -> Tensor:
-    """Random token ids, int64[1, T], equal in every call."""
+    """Fixed random token ids, int64[1, T]."""
     text = module.config.get_text_config()
     length = min(_PROBE_TOKENS, positions_of(text))
     generator = torch.Generator().manual_seed(text.vocab_size)
@@ -463,21 +452,21 @@ def probe_tokens(module: PreTrainedModel) -> Tensor:
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Maximum row length of a model with masks or positions of fixed size; UNLIMITED if its config declares none."""
+    """Maximum row length that the config declares, else UNLIMITED."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet uses -1 for no limit.
     return found if found and found > 0 else UNLIMITED
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an error, for a message."""
+    """Type and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
 def choose_attention(
     settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """Attention implementation for transformers. None: SDPA if the model supports it, else eager.
+    """Attention implementation for transformers. None: SDPA if supported, else eager.
 
     `is_sliced`: whether ranks share sequences.
     """
@@ -488,16 +477,16 @@ def choose_attention(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has sharded the module's parameters, which are then only gathered during computation."""
+    """Whether ZeRO-3 has sharded the module's parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def save_pretrained(
     policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig, max_shard_size: str = "50GB"
 ) -> None:
-    """Write a checkpoint in transformers format, with the tokenizer (if any) of the initial checkpoint.
+    """Write a checkpoint in transformers format, with the tokenizer, if any, of `config.path`.
 
-    `weights`: all weights of the module. An adapter is merged into them and also saved separately.
+    `weights`: all weights of the module. An adapter is merged and also saved separately.
     """
     if policy.has_adapter:
         save_adapter(policy.causal_lm, folder, weights=weights)

@@ -39,9 +39,9 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """Return the function that a config record selects, as a function of only its input record.
+    """Return the function that a config record selects, with its settings bound.
 
-    `setting` is the config key of the record. Raises ConfigError if a user-defined function cannot be loaded.
+    `setting`: config key of the record. Raises ConfigError if a user-defined function cannot be loaded.
     """
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
@@ -52,7 +52,7 @@ def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
 def bind(name: str, record: Formula) -> Callable[[Any], Any]:
     """Bind the function `name` (`module.function` in learner/algorithms) to the fields of `record` that it accepts."""
     function = find(name)
-    # A record with a selector has settings for two functions, so filter by signature.
+    # A record with a selector has settings for two functions.
     taken = inspect.signature(function).parameters
     return partial(function, **{field: getattr(record, field) for field in record.__struct_fields__ if field in taken})
 
@@ -66,12 +66,12 @@ def find(name: str) -> Callable[..., Any]:
 
 @dataclass
 class ObjectiveState:
-    """State carried from step to step and saved in checkpoints. Equal on every rank."""
+    """State carried across steps and checkpoints, equal on every rank."""
 
     kl_coefficient: float | None = None
-    """Current adaptive KL coefficient; None before the first step or if the coefficient is fixed."""
+    """None before the first step or if the coefficient is fixed."""
     advantage: dict[str, float] = dataclasses.field(default_factory=dict)
-    """State of the advantage function (`AdvantageInputs.state`)."""
+    """See `AdvantageInputs.state`."""
 
     def save(self) -> dict[str, float]:
         return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
@@ -96,21 +96,19 @@ class Objective:
         )
         self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
         self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
-        """Outputs required from a forward pass with gradient."""
         self.state = ObjectiveState()
 
     @property
     def kl_coefficient(self) -> float:
-        """KL coefficient of this step."""
         current = self.state.kl_coefficient
         return self._config.kl.coefficient if current is None else current
 
     # --- before the gradient -------------------------------------------------------------------------------------
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Batch:
-        """Fill the batch columns that the loss needs, without gradient. Raises BatchError."""
+        """Fill the columns that the loss needs, without gradient. Raises BatchError."""
         config = self._config
-        # The correction comes first, because rejected trajectories may be excluded from baselines.
+        # First the correction, because rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
         batch = loss_inputs.shape_rewards(
             batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
@@ -124,11 +122,10 @@ class Objective:
         )
 
     def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
-        """Apply masks and selector to all tokens of an optimizer update, given `current_logprobs`."""
+        """See `loss_inputs.select_tokens`."""
         return loss_inputs.select_tokens(batch, masks=self._masks, selector=self._selector, update=update, seed=seed)
 
     def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
-        """Adapt the KL coefficient to the measured KL of the step."""
         if adaptive := self._config.kl.adaptive:
             self.state.kl_coefficient = kl.adaptive_coefficient(
                 self.kl_coefficient,
@@ -140,37 +137,37 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """Return the part of the update's loss that belongs to these tokens, and add statistics to `metrics`.
+        """Part of the update's loss for these tokens, in complete contexts. Adds statistics to `metrics`.
 
-        `tokens` must be complete contexts. `measured`: outputs of the forward pass by name.
+        `measured`: outputs of the forward pass. Raises BatchError.
         """
         learner = measured["logprobs"]
-        # Renumber, so that sums over a microbatch's few contexts aren't as long as the batch.
+        # Otherwise sums over a microbatch's few contexts would be as long as the batch.
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
-        # Exclude tokens that are impossible under the learner (-inf), which would make the loss infinite. They count in
-        # `nonfinite_fraction`. NaN stays and ends the run, because it means that the model is broken.
+        # Tokens that are impossible under the learner (-inf) would make the loss infinite. NaN stays and ends the run,
+        # because it means that the model is broken.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        # 0 * log_ratio, because ranks call backward together, so a loss without counted tokens needs a graph too.
+        # 0 * log_ratio, because ranks call backward together: a loss without counted tokens needs a graph too.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
-            # Uncounted tokens have no loss and do not affect the ratio of their sequence.
+            # Uncounted tokens must not affect the ratio of their sequence.
             counted = inputs if is_counted.all() else inputs.take(is_counted)
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            # Evaluate again on a leaf to keep the first graph intact for the backward pass.
+            # On a leaf, to keep the first graph intact for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(counted.with_log_ratio(leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
-        # A sum, because the token weights include the denominator of the whole update.
+        # A sum: the token weights include the denominator of the whole update.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
@@ -199,7 +196,6 @@ class Objective:
         return inputs, correction
 
     def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
-        """bool[N]: tokens that all masks keep."""
         is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
         if tokens.is_trusted is not None:
             is_trusted &= tokens.is_trusted
@@ -224,10 +220,10 @@ class Objective:
     def _correction(
         self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
     ) -> Correction:
-        """Return the correction of the whole batch if known, else compute it from the update's current values.
+        """Correction of the whole batch if known, else from current values.
 
-        Rejection always uses the distance between learner and generator. With an interpolated proximal policy, the
-        drift would be smaller than that.
+        Rejection uses the distance between learner and generator. The drift of an interpolated proximal policy is
+        smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
@@ -246,7 +242,6 @@ class Objective:
         return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
 
     def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
-        """KL penalty, entropy bonus, log-ratio penalty, and distillation loss per token."""
         price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
         losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
         if penalty := self._config.correction.log_ratio_penalty:
@@ -283,10 +278,7 @@ def _token_stats(
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
-    """Weighted distillation loss, float[N]; 0 if the teacher enters through advantages.
-
-    Divergences over candidates need `candidate_logprobs` (learner) and `teacher_candidate_logprobs` in `measured`.
-    """
+    """float[N]; 0 if the teacher enters through advantages."""
     if config.divergence == "k1":
         return torch.zeros_like(measured["logprobs"])
     if config.divergence == "k3":

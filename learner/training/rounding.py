@@ -15,15 +15,15 @@ Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leak
 """
 
 MARGIN = 4
-"""Factor on the effect of `rounded`: two computations round independently, and in more operations than it perturbs."""
+"""Factor on the effect of `rounded`: both computations round, and in more operations than it perturbs."""
 
 
 def difference(
     found: Tensor, expected: Tensor, *, parts: Sequence[Any] = (slice(None),), spread_of: Tensor | None = None
 ) -> float:
-    """Largest mean distance within any of `parts` (indices of the first axis), relative to a standard deviation.
+    """Largest mean distance within any of `parts` (indices of the first axis); infinity if a number isn't finite.
 
-    The deviation is taken of `expected` or, if given, `spread_of`. Returns infinity if a number isn't finite.
+    Relative to the standard deviation of `expected` or, if given, `spread_of`.
     """
     distances = (found.float() - expected.float()).abs()
     spread = (expected if spread_of is None else spread_of).float().std(correction=0)
@@ -36,7 +36,7 @@ def difference(
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Perturb the output of every leaf module by a random relative error of at most epsilon of `dtype`.
 
-    The resulting change of the model's outputs estimates its rounding error for any kernels and depth.
+    The change of the model's outputs estimates their rounding error.
 
     Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """

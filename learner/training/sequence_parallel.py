@@ -1,10 +1,10 @@
 """SequenceGroup: ranks that each compute a slice of every sequence and exchange heads for tokens in attention.
 
-All ranks of a group get the same microbatches and gather the outputs of all trained tokens, so each computes the same
-loss as a single rank would. Each rank has the gradient of its own tokens, and gradients add up over ranks.
+All ranks of a group get the same microbatches and gather the outputs of all trained tokens, so each computes the loss
+of a single rank. Each rank has the gradient of its slice, and gradients add up over ranks.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads are repeated
-if there are too few to divide among the ranks.
+if the ranks do not divide them.
 """
 
 import dataclasses
@@ -21,23 +21,20 @@ from slipstream.learner.errors import ModelError
 
 _SOFTMAX = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Types of rotary embeddings that depend on the longest position of a forward pass, which a slice does not show."""
+"""Rotary embeddings that depend on the longest position of a forward pass, unknown to a slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """One rank's view of its group, by default a group of one. `gather`, `total`, and `exchange` are collective."""
+    """One rank's view of its group. `gather`, `total`, and `exchange` are collective."""
 
     size: int = 1
     rank: int = 0
     members: dist.ProcessGroup | None = None
-    """Process group of the ranks; None for a group of one."""
+    """None for a group of one."""
 
     def take(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's part of a microbatch: a slice of each row, and the trained tokens that are predicted there.
-
-        `spans` still describe whole rows, because attention sees whole rows.
-        """
+        """A slice of each row, and the trained tokens predicted there. `spans` still describe whole rows."""
         if self.size == 1:
             return microbatch
         rows, length = microbatch.token_ids.shape
@@ -61,11 +58,11 @@ class SequenceGroup:
         )
 
     def own(self, column: Tensor | None, microbatch: Microbatch) -> Tensor | None:
-        """This rank's entries of a column over the trained tokens."""
+        """This rank's entries of a column over trained tokens."""
         return column if column is None or self.size == 1 else column[self._mine(microbatch)]
 
     def gather(self, measured: dict[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-        """Combine each rank's outputs into those of all trained tokens, with gradients only for this rank's own."""
+        """Outputs of all ranks' trained tokens, with gradients only for this rank's."""
         if self.size == 1:
             return measured
         mine, found = self._mine(microbatch), {}
@@ -85,12 +82,12 @@ class SequenceGroup:
         return whole + (part - part.detach())
 
     def _mine(self, microbatch: Microbatch) -> Tensor:
-        """Indices of the trained tokens that are predicted in this rank's slice."""
+        """Indices of the trained tokens predicted in this rank's slice."""
         length = microbatch.token_ids.shape[1]
         return (microbatch.sources % length * self.size // length == self.rank).nonzero()[:, 0]
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Gather axis 2 and split axis 1 over ranks. Exchanges heads for tokens, or tokens for heads."""
+        """Gather axis 2 and split axis 1 over ranks: exchange heads for tokens, or tokens for heads."""
         if self.size == 1:
             return states
         dealt = states.unflatten(1, (self.size, -1)).movedim(1, 0)
@@ -101,7 +98,7 @@ SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first axis, forward and backward."""
+    """All-to-all over the first axis, in both passes."""
 
     @staticmethod
     def forward(ctx: Any, dealt: Tensor, members: dist.ProcessGroup) -> Tensor:
@@ -119,7 +116,7 @@ class _Exchange(torch.autograd.Function):
 def check_sequence_parallel(
     settings: PreTrainedConfig, model_class: Any, *, size: int, setting: str, path: str
 ) -> None:
-    """Raise ModelError if sequences of the model cannot be split over ranks. `setting`: config key of its `path`."""
+    """Raise ModelError if sequences cannot be split over ranks. `setting`: config key of `path`."""
     text = settings.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
@@ -143,7 +140,7 @@ def check_sequence_parallel(
 
 
 def can_pack(settings: PreTrainedConfig, model_class: Any) -> bool:
-    """Whether a transformers class supports registered attention functions and is exact with SDPA."""
+    """Whether a transformers class supports `packed_attention`."""
     is_capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None)
     supported = (getattr(model_class, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     return not hasattr(settings, "vision_config") and not is_capped and all(supported)

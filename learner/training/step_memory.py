@@ -1,4 +1,4 @@
-"""Memory of a training step, measured by tracing it on fake tensors, which have shapes but no memory."""
+"""Memory of a training step, traced on fake tensors, which have shapes but no memory."""
 
 import dataclasses
 import math
@@ -41,9 +41,9 @@ _UNTRACED = (
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
     """Peak memory allocated by a forward and backward pass over the largest microbatch, without gradients.
 
-    `model` must be on the meta device. With sequence parallelism, this is the sum over the ranks that share a sequence.
-    If data-dependent operations prevent tracing, estimates 34 bytes per token, layer, and unit of width, or twice that
-    in float32 (Korthikanti et al., arXiv:2205.05198).
+    `model` must be on the meta device. With sequence parallelism, sums over the ranks that share a sequence. If
+    data-dependent operations prevent tracing, estimates 34 bytes per token, unit of width, and layer (a single one with
+    gradient checkpointing), or twice that in float32 (Korthikanti et al., arXiv:2205.05198).
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
@@ -76,14 +76,14 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
             num_kept = 1 if is_recomputed else text.num_hidden_layers
             return 17 * compute_dtype.itemsize * text.hidden_size * num_kept * microbatch.num_tokens
     if is_sharded and compute_dtype != torch.float32 and not is_recomputed:
-        # Linear layers save their cast weights for the backward pass, but with ZeRO-3 they gather and cast them again.
+        # With ZeRO-3, linear layers gather and cast weights again instead of saving the cast.
         return allocations.peak - compute_dtype.itemsize * sum(each.numel() for each in model.parameters())
     return allocations.peak
 
 
 @contextmanager
 def _autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Set whether autocast keeps cast weights until the end of the forward pass. With ZeRO-3 it doesn't."""
+    """Set whether autocast keeps cast weights during the forward pass. With ZeRO-3 it does not."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -93,7 +93,7 @@ def _autocast_cache(*, enabled: bool) -> Iterator[None]:
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts forward pass with the memory footprint of grouped matrix products but without data-dependent shapes."""
+    """Experts with the memory footprint of grouped matrix products, without data-dependent shapes."""
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
@@ -109,18 +109,18 @@ ExpertsInterface.register(_EXPERTS, _run_experts)
 
 
 def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
-    """Size of the inputs of all layers for the largest microbatch, in float32."""
+    """Size of all layer inputs for the largest microbatch, float32."""
     text, num_tokens = model.config.get_text_config(), largest_microbatch(run, model).num_tokens
     return num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
 
 
 class Allocations(TorchDispatchMode):
-    """Tracks the size of storages allocated within its context."""
+    """Tracks the size of storages allocated in its context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        """Largest total size at any time, bytes."""
+        """Bytes."""
         self._alive: dict[int, int] = {}
         self._total = 0
 
@@ -146,7 +146,7 @@ class Allocations(TorchDispatchMode):
 
 
 def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
-    """The microbatch with the most tokens, built from samples of the maximum length."""
+    """Microbatch with the most tokens, from samples of the maximum length."""
     longest = run.model.max_length
     prompt, group_size = 1, 1
     if run.mode != "sft":

@@ -1,11 +1,11 @@
-"""Metrics of a training step, overall and by lag. docs/metrics.md describes each metric.
+"""Metrics of a training step, overall and by lag, described in docs/metrics.md.
 
-Sums are accumulated over microbatches, updates, and ranks. Ratios are computed once, from the sums, because a mean of
-means would make a token's weight depend on its microbatch. A token counts at its own lag, and a trajectory at the lag
-of its oldest token.
+Ratios are computed once, from sums over microbatches, updates, and ranks, because a mean of means would make a token's
+weight depend on its microbatch. A token counts at its lag. A trajectory counts once per context, at the lag of the
+oldest token.
 
-GradientSimilarity computes the cosine between consecutive gradients. In stable training, consecutive gradients are
-nearly orthogonal. With too much staleness, they stay aligned for many steps before a run collapses.
+GradientSimilarity measures consecutive gradients. They are nearly orthogonal in stable training, but with too much
+staleness they stay aligned for many steps before a run collapses.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -28,56 +28,54 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.step_tokens import TokenRecorder
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
-"""Name -> smallest lag in versions. Bucket 0 shows only the mismatch between the engines."""
+"""Name -> smallest lag, versions. Bucket 0 shows only the mismatch between the engines."""
 _LOG_2 = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Columns over the N tokens of one loss, in complete trajectories, without gradient."""
+    """Columns over the N tokens of one loss, in complete contexts, without gradient."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_proximal), nats."""
     learner_logprobs: Float[Tensor, "N"]
-    """At the start of the step if known, else from the loss's forward pass."""
+    """From the start of the step if known."""
     generator_logprobs: Float[Tensor, "N"]
-    """Under the distribution that each token was sampled from."""
+    """Under the sampled distribution."""
     weights: Float[Tensor, "N"]
-    """Importance weights of the correction."""
     is_bounded: Bool[Tensor, "N"]
     """Whether a bound of the correction changed the weight."""
     is_kept: Bool[Tensor, "N"]
-    """Whether each token is in the loss."""
     is_idle: Bool[Tensor, "N"]
-    """Whether the policy loss or a mask removed the token's gradient."""
+    """Whether the policy loss or a mask removed the gradient."""
     entropies: Float[Tensor, "N"]
-    """Entropy of each token's distribution, nats."""
+    """Nats."""
     reference_kl: Float[Tensor, "N"]
-    """Estimated KL from the reference policy, nats."""
+    """Nats."""
     lags: Int[Tensor, "N"]
-    """Lag of each token in versions, >= 0."""
+    """Versions, >= 0."""
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token, from 0 without gaps."""
+    """Context of each token, from 0 without gaps."""
     num_sequences: int
 
 
 class Counts(NamedTuple):
-    """Sums and maxima in tables with one column per lag bucket."""
+    """Tables with one column per lag bucket."""
 
     tokens: Float[Tensor, "K L"]
     """Sums over tokens, rows as in TOKEN_SUMS."""
     trajectories: Float[Tensor, "K L"]
-    """Sums over trajectories, rows as in TRAJECTORY_SUMS."""
+    """Sums over contexts, rows as in TRAJECTORY_SUMS."""
     maxima: Float[Tensor, "M L"]
-    """Largest values over tokens, rows as in MAXIMA; -inf without tokens."""
+    """Maxima over tokens, rows as in MAXIMA; -inf without tokens."""
 
     def merge(self, other: "Counts") -> "Counts":
-        """Merge counts from another instance, on its device."""
+        """Merge counts on the device of `other`."""
         tokens, trajectories, maxima = (table.to(other.tokens.device) for table in self)
         return Counts(tokens + other.tokens, trajectories + other.trajectories, torch.maximum(maxima, other.maxima))
 
     def over(self, ranks: Ranks) -> "Counts":
-        """Sum over all ranks; collective."""
+        """Counts of all ranks. Collective."""
         return Counts(ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.max(self.maxima))
 
 
@@ -87,19 +85,19 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""Names of the sums. Except for `tokens` and the two squares, the mean of each is the metric of that name."""
+"""The mean of each is the metric of that name, except for `tokens` and the two squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Bucket index in LAG_BUCKETS of each lag."""
+    """Index in LAG_BUCKETS of each lag."""
     starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
     return torch.bucketize(lags, starts, right=True) - 1
 
 
 def no_counts() -> Counts:
-    """Counts of zero tokens."""
+    """Counts without tokens."""
     sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
     tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
     return Counts(tokens, trajectories, maxima - math.inf)
@@ -107,7 +105,7 @@ def no_counts() -> Counts:
 
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of one microbatch, possibly without tokens."""
-    # In float64, because exp(x) - 1 - x of a small difference is only rounding error in float32.
+    # In float32, exp(x) - 1 - x of a small difference would be only rounding error.
     mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
     gap = _probability_gap(stats)
     buckets = lag_buckets(stats.lags)
@@ -165,14 +163,14 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
 
 
 def _probability_gap(stats: TokenStats) -> Tensor:
-    """|pi_learner - pi_generator|; 0 if either log-probability is not finite."""
+    """|pi_learner - pi_generator|; 0 if a log-probability is not finite."""
     learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
     unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
     return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
 
 
 def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
-    # A product with a one-hot matrix takes one pass, is deterministic, and does not synchronize with the GPU.
+    # A one-hot product takes one pass, is deterministic, and does not synchronize with the GPU.
     one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
     return torch.stack([column.double() for column in columns]) @ one_hot
 
@@ -185,7 +183,7 @@ def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
-    """Name -> metric over all buckets. Metrics without a token or trajectory are omitted."""
+    """Name -> metric over all buckets, if it has a token or trajectory."""
     described: dict[str, float] = {}
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
@@ -199,7 +197,7 @@ def describe(counts: Counts) -> dict[str, float]:
 
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
-    """`<bucket>/<name>` -> metric of the bucket."""
+    """`<bucket>/<name>` -> metric."""
     cells = {
         bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
         for index, bucket in enumerate(LAG_BUCKETS)
@@ -240,7 +238,6 @@ class StepMetrics:
 
     def __init__(self, recorder: TokenRecorder | None = None) -> None:
         self.recorder = recorder
-        """Records per-token statistics if not None."""
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
@@ -249,7 +246,6 @@ class StepMetrics:
 
     @torch.no_grad()
     def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
-        """Add the input tokens, token statistics, expert load, and auxiliary loss of a loss's forward pass."""
         self._computed_tokens += microbatch.num_tokens
         if self.recorder:
             self.recorder.add(microbatch, outputs)
@@ -260,8 +256,8 @@ class StepMetrics:
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
-        """Add one microbatch, possibly without tokens, and its part of the loss."""
-        # Keep sums on the device: reading them here would wait for the forward pass.
+        """`loss`: the microbatch's part. May be without tokens."""
+        # Sums stay on the device: reading them would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
@@ -282,7 +278,7 @@ class StepMetrics:
 
 
 def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[str, float]:
-    """`learner/...` metrics of `load`, the tokens per router and expert. `layers`: layer index of each router.
+    """`learner/...` metrics of the tokens per router and expert. `layers`: layer index of each router.
 
     violation = max over experts of tokens / mean over experts of tokens - 1
 
@@ -311,12 +307,12 @@ _MAX_UNREPORTED = 1024
 class GradientSimilarity:
     """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    It samples the same random entries of every gradient (all entries of a short one), so it needs a few MB for any
-    model size. Each rank may hold a piece or a full copy of the gradients.
+    Samples the same random entries of every gradient (all of a short one), so it needs at most 17 MB per optimizer step
+    of an update. Each rank may hold a piece or a copy of the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: number of entries to sample per optimizer step on this rank."""
+        """`max_entries`: to sample per optimizer step on this rank."""
         self._seed = seed
         self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
@@ -324,12 +320,12 @@ class GradientSimilarity:
         self._previous_square = torch.zeros(())
         self._spare: list[Tensor] = []
         self._current: list[Tensor] = []
-        # Bounded, in case `report` is never called.
+        # Bounded in case `report` is never called.
         self._products: deque[Tensor] = deque(maxlen=_MAX_UNREPORTED)
         optimizer.register_step_pre_hook(self._record)
 
     def end_update(self) -> None:
-        """End the gradient that consists of all optimizer steps since the last call."""
+        """End the gradient made of all optimizer steps since the last call."""
         square = _product(self._current, self._current)
         if self._previous and self._current:
             products = [_product(self._current, self._previous), square, self._previous_square]
@@ -338,7 +334,7 @@ class GradientSimilarity:
         self._previous_square = square
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """Mean cosine over the updates since the last report; empty if none had a predecessor. Collective."""
+        """Mean cosine over updates since the last report; {} if none had a predecessor. Collective."""
         if not self._products:
             return {}
         sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
@@ -348,7 +344,7 @@ class GradientSimilarity:
 
     @torch.no_grad()
     def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Optimizer pre-step hook. With ZeRO-3, one update has a step for each subgroup of shards."""
+        """Optimizer pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
         if total <= self._max_entries:
@@ -358,17 +354,16 @@ class GradientSimilarity:
             self._indices.append(self._draw_indices(parameters, total=total))
         indices = self._indices[len(self._current)]
         sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
-        # Scale so that inner products of samples estimate those of full gradients, for pieces of any size.
+        # Inner products of scaled samples estimate those of full gradients.
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Copy into the buffer of the gradient before the previous one, because allocation would dominate the cost."""
+        """Copy into the buffer of the gradient before the previous one: allocation would dominate the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]
 
     def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
-        """Indices of random entries of each parameter, for all updates."""
         generator = torch.Generator().manual_seed(self._seed + len(self._indices))
         drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)

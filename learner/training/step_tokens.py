@@ -1,4 +1,4 @@
-"""Per-token statistics of training steps: TokenRecorder collects them, StepTokensWriter writes them to files."""
+"""Per-token statistics of training steps: TokenRecorder and StepTokensWriter."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,9 +19,9 @@ from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
 
 _MAX_WAITING = 4
-"""Maximum number of steps in memory that wait for the writer thread."""
+"""Maximum number of steps that wait for the thread."""
 _SWEEPS = 64
-"""Number of times that old files are deleted while `max_gib` of new files are written."""
+"""Number of deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
 
 log = structlog.get_logger(__name__)
@@ -36,16 +36,16 @@ class TokenRecorder:
 
     @torch.no_grad()
     def add(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
-        """Record the outputs of a loss's forward pass, without synchronizing with the device."""
+        """Record the outputs of a forward pass, without synchronizing with the device."""
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
-        """Return the statistics of `members` on rank 0, None on other ranks. Collective.
+        """Return statistics on rank 0, None on other ranks. Collective.
 
-        `members` are the first trajectories of the batch with the positions of their trained tokens. Log-ratios are
-        from the start of the step if known, otherwise from the loss's forward pass, like the entropies.
+        `members`: first trajectories of the batch with the positions of their trained tokens. Log-ratios are from the
+        start of the step if known, otherwise from the loss's forward pass, like the entropies.
         """
-        # Only one rank's share has each token, so a sum over ranks assembles the columns.
+        # Each token is in one share, so a sum over shares assembles the columns.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None
@@ -63,10 +63,9 @@ class TokenRecorder:
 
 
 class StepTokensWriter:
-    """Writes one file per step, optionally in a background thread, and deletes the oldest files.
+    """Writes one file per step and deletes the oldest files.
 
-    Never delays a step. If too many steps are waiting for the thread or the disk is full, the step is skipped with a
-    warning in the log.
+    If too many steps wait for the background thread or the disk fails, logs a warning and skips the step.
     """
 
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
@@ -78,16 +77,16 @@ class StepTokensWriter:
         self._thread: Thread | None = None
 
     def roll_back(self, *, to_step: int) -> None:
-        """Delete the files of steps after `to_step`."""
+        """Delete the files of later steps."""
         drop_steps(self._folder, after=to_step)
 
     def add(self, step: int, tokens: StepTokens) -> None:
-        """Write the file of a committed step, or queue it for the thread."""
+        """Write a committed step, or queue it for the thread."""
         if not self._in_background:
             self._write(step, tokens)
             return
         if self._thread is None:
-            # A daemon thread: when the learner stops, unwritten steps are lost.
+            # A daemon thread: unwritten steps are lost when the learner stops.
             self._thread = Thread(target=self._run, name="token-stats", daemon=True)
             self._thread.start()
         try:
@@ -96,7 +95,7 @@ class StepTokensWriter:
             log.warning("token_stats_not_written", step=step, reason=f"{_MAX_WAITING} steps wait for the disk")
 
     def close(self) -> None:
-        """Wait until all queued steps are written, at most two minutes."""
+        """Wait at most two minutes for queued steps."""
         if self._thread:
             with suppress(Full):
                 self._waiting.put(None, timeout=_CLOSE_S)
@@ -109,7 +108,7 @@ class StepTokensWriter:
     def _write(self, step: int, tokens: StepTokens) -> None:
         try:
             self._unswept_bytes += write_step(self._folder, step, tokens)
-            # Not after every step, because listing 100,000 small files takes longer than a step.
+            # Not every step: listing 100,000 files takes longer than a step.
             if self._unswept_bytes > self._max_bytes / _SWEEPS:
                 keep_newest(self._folder, max_bytes=self._max_bytes)
                 self._unswept_bytes = 0.0

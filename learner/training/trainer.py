@@ -3,8 +3,7 @@
 Consumes: groups of trajectories, the learner's version.
 Produces: updated parameters, metrics, the canary.
 Waits for: other ranks, in collective operations.
-Invariant: all ranks get the same groups and make the same updates. Gradients do not depend on how tokens are split into
-microbatches and ranks.
+Invariant: all ranks make the same updates, and gradients do not depend on the split into microbatches and ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,11 +55,7 @@ class Trainer:
         critic: Critic | None = None,
         text: Sequence[int] = (),
     ) -> None:
-        """`frozen_models`: the initial policy if `algorithm.kl.coefficient` > 0, and the configured teacher.
-
-        `layout` must be exact for all models (see LayoutChooser). `critic` must be given if and only if
-        `algorithm.advantage` needs one. `text`: tokens for the canary, equal on all ranks.
-        """
+        """`layout` must be exact for all models (see LayoutChooser). `text`: tokens for the canary."""
         self._run = run
         self._ranks = ranks
         self._frozen_models = frozen_models
@@ -76,17 +71,14 @@ class Trainer:
         self.objective = objective
         self.critic = critic
         self.reference = frozen_models.refreshed
-        """Reference policy of the KL term if it changes during training, else None."""
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
-        """Images of the prompts if the model takes images, else None."""
         self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
         self.num_updates = 0
         """Optimizer updates so far, restored from a checkpoint."""
         self.step_tokens: StepTokens | None = None
-        """Token statistics of the last step on rank 0; None if they are not recorded."""
+        """Statistics of the last step on rank 0, if recorded."""
         self.account = TimeAccount("rest")
-        """The learner's time by phase, on rank 0."""
 
     def step(
         self,
@@ -101,10 +93,9 @@ class Trainer:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
         `weights`: factor of each group's loss, default 1. `max_lags`: per group, the lag above which tokens leave the
-        loss, None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: number of groups at the end that come
-        from another run.
+        loss, None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: number of final groups from another run.
 
-        Raises BatchError, RankGroupError, DivergenceError. The trainer is unusable afterwards.
+        Raises BatchError, RankGroupError, DivergenceError. The trainer is then unusable.
         """
         with self.account.phase("batch"):
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
@@ -115,7 +106,7 @@ class Trainer:
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
         kl_coefficient = self.objective.kl_coefficient
         step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
-        norms = []  # of all updates with a trained token
+        norms = []  # of updates with a trained token
         for index, microbatches in enumerate(updates):
             if self._tokens_of(batch, index).any():
                 norms.append(self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale))
@@ -124,14 +115,14 @@ class Trainer:
         layers = routers.layers if routers else ()
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=layers)
         if step_metrics.recorder:
-            # Trajectories of another run are excluded, because their ids may collide with this run's.
+            # The ids of another run's trajectories may collide with this run's.
             own = chain.from_iterable(groups[: len(groups) - num_mixed])
             members = zip(own, built.trained, strict=False)
             self.step_tokens = step_metrics.recorder.collect(members, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
         self._frozen_models.refresh_reference(self.engine, step=step)
         if moved:
-            # A step without a policy update must not adapt the KL coefficient.
+            # Without a policy update, the KL coefficient must not adapt.
             self.objective.end_step(
                 reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
@@ -171,10 +162,8 @@ class Trainer:
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
-        """Fill the columns that need separate forward passes."""
         config = self._run.algorithm
         if config.needs_start_logprobs:
-            # The same pass computes collisions, for the advantage's score norms.
             requested = Requested(collision=config.advantage.needs_collisions)
             names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
             forward = partial(self.engine.forward, requested=requested)
@@ -187,9 +176,9 @@ class Trainer:
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
     ) -> float | None:
-        """Make one optimizer update of the policy. Returns the gradient norm, or None if there was no update.
+        """Make one optimizer update of the policy. Returns the gradient norm.
 
-        During the critic's warm-up, or if the correction rejects every token, only metrics are computed.
+        During the critic's warm-up, or if the correction rejects every token, computes only metrics and returns None.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -198,7 +187,7 @@ class Trainer:
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
         prices = self.expert_prices(microbatches) if is_moving else {}
-        # Each backward pass frees its graph before the next microbatch, so only one graph is in memory.
+        # One backward pass per microbatch, so that only one graph is in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 arguments, extra = self._frozen_models.aux_inputs(microbatch)
@@ -216,16 +205,16 @@ class Trainer:
 
     @torch.no_grad()
     def expert_prices(self, microbatches: Sequence[Microbatch]) -> dict[str, Tensor]:
-        """Return `prices`, float32[M, E], for `Policy.forward`; nothing without a load-balancing loss. Collective.
+        """Return `prices`, float32[M, E], for `Policy.forward`; {} without a load-balancing loss. Collective.
 
-        loss = coefficient * mean over routers of E * sum over experts of f * P
+        loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
-        with f = fraction of tokens routed to the expert and P = the expert's mean probability, both over all tokens of
-        this optimizer update on all ranks. f must therefore be known before the first loss. A shared prompt counts once
-        per sample. f has no gradient, so the gradient of the loss is that of sum(prices * token probabilities).
+        f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, both over all
+        tokens of this update on all ranks, so f must be known before the first loss. A shared prompt counts once per
+        sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
-        Differs: f counts each of a token's K experts, so that the loss is K for an even load.
+        Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
         """
         routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
         if not coefficient or routers is None:
@@ -242,13 +231,10 @@ class Trainer:
         return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
-        """Update the parameters after the backward passes of `losses`. Returns the gradient norm.
-
-        Raises DivergenceError.
-        """
+        """Update the parameters. Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Timed after the check, which waits for the device to finish the backward passes.
+        # Timed after the check, which waits for the backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -256,48 +242,45 @@ class Trainer:
         return norm
 
     def _train_critic(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> dict[str, float]:
-        """Train the critic, if any, with the policy's updates. Returns its metrics."""
         if self.critic is None:
             return {}
         own = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
         return self.critic.learn(batch, own, step=step)
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """Whether the correction keeps any token of the optimizer update `index`."""
+        """Whether the correction keeps any token of the update."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
         return bool((own if is_kept is None else own & is_kept).any())
 
     def _tokens_of(self, batch: Batch, index: int) -> Tensor:
-        """bool[N]: tokens of the optimizer update `index`."""
         return batch.trajectories.updates[batch.tokens.sequences] == index
 
     def _learning_rate(self, update: int) -> float:
-        """Learning rate of an update. The schedule excludes the critic's warm-up steps."""
+        """The schedule excludes the critic's warm-up."""
         algorithm, config = self._run.algorithm, self._run.learner.optimizer
         num_steps = self._run.learner.max_steps - (algorithm.critic.warmup_steps if self.critic else 0)
         return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=algorithm.updates_per_step)
 
     def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
-        """This rank's share of an optimizer update, on its device."""
         rank, num_ranks = self._ranks.share
         microbatches = collate(samples, layout=self._layout, rank=rank, num_ranks=num_ranks)
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Every `CHECK_EVERY_STEPS`, check that policy and critic compute samples independently.
+        """Every `CHECK_EVERY_STEPS`, check that samples are independent, because leaks may grow with the weights.
 
-        A leak that was too small to detect at the start may grow with the weights. Raises DivergenceError.
+        Raises DivergenceError.
         """
         if step % CHECK_EVERY_STEPS != 1:
             return
         device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
-        # Don't compile graphs for these few samples.
+        # Not worth compiling for these few samples.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
                 check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
 
     def check_weights(self, *, step: int) -> None:
-        """Raise DivergenceError unless the weights of policy and critic after `step` are finite."""
+        """Raise DivergenceError unless all weights are finite after `step`."""
         check = partial(check_finite, step=step, ranks=self._ranks)
         lower = "lower {}.learning_rate, or raise its epsilon".format
         check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))
@@ -316,9 +299,9 @@ class Trainer:
         )
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of the probe sequences, and the learner's log-probabilities of all tokens but the first.
+        """Token ids of probe sequences, and the log-probabilities of all tokens but the first.
 
-        Raises DivergenceError unless the log-probabilities and the weights after `step` are finite.
+        Raises DivergenceError unless log-probabilities and weights are finite after `step`.
         """
         self.check_weights(step=step)
         logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
