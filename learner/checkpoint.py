@@ -211,7 +211,7 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete checkpoints here and in the object store. Keeps the newest `keep`, `pinned`, and those of later lives.
+        """Delete all but the newest `keep` checkpoints, here and in the object store. Spares `pinned` and later lives.
 
         Other machines delete theirs in the next save.
         """
@@ -255,9 +255,9 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread; in a serial run, before the return. If the newest checkpoint already covers `step`, only
-        `finish` is called again. Raises DivergenceError unless the state of optimizer and objective is finite. The
-        caller checks the weights.
+        the writing thread; with all roles in one process, before the return. If the newest checkpoint already covers
+        `step`, only `finish` is called again. Raises DivergenceError unless the state of optimizer and objective is
+        finite. The caller checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()

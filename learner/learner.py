@@ -86,7 +86,8 @@ class Learner:
         profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. In a serial run, it takes a turn.
+        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
+        gives the others a turn.
 
         `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step. `disk`: the
         instance of `metrics_log`.

@@ -61,8 +61,7 @@ class Operation(Command):
 class RankGroup:
     """Rank 0 calls the operations. Every other rank calls `worker_loop` once.
 
-    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order. A rank
-    alone in a collective blocks until the timeout.
+    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:

@@ -301,7 +301,7 @@ class Publisher:
 
 
 class BackgroundPublisher:
-    """Life: (publish -> take_published)* -> close. In a serial run, everything happens inside `publish`.
+    """Life: (publish -> take_published)* -> close. With all roles in one process, everything happens inside `publish`.
 
     `publish`, `flush`, `take_published`, `sync_members`, and `close` raise the background thread's error.
     """
