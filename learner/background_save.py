@@ -5,8 +5,8 @@ Produces: durable files with checksums for the ranks of each machine; with `stor
 store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
 Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with those of training.
-Instead, ranks that share a folder meet in the draft, where each rank's files appear atomically. The first rank of each
-folder then posts to the rendezvous, and rank 0 names the checkpoint and calls `finish` only after all have posted.
+Instead, each rank's files appear atomically in a draft in the shared folder. The first rank of each folder then posts
+to the rendezvous, and rank 0 names the checkpoint and calls `finish` only after all have posted.
 
 <folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
 """
@@ -51,10 +51,9 @@ log = structlog.get_logger(__name__)
 
 # --- folders of ranks ------------------------------------------------------------------------------------------------
 class RankFolders:
-    """Learner ranks grouped by checkpoint folder. Completes checkpoints that a folder has only in part.
+    """Learner ranks grouped by checkpoint folder. Several machines share one on a shared file system.
 
-    Ranks on one machine share a folder. Ranks on several machines share it if the run folder is on a shared file
-    system. One instance per rank; construction and methods are collective.
+    Construction and `complete` are collective.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
@@ -63,7 +62,7 @@ class RankFolders:
         """Ranks that write into this rank's folder, sorted."""
         firsts = ranks.gather_bytes(str(self.sharers[0]).encode())
         self.leaders = sorted({int(first) for first in firsts})
-        """The first rank of every folder, sorted."""
+        """First rank of every folder, sorted."""
 
     @property
     def is_leader(self) -> bool:
@@ -96,7 +95,7 @@ class RankFolders:
         self._ranks.barrier()
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
-        """Broadcast a file from rank `owner`; ranks with `is_missing` write it. Every rank takes part in each block."""
+        """Broadcast a file from rank `owner` in blocks; ranks with `is_missing` write it. Collective."""
         is_owner = self._ranks.rank == owner
         source = path.open("rb", buffering=0) if is_owner else None
         if is_missing:
@@ -115,7 +114,7 @@ class RankFolders:
 
 
 def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
-    """Find the ranks that see the same folder: each creates a file, then lists the files of the others."""
+    """Ranks that see the same folder: each creates a file, then lists the others'."""
     if ranks.size == 1:
         return [0]
     (name,) = ranks.broadcast_bytes([uuid.uuid4().hex.encode()] if ranks.is_first else None)
@@ -143,7 +142,6 @@ class BackgroundSaver:
         in_background: bool,
         storage: ObjectFolder | None = None,
     ) -> None:
-        """`storage`: the run's checkpoints in the object store. Only the save in flight uses it."""
         self._folder = folder
         self._ranks = ranks
         self._folders = folders
@@ -162,19 +160,19 @@ class BackgroundSaver:
 
     @property
     def storage_reason(self) -> str:
-        """Reason why the save in flight waits for the object store; else empty. Thread-safe."""
+        """Like `reason`, for the object store."""
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         """Write this rank's files. When those of all ranks form the folder `name`, rank 0 calls `finish`.
 
-        `writes` maps each file name to its write function. No save may be in flight. Waits while the disk is full.
+        `writes` maps each file name to its write function. No save may be in flight.
         """
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run other work like a save: `flush` waits for it and raises its error."""
+        """Run other work. `flush` waits for it and raises its error."""
         if self._in_background:
             self._in_flight = run_in_thread(work, name="checkpoint")
         else:
@@ -183,7 +181,7 @@ class BackgroundSaver:
     def flush(self) -> None:
         """Block until no rank has a save in flight. Raises the error of this rank's save. Collective.
 
-        Has no deadline while a disk is full, because only a user can free space; `reason` reports it.
+        Has no deadline, because only a user can free a full disk. `reason` reports it.
         """
         is_busy = True
         while is_busy:
@@ -193,13 +191,12 @@ class BackgroundSaver:
         self.raise_error()
 
     def join(self) -> None:
-        """Wait at most a minute for all ranks to write the save in flight. For use after training failed."""
+        """Wait at most a minute for all ranks to write the save in flight."""
         ends_at = time.monotonic() + _LAST_SAVE_S
         while (not self._in_flight.done() or self._draft.exists()) and time.monotonic() < ends_at:
             time.sleep(_POLL_S)
 
     def raise_error(self) -> None:
-        """Raise the error of the newest save if it has failed."""
         if self._in_flight.done():
             self._in_flight.result()
 
@@ -216,7 +213,7 @@ class BackgroundSaver:
         if not self._ranks.is_first:
             self._name(own, name)
         self._await_folders("written")
-        # Rank 0 is last, so a checkpoint that it has is durable on every machine.
+        # Rank 0 is last, so that a checkpoint that it has is durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
         if self._storage:
@@ -238,7 +235,7 @@ class BackgroundSaver:
             remote.seal(senders=self._folders.leaders)
 
     def _await_folders(self, state: str) -> None:
-        """Post that this folder's part reached `state`. Rank 0 waits until every folder has."""
+        """Post that this folder's part reached `state`. Rank 0 waits until every folder's has."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
             self._ranks.post(subject, draft)
@@ -246,14 +243,14 @@ class BackgroundSaver:
         waiting = self._folders.leaders[1:]
 
         def find_missing() -> list[str]:
-            # Drop ranks that have posted, so that hundreds of them are not polled again.
+            # Don't poll ranks that have posted: there may be hundreds.
             waiting[:] = [rank for rank in waiting if self._ranks.posted(subject, rank=rank) != draft]
             return [f"rank-{rank}" for rank in waiting]
 
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """Wait for the files of other ranks. If one dies or cannot write, this process fails in its next collective."""
+        """Wait for other ranks' files. If one dies or cannot write, this process fails in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at
@@ -263,7 +260,7 @@ class BackgroundSaver:
 
 
 def run_in_thread(work: Callable[[], object], *, name: str) -> Future[None]:
-    """Run `work` in a daemon thread, so a stopping learner does not wait for it. The future ends with the work."""
+    """Run `work` in a daemon thread, so a stopping learner does not wait for it."""
 
     def run() -> None:
         try:
@@ -304,7 +301,7 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint or a draft. Rename it first, so that a partial one is never found or named a checkpoint."""
+    """Delete a checkpoint or a draft. Renames it first, so that a partial one is never found."""
     doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
     # Two learners may delete the same folder.
     with suppress(FileNotFoundError):

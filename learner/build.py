@@ -59,13 +59,13 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
-    """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
+    """Load the models and build the trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
     # First, so that a missing user function is reported before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     models = _Models(run, ranks=ranks, device=device)
     engine = models.build_policy()
     policy = engine.model
-    # Read by rank 0, because other machines may lack the file. SFT has demonstrations instead of prompts.
+    # Read by rank 0, because other machines may lack the file. SFT has no prompts.
     text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
     chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
     frozen_models = models.load_frozen_models(engine, chooser)
@@ -87,7 +87,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
 
 
 class _Models:
-    """Loads the models of a trainer and builds their engines. Every method is collective."""
+    """Loads a trainer's models and builds their engines. Every method is collective."""
 
     def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
         self._run = run
@@ -104,7 +104,7 @@ class _Models:
             is_reward_model=run.trains_reward_model,
             **self._options(),
         )
-        # Build the engine before computing anything: a sharded model works only inside an engine.
+        # Build the engine first: a sharded model works only inside one.
         engine = self._build_engine(policy, optimizer=run.learner.optimizer, setting="learner.optimizer")
         if is_sharded(policy):
             policy.check_head()
@@ -122,7 +122,6 @@ class _Models:
         return Critic(config, engine=engine, ranks=self._ranks, num_steps=num_steps, updates_per_step=num_updates)
 
     def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
-        """Load the reference and the teacher if the settings need them."""
         run, policy, teacher = self._run, engine.model, None
         reference: ModelEngine[Policy] | AdapterOff | None = None
         if run.algorithm.kl.coefficient and run.model.lora:
@@ -199,7 +198,7 @@ def build_learner(
     num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's training loop. See Learner for `wait` and `num_heldout`, and Publisher for `snapshots`."""
+    """Build rank 0's training loop. For `wait` and `num_heldout` see Learner, for `snapshots` Publisher."""
     publisher = Publisher(
         client=client,
         inbox=inbox,
@@ -211,7 +210,6 @@ def build_learner(
         trusts_network=run.cluster.trusted_network,
         clock=clock,
     )
-    # Weights are sent in the engines' dtype.
     trainer = rank_group.trainer
     metadata = trainer.engine.model.checkpoint_names.metadata(getattr(torch, run.model.dtype))
     stager = Stager(run.weights, metadata=metadata, device=trainer.engine.device)

@@ -1,9 +1,9 @@
 """Checkpoints: the state that a run resumes from. A crash at any point leaves a complete one.
 
 Training waits only while a save copies the state to host memory; files are written in the background. A checkpoint
-takes effect when the store points at it (`RunState.checkpoint`). One atomic operation moves that pointer and retires
-the groups that the checkpoint covers. With ranks on several machines, each machine has the files of its own ranks. With
-`storage_uri`, the object store has all files before the pointer moves.
+takes effect when the store points at it (`RunState.checkpoint`): one atomic operation moves that pointer and retires
+the groups that the checkpoint covers. Each machine has the files of its own ranks. With `storage_uri`, the object store
+has all files before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
@@ -62,11 +62,9 @@ class BestEntry(Record):
     metric: str
     value: float
     checkpoint: CheckpointPointer
-    """Checkpoint of the evaluated weights."""
 
 
 BEST_FILE = "best.json"
-"""File name of the BestEntry in the run folder."""
 
 
 class BestCheckpoint:
@@ -82,7 +80,7 @@ class BestCheckpoint:
         self.entry: BestEntry | None = None
 
     def resume(self) -> None:
-        """Load the best entry so far. A restore has already fetched it from the object store if necessary."""
+        """Load the entry, which a restore has fetched from the object store if necessary."""
         if self._config and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
             is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
@@ -91,7 +89,7 @@ class BestCheckpoint:
 
     @property
     def pinned(self) -> set[str]:
-        """Checkpoints to keep: the best one and those with a pending evaluation."""
+        """The best checkpoint and those with a pending evaluation."""
         best = [self.entry.checkpoint] if self.entry else []
         return {pointer.name for pointer in (*best, *self._evaluated.values())}
 
@@ -100,22 +98,22 @@ class BestCheckpoint:
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
-        """Update the best entry if this row of metrics contains the result of a pending evaluation."""
+        """Update the entry if this row of metrics contains the result of a pending evaluation."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
         value = row.get(self._config.metric) if self._config else None
         if self._config is None or pointer is None or value is None:
             return
         sign = 1 if self._config.mode == "max" else -1
-        # On a tie, keep the earlier one: it took fewer steps.
+        # On a tie, keep the earlier one, which took fewer steps.
         if self.entry is None or sign * value > sign * self.entry.value:
-            # Flush first: the best checkpoint must survive a crash.
+            # The best checkpoint must survive a crash.
             self._flush()
             self.entry = BestEntry(self._config.metric, value, pointer)
             write_durably(self._file, msgspec.json.encode(self.entry))
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)
 
     def export(self) -> Path | None:
-        """Copy the model of the best checkpoint and return its folder. None if no evaluation had the metric."""
+        """Copy the best checkpoint's model and return its folder. None if no evaluation had the metric."""
         if self.entry is None:
             return None
         draft = self._folder.path / "best_model.tmp"
@@ -130,7 +128,7 @@ _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
-"""Step and life in the name of a checkpoint or draft. The first life of a run is omitted."""
+"""Step and life of a checkpoint or draft. The first life of a run is omitted."""
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -142,27 +140,23 @@ class CheckpointState(Record):
     """
 
     step: int
-    """Last step that the weights include."""
+    """Last step in the weights."""
     version: int
-    """Policy version of the weights."""
     num_updates: int
-    """Policy optimizer updates so far."""
     seed: int
     config_hash: str
     engine: str
     """Engine that wrote it, `torch` or `zero-<stage>`. Any engine can resume from it."""
     num_ranks: int
-    """Number of learner ranks that wrote it."""
     critic_updates: int = 0
-    """Critic optimizer updates so far."""
     base: dict[str, str] = {}
-    """Checksums of the base model's files if an adapter is trained, otherwise empty."""
+    """Checksums of the base model's files if an adapter is trained."""
     objective: dict[str, float] = {}
-    """State that the objective carries between steps: `ObjectiveState.save`."""
+    """See `ObjectiveState.save`."""
 
 
 class Checkpoints:
-    """Saves and restores a trainer. Construction, `save`, and `restore` are collective; rank 0 writes shared files."""
+    """Saves and restores a trainer. Construction, `save`, `restore_finite`, and `restore` are collective."""
 
     def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
         self._folder = folder
@@ -179,13 +173,12 @@ class Checkpoints:
             in_background=not run.is_one_process,
             storage=self._storage,
         )
-        """Writes the state that `save` copied."""
         self._poisoned = set[str]()
         """Checkpoints that `restore_finite` found to contain NaN or infinity."""
         self._newest: CheckpointPointer | None = None
         self.life = 1
-        """Greater than the life of every earlier learner in this folder, so that they never touch this one's files. Set
-        from the store's fencing token or by `begin_life`."""
+        """Greater than every earlier learner's in this folder, so that they never touch this one's files. Set from the
+        store's fencing token or by `begin_life`."""
 
     def begin_life(self) -> None:
         """Choose a life above all in the folder and the object store. For a learner without a store (mode=sft)."""
@@ -218,9 +211,9 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete checkpoints here and in the object store. Keeps the newest `keep`, `pinned`, and those of later lives.
+        """Delete all but the newest `keep` checkpoints, here and in the object store. Spares `pinned` and later lives.
 
-        Other machines delete theirs when the next save begins.
+        Other machines delete theirs in the next save.
         """
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
@@ -252,7 +245,6 @@ class Checkpoints:
 
     @cached_property
     def _base(self) -> dict[str, str]:
-        """Checksums of the base model that an adapter is trained on."""
         path = self._run.model.path
         return {file.name: checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
 
@@ -263,9 +255,9 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread. In a serial run, all of this happens before the return. If the newest checkpoint already
-        covers `step`, only `finish` is called again. The caller checks the weights. Raises DivergenceError unless the
-        state of optimizer and objective is finite.
+        the writing thread; with all roles in one process, before the return. If the newest checkpoint already covers
+        `step`, only `finish` is called again. Raises DivergenceError unless the state of optimizer and objective is
+        finite. The caller checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -293,7 +285,7 @@ class Checkpoints:
         return pointer
 
     def _copy(self, *, step: int, version: int) -> dict[str, Write]:
-        """Copy this rank's part of the state to host memory. Returns a write function per file or model. Collective."""
+        """Copy this rank's state to host memory. Returns a write function per file or model. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
         states = STATE_FILE.format(rank)
@@ -360,7 +352,7 @@ class Checkpoints:
     def restore(self, name: str) -> CheckpointState:
         """Load a checkpoint into the trainer. Raises CheckpointError; detects damaged files before loading any."""
         folder = self._folder / name
-        # Run by the saver: downloads may exceed the time limit of a collective, and `flush` keeps waiting.
+        # Downloads may exceed the time limit of a collective; `flush` keeps waiting.
         self.saver.run(lambda: self._make_whole(name))
         self.saver.flush()
         # Every machine needs all files: its ranks may now hold different parts of the optimizer state.
@@ -385,7 +377,7 @@ class Checkpoints:
         return state
 
     def _make_whole(self, name: str) -> None:
-        """Check this machine's files of a checkpoint and fetch missing ones from the object store."""
+        """Check this machine's files and fetch missing ones from the object store."""
         folder = self._folder / name
         if not self._folders.is_leader:
             return
@@ -399,7 +391,6 @@ class Checkpoints:
             raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
 
     def _fetch_best(self) -> None:
-        """Fetch `best.json` and the best checkpoint if this machine lacks them."""
         path = self._folder.parent / BEST_FILE
         if not (self._run_storage and self._storage) or path.exists():
             return
@@ -410,7 +401,6 @@ class Checkpoints:
                 write_durably(path, data)
 
     def _advise_other(self, damaged: str) -> str:
-        """Suggest a new run from the newest undamaged checkpoint; empty if none exists."""
         others = (self._folder / name for name in reversed(self.names()) if name != damaged)
         whole = next((folder for folder in others if not find_damage(folder)), None)
         return f", or start a new run with model.path={whole / 'model'}" if whole else ""
@@ -431,7 +421,7 @@ class Checkpoints:
         critic.num_updates = num_updates
 
     def _read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Read the trained weights: the model or only its adapter. Empty if rank 0 distributes the shards."""
+        """Read the model or only its adapter. Empty if rank 0 distributes the shards."""
         if not self._ranks.is_first and is_sharded(self._trainer.engine.model):
             return {}
         if self._run.model.lora:
@@ -442,20 +432,20 @@ class Checkpoints:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Life and step in the name of a checkpoint or draft, for sorting by age. (0, 0) for any other name."""
+    """Life and step, for sorting by age. (0, 0) for names of anything else."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
-    """Write the weights (float32, transformers format) and the tokenizer. Collective; rank 0 writes."""
+    """Write weights (float32) and tokenizer in transformers format. Collective; rank 0 writes."""
     weights = gather_to_first(trainer.engine, ranks=ranks, is_whole=True)
     if ranks.is_first:
         write_model(trainer, folder, weights=weights, run=run)
 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
-    """Write gathered weights in transformers format and the tokenizer."""
+    """Write gathered weights and the tokenizer in transformers format."""
     size = run.learner.checkpoint.max_shard_size
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
 

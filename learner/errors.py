@@ -14,7 +14,7 @@ class TrainEngineError(LearnerError, RuntimeError):
 
 
 class BatchError(LearnerError, ValueError):
-    """An accepted trajectory cannot be trained on because generator and learner disagree about the model."""
+    """Generator and learner disagree about the model, so an accepted trajectory cannot be trained on."""
 
 
 class DivergenceError(LearnerError, ArithmeticError):
@@ -34,4 +34,4 @@ class RankGroupError(LearnerError, ConnectionError):
 
 
 class DeadEndError(LearnerError, TimeoutError):
-    """A wait reached a dead end. The message contains the cause, the remedy, and the last events."""
+    """A wait reached a dead end. The message contains cause, remedy, and the last events."""

@@ -1,8 +1,8 @@
 """Evaluation: requests answers to held-out prompts through the store and scores them.
 
-Scores are accuracy, reward, pass@k, maj@k, best@k, and worst@k, with confidence intervals over prompts. Every metric is
-a ratio of two sums over prompts, so one bootstrap serves all of them. Metrics at k are expectations over the size-k
-subsets of the n answers to a prompt. They are exact, except maj@k with many answers, which samples subsets.
+Every metric is a ratio of two sums over prompts, so one bootstrap over prompts gives all confidence intervals. Metrics
+at k are expectations over size-k subsets of a prompt's answers: exact, except maj@k with many answers, which samples
+subsets.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from slipstream.configs.learner import EvaluationConfig
 _RESAMPLES = 1000
 _SEED = 42
 _MOST_SUBSETS = 4096
-"""Most subsets that maj@k averages over. If more exist, a seeded sample of this size is used."""
+"""Subsets that maj@k samples if more exist."""
 _KINDS = ("pass", "maj", "best", "worst")
 
 
@@ -38,7 +38,7 @@ class Estimate(Record):
 
 
 class Score(Record):
-    """Scores of a model on a set or on one data source of it.
+    """Scores on a set or on one of its data sources.
 
     Example: Score(num_prompts=512, num_answers=2048, num_failed=3, metrics={"accuracy": Estimate(...), "pass@4": ...},
         mean_tokens=201.4, max_tokens=512, stop_reasons={"stop": 2011, "length": 37})
@@ -47,7 +47,7 @@ class Score(Record):
     num_prompts: int
     num_answers: int
     num_failed: int
-    """Answers with a failed reward function. They count as wrong and have no reward."""
+    """Answers whose reward function failed. They count as wrong and have no reward."""
     metrics: dict[str, Estimate]
     mean_tokens: float
     """Model-written tokens per answer."""
@@ -84,8 +84,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
     """Probability that the most frequent of k answers is right. Ties are broken at random.
 
-    Empty answers never pool their votes: each is a separate candidate. A candidate scores the fraction of its
-    repetitions that are right.
+    Each empty answer is a separate candidate. A candidate scores the fraction of its repetitions that are right.
     """
     names = [answer or f"\0{index}" for index, answer in enumerate(answers)]
     kinds, members = np.unique(names, return_inverse=True)
@@ -98,7 +97,6 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
 @lru_cache(maxsize=16)
 def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
-    """Size-k subsets of `num` items as rows of zeros and ones."""
     if comb(num, k) <= _MOST_SUBSETS:
         chosen = np.array(list(itertools.combinations(range(num), k)))
     else:
@@ -113,7 +111,7 @@ def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
 def metric_sums(answers: Iterable[EvaluationAnswer], *, kinds: Sequence[str] = _KINDS) -> dict[str, Sums]:
     """Return `accuracy`, `reward`, and each of `kinds` at k = 1, 2, 4, ... and at k = the number of answers.
 
-    A metric at k leaves out prompts with fewer than k answers.
+    Metrics at k leave out prompts with fewer than k answers.
     """
     prompts: dict[int, list[EvaluationAnswer]] = {}
     for answer in answers:
@@ -146,9 +144,9 @@ def _prompt_sums(
 
 
 def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
-    """Return the mean and its bootstrap interval over prompts, optionally of the paired difference to `minus`.
+    """Return the mean, or its paired difference to `minus`, with the bootstrap interval over prompts.
 
-    `minus` must cover the same prompts: each resample draws the same prompts from both.
+    `minus` must cover the same prompts.
 
     Source: Efron and Tibshirani, An introduction to the bootstrap, chapter 13 (percentile interval).
     """
@@ -163,13 +161,12 @@ def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
 
 @lru_cache(maxsize=4)
 def _resamples(num_prompts: int) -> Float[np.ndarray, "resamples prompts"]:
-    """Count how often each resample draws each prompt."""
     shares = np.full(num_prompts, 1 / num_prompts)
     return np.random.default_rng(_SEED).multinomial(num_prompts, shares, size=_RESAMPLES).astype(float)
 
 
 def score(answers: Sequence[EvaluationAnswer]) -> Score:
-    """Score the answers to a set. `answers` must not be empty."""
+    """Score answers to a set, at least one."""
     return Score(
         num_prompts=len({answer.row for answer in answers}),
         num_answers=len(answers),
@@ -190,18 +187,18 @@ def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationA
 
 
 def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
-    """Return the paired differences `scored` - `base` for metrics that both have on the same prompts."""
+    """Return `scored` - `base`, paired, for metrics that both have on the same prompts."""
     same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 
 
 class Evaluator:
-    """Opens evaluations in the store, one per held-out set, on the rows that `EvaluationConfig` selects."""
+    """Opens evaluations in the store, one per held-out set."""
 
     def __init__(
         self, store: Store, config: EvaluationConfig, *, sets: list[HeldoutSet], num_rows: Mapping[str, int]
     ) -> None:
-        """`num_rows`: number of prompts in each set."""
+        """`num_rows`: prompts per set."""
         self._store = store
         self._sets = sets
         self._monitored = {each.name: config.rows(num_rows[each.name])[0] for each in sets}
@@ -211,8 +208,7 @@ class Evaluator:
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
         """Request the monitored rows and return the name of the evaluation.
 
-        `fence` is the fencing token of the step's claim. It distinguishes the step from a retrained one after a
-        rollback.
+        `fence`, the token of the step's claim, distinguishes the step from one retrained after a rollback.
         """
         name = f"step-{step}-{fence}"
         self._request(name, version=version, rows=self._monitored)
@@ -220,12 +216,12 @@ class Evaluator:
         return name
 
     def open_final(self, name: str, *, version: int) -> str:
-        """Request the rows reserved for before and after training and return the name of the evaluation.
+        """Request the rows for before and after training and return the name of the evaluation.
 
-        The name is `name`, plus a number if earlier requests with that name got no reward at all.
+        The name is `name`, plus a number if earlier requests got no reward at all.
         """
         # Opening is idempotent: a resumed run finds the answers that its predecessor requested. Answers are final, so
-        # an evaluation without a single reward needs a new name.
+        # an evaluation without any reward needs a new name.
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         fresh = next(each for each in names if not self._has_failed(each))
         self._request(fresh, version=version, rows=self._final)
@@ -240,11 +236,9 @@ class Evaluator:
         return complete if len(complete) == len(self._sets) else None
 
     def unfinished(self) -> list[str]:
-        """Names of monitored evaluations that still lack answers."""
         return [name for name in self._open if not self.result(name)]
 
     def metrics(self, evaluated: Mapping[Purpose, EvaluationResult]) -> dict[str, float]:
-        """Return the metrics of an evaluation, keyed as in a row of metrics."""
         found: dict[str, float] = {}
         for name, result in evaluated.items():
             found[f"eval/accuracy_{name}"] = result.accuracy

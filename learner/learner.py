@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
     """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
 
-    If the whole process is suspended, the claim can still lapse. Its fencing token then makes the commit fail.
+    A suspended process can still lose its claim. The fencing token then makes the commit fail.
     """
 
     def renew() -> None:
@@ -86,10 +86,11 @@ class Learner:
         profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. In a serial run, it takes a turn.
+        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
+        gives the others a turn.
 
-        `num_heldout`: number of prompts per held-out set. `rollouts`: another run's groups to mix into every step.
-        `disk`: the instance that `metrics_log` uses.
+        `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step. `disk`: the
+        instance of `metrics_log`.
         """
         self._run = run
         self._store = store
@@ -131,7 +132,7 @@ class Learner:
     def run(self) -> None:
         """Train from the newest checkpoint or from the beginning.
 
-        Raises DeadEndError after saving all steps, and DivergenceError without saving a non-finite one.
+        Raises DeadEndError after trying to save all steps, and DivergenceError without saving a non-finite one.
         """
         try:
             self._start()
@@ -162,8 +163,8 @@ class Learner:
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
-        # These weights do not include steps after the checkpoint, so the groups of those steps become ready again. The
-        # rollback also takes a new fencing token, so that a predecessor that is still running cannot commit.
+        # These weights lack steps after the checkpoint, so their groups become ready again. The rollback also takes a
+        # new fencing token, so that a predecessor that still runs cannot commit.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -182,7 +183,6 @@ class Learner:
         self._must_stop = any(map(self._meets_stop, kept))
 
     def _check_new(self) -> None:
-        """Raise RunConflictError if the store is empty but the folder has files of the run."""
         folder = self._metrics_log.folder
         if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
@@ -198,7 +198,6 @@ class Learner:
     def _finish(self) -> None:
         self._metrics_log.end_training()
         self._store.set_phase("finishing")
-        # All answers must come from the current version.
         self._await_monitored()
         if evaluated := self._evaluator.take_finished():
             self._best.judge(self._evaluator.metrics(evaluated))
@@ -207,7 +206,7 @@ class Learner:
             self._publish()
         self._publisher.flush()
         self._profiler.close()
-        # Include the fencing token: a step that was rolled back and retrained is a different policy.
+        # The fencing token distinguishes a step from one that was rolled back.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._rank_group.flush_checkpoint()
@@ -229,13 +228,12 @@ class Learner:
         log.info("finished", step=self._step, version=self._version)
 
     def _save_failed(self, dead_end: DeadEndError) -> None:
-        """Checkpoint the steps so far and set the phase. Logs errors instead of raising, to not hide the dead end."""
+        """Checkpoint the steps so far. Logs errors instead of raising, to not hide the dead end."""
         try:
             self._rank_group.flush_checkpoint()
             covered = self._store.run_state().checkpoint
             if self._step > (covered.step if covered else 0):
                 if not self._is_due(self._run.weights.publish_every_steps):
-                    # The weights have changed since the current version was published.
                     self._version += 1
                 self._checkpoint()
                 self._rank_group.flush_checkpoint()
@@ -245,7 +243,6 @@ class Learner:
 
     # --- one step ------------------------------------------------------------------------------------------------
     def _train_one_step(self) -> None:
-        """Claim groups, train on them, and commit the step."""
         started_at = self._clock()
         self._profiler.begin_step(self._step + 1)
         with self._account.phase("waiting"):
@@ -276,7 +273,7 @@ class Learner:
         self._complete_step(claim, metrics, times)
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
-        """Commit the step. Fails if the claim has lapsed, because another learner may have trained on its groups."""
+        """Fails if the claim has lapsed, because another learner may have trained on its groups."""
         entry = make_entry(
             claim,
             payloads,
@@ -291,10 +288,8 @@ class Learner:
         return entry
 
     def _complete_step(self, claim: Claim, metrics: Row, times: dict[str, float]) -> None:
-        """Publish, evaluate, log, and checkpoint as due after a step."""
         trained_at = self._clock()
         if self._is_due(self._run.weights.publish_every_steps):
-            # All answers must come from the current version.
             self._await_monitored()
             self._version += 1
             self._publish()
@@ -384,15 +379,15 @@ class Learner:
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
         """Point the store at a durable checkpoint. Runs in the thread that wrote it."""
-        # Move the pointer before pruning, so the store never points at a deleted checkpoint. The fencing token belongs
-        # to the newest step, which may be later than the checkpoint's.
+        # Prune last, so the store never points at a deleted checkpoint. The fencing token belongs to the newest step,
+        # which may be later than the checkpoint's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     # --- evaluation ----------------------------------------------------------------------------------------------
     def _meets_stop(self, row: Row) -> bool:
-        """Whether the row has an evaluation that ends the run early. Also applied to the rows kept by a resume."""
+        """Also applied to the rows kept by a resume."""
         stop = self._run.learner.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
@@ -400,6 +395,7 @@ class Learner:
         return is_met
 
     def _await_monitored(self) -> None:
+        """Await monitored evaluations, whose answers must all come from the current version."""
         for name in self._evaluator.unfinished():
             self._await_evaluation(name)
 

@@ -1,4 +1,4 @@
-"""MetricsLog: one row of metrics per step, per-token statistics, and the summary at the end of a run."""
+"""MetricsLog: one row of metrics per step, per-token statistics, and the run's summary."""
 
 import time
 from typing import Any
@@ -21,7 +21,7 @@ from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import ProcessorTime, TimeAccount
 
 Row = dict[str, Any]
-"""Metrics of one step, flat, with keys `role/thing/stat`. See docs/metrics.md."""
+"""Metrics of one step, keyed `role/thing/stat`. See docs/metrics.md."""
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,6 @@ class MetricsLog:
         account: TimeAccount | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`disk` waits while the disk is full. `account` tracks how the learner spends its time."""
         self.folder = folder
         self._disk = disk or DiskWait()
         self._run = run
@@ -72,14 +71,13 @@ class MetricsLog:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> list[Row]:
-        """Start the run's clock. A resumed run continues from the rows that its checkpoint covers; returns those."""
+        """Start the run's clock. On a resume, continue from the rows that the checkpoint covers, and return them."""
         # Later rows belong to steps that were rolled back.
         kept = self._rows(up_to_step=step)
         self._step_tokens.roll_back(to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
-        # Restart the rate: no tokens were trained before this point.
         self._tokens = Rate(window_s=10.0, clock=self._clock)
         roles = self._store.roles()
         self._generated = Growth(_generated_tokens(roles))
@@ -128,7 +126,6 @@ class MetricsLog:
         return row
 
     def buffer_metrics(self, claim: Claim) -> Row:
-        """Metrics `buffer/...` for the step of `claim`."""
         counts = self._store.counts()
         return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
             "buffer/lag_in_flight": claim.lag.in_flight,
@@ -143,9 +140,9 @@ class MetricsLog:
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
-        """Write `summary.json`, including the metrics of the last evaluation. See docs/metrics.md for its keys."""
+        """Write `summary.json`, see docs/metrics.md. `evaluation`: metrics of the last evaluation."""
         self._step_tokens.close()
-        # This process counts only its own tokens, so the rates exclude time before a resume.
+        # Rates exclude time before a resume, because this process counts only its own tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
@@ -178,7 +175,7 @@ class MetricsLog:
         )
 
     def _generated_per_s(self, version: int) -> float:
-        """Tokens per second of the live generators. Also updates the overall total."""
+        """Tokens per second of the live generators. Also updates the growth of all counters."""
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
@@ -186,18 +183,16 @@ class MetricsLog:
         return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
-        """Current counters of the learner, and last reported counters of the other roles."""
         own = {"learner": self.gauges() | {"role": "learner"}}
         return time_counters(roles | own)
 
     def _step_times(self) -> Row:
-        """StepTimes since this process started training."""
         times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))
         return times
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:
-    """Tokens per generator since its start. Skips non-numeric values because gauges are not validated."""
+    """Skips values that are not numbers, because gauges are not validated."""
     reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
     return {name: count for name, count in reported.items() if isinstance(count, int | float)}
 

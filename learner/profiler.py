@@ -1,7 +1,7 @@
 """StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-All roles start recording some steps early, so the trace covers the first step's trajectories from their lease on. They
-write their events when the last step's version has arrived, and a thread merges them into one file.
+Roles start recording some steps early, so the trace has the first step's trajectories from their lease on. They write
+their events when the last step's version has arrived or is overdue, and a thread merges them into one file.
 """
 
 import threading
@@ -30,13 +30,13 @@ log = structlog.get_logger(__name__)
 
 
 class StepProfiler:
-    """Used by the learner's loop. Never fails a step.
+    """Never fails a step.
 
     Life: prepare -> (begin_step -> record_step -> end_step)* -> close -> join.
     """
 
     def __init__(self, run: RunConfig, *, store: Store, folder: Path, send: Callable[[Message], None]) -> None:
-        """`send` delivers orders to the other roles. `folder`: `profile` in the run folder."""
+        """`send` delivers orders to the other roles."""
         self._run = run
         self._store = store
         self._folder = folder
@@ -51,13 +51,12 @@ class StepProfiler:
 
     @property
     def gauges(self) -> dict[str, str]:
-        """Steps that are or will be recorded, for the learner's Pong."""
         return {PROFILE_REQUEST: "{} to {}".format(*self._steps)} if self._steps else {}
 
     def prepare(self, step: int) -> None:
         """Check for a request about once a second, and start recording if trajectories of its steps may begin now.
 
-        `step`: the next step. Also called before step 1, because its prompts are leased before it begins.
+        `step`: the next step. Its prompts are leased before it begins, so this is also called before step 1.
         """
         if self._steps is None and self._run.mode == "async" and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_EVERY_S
@@ -72,7 +71,7 @@ class StepProfiler:
             self._order("events")
 
     def begin_step(self, step: int) -> None:
-        """Prepare. At the first recorded step, start the profilers of torch and the engines."""
+        """At the first recorded step, also start the profilers of torch and the engines."""
         self.prepare(step)
         if self._steps and step == self._steps[0]:
             self._order("engine")
@@ -93,7 +92,7 @@ class StepProfiler:
             self.trace.mark("committed", *trained, step=entry.step, version=entry.version + 1)
 
     def end_step(self, step: int, *, published: int) -> None:
-        """`published`: version that has reached the generators since the previous step, or -1."""
+        """`published`: version that reached the generators since the previous step, or -1."""
         if self._steps is None:
             return
         first, last = self._steps
@@ -103,7 +102,6 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """End the recording in progress, if any, and drop a pending one."""
         self._steps = None
         self._stop_torch()
         if self.trace.is_on:
@@ -112,7 +110,7 @@ class StepProfiler:
             self._merging.start()
 
     def join(self) -> None:
-        """Wait at most a minute until the last recording is written."""
+        """Wait at most a minute for the last recording's file."""
         if self._merging:
             self._merging.join(2 * _PARTS_TIMEOUT_S)
 
@@ -127,7 +125,6 @@ class StepProfiler:
         if not value:
             return None
         first, last = map(int, value.split())
-        # Steps may have passed since the request.
         late = max(0, step + self._run.profile_lead_steps - first)
         return first + late, min(last + late, self._run.learner.max_steps)
 
@@ -148,7 +145,7 @@ class StepProfiler:
             log.warning("profile_not_written", folder=str(self._folder), reason=str(error))
 
     def _await_parts(self) -> list[str]:
-        """Wait for the files of brokers and generators. Returns roles without one; they do not see the run folder."""
+        """Returns roles without a file, which do not see the run folder."""
         ends_at = time.monotonic() + _PARTS_TIMEOUT_S
         awaited = [
             name

@@ -34,13 +34,13 @@ class TrainStep(Command):
     version: int
     """Policy version of the weights before the step."""
     group_sizes: list[int]
-    """Number of trajectories of each group."""
+    """Trajectories per group."""
     weights: list[float] = []
-    """Loss factor per group. Empty means 1 for all."""
+    """Loss factor per group. Empty means 1."""
     max_lags: list[int | None] = []
     """Lag beyond which a group's tokens are masked, None for no bound. Empty means `buffer.staleness.max_lag`."""
     num_mixed: int = 0
-    """Number of groups from another run, at the end. Their versions are not comparable with this run's."""
+    """Groups from another run, at the end. Their versions are not comparable with this run's."""
     images: list[str] = []
     """Names of images that the ranks lack. Their bytes follow the payloads."""
 
@@ -53,18 +53,15 @@ class Operation(Command):
         "keep_alive", "shutdown",
     ]  # fmt: skip
     step: int = 0
-    """Last step that the weights include."""
+    """Last step in the weights."""
     version: int = 0
-    """Policy version of the weights."""
     path: str = ""
-    """Folder of the model to save."""
 
 
 class RankGroup:
     """Rank 0 calls the operations. Every other rank calls `worker_loop` once.
 
-    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order. A rank that
-    enters a collective without the others blocks until the timeout.
+    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -72,7 +69,7 @@ class RankGroup:
         self._ranks = ranks
         self.trainer = trainer
         self.checkpoints = checkpoints
-        """Methods that are not collective may be called directly at any time."""
+        """Its methods that are not collective may be called directly."""
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
@@ -90,7 +87,7 @@ class RankGroup:
 
         `fetch_images` maps image names to the bytes of those that are stored.
         """
-        # Broadcast the payloads as bytes: only rank 0 needs a connection to the store, and all ranks decode the same.
+        # Broadcast bytes: only rank 0 needs a connection to the store.
         sizes = [len(group) for group in payloads]
         held = self.trainer.images
         missing = held.missing(image_names(chain(*payloads))) if held else []
@@ -112,7 +109,7 @@ class RankGroup:
     def save_checkpoint(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
     ) -> CheckpointPointer:
-        """Begin a checkpoint. See Checkpoints. A resume loads it only once the store points at it.
+        """Begin a checkpoint, see Checkpoints.save.
 
         Raises DivergenceError, and writes nothing, unless the entire state is finite.
         """
@@ -144,7 +141,7 @@ class RankGroup:
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Restart the timeout of the collective in which the other ranks wait. Call every few seconds while waiting."""
+        """Call every few seconds while waiting: the other ranks wait in a collective that times out."""
         self._broadcast("keep_alive")
 
     def shutdown(self) -> None:
@@ -158,7 +155,7 @@ class RankGroup:
         """Execute commands until `shutdown`. Raises RankGroupError if rank 0 is lost."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
-            # Check now: at the next checkpoint, rank 0 would already be waiting for this rank.
+            # At the next checkpoint, rank 0 would already be waiting for this rank.
             self.checkpoints.saver.raise_error()
             command: TrainStep | Operation = decode(head, TrainStep | Operation)  # type: ignore[arg-type]
             if isinstance(command, Operation) and command.name == "shutdown":
@@ -174,7 +171,6 @@ class RankGroup:
                 members = iter(payloads)
                 self._train(command, [[next(members) for _ in range(size)] for size in sizes], list(members))
             case Operation("gather_weights"):
-                # Gathering is collective, although only rank 0 uses the result.
                 deque(self.trainer.engine.gather_parameters(), maxlen=0)
             case Operation("compute_canary", step=step):
                 self.trainer.canary(step=step)
@@ -219,7 +215,7 @@ def _lag_metrics(groups: list[list[Trajectory]], *, learner_version: int) -> dic
 
 
 def _percentile(histogram: dict[int, int], *, percent: int) -> int:
-    """Smallest lag that `percent` of the tokens do not exceed. `histogram` is sorted by lag."""
+    """Smallest lag that `percent` of the tokens do not exceed. `histogram` is sorted."""
     cumulative = accumulate(histogram.values())
     total = sum(histogram.values())
     return next(lag for lag, count in zip(histogram, cumulative, strict=True) if 100 * count >= percent * total)

@@ -4,13 +4,13 @@ Only rank 0 talks to the store and the generators. The other ranks receive plain
 
 RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
 
-A dying process closes its connections, which fails the others' collectives immediately. A machine that vanishes closes
-nothing; without a watch, the others would wait until the collective times out.
+A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing: without
+a watch, the others would wait until the collective times out.
 
 Consumes: heartbeats of the other ranks, from the rendezvous.
 Produces: own heartbeats; one error message and exit code 75, which makes the launcher restart the ranks.
 Waits for: nothing.
-Invariant: heartbeats come from a separate thread, so a step may take any amount of time.
+Invariant: a separate thread sends heartbeats, so a step may take any amount of time.
 """
 
 import math
@@ -38,16 +38,14 @@ from slipstream.runtime.command_line import TRY_AGAIN
 from slipstream.runtime.credentials import is_loopback
 
 COLLECTIVE_TIMEOUT_S = 2400.0
-"""Time limit of a collective. It includes the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
-waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it. RankWatch detects a lost rank
-much earlier."""
+"""Time limit of a collective, including the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
+waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
 _RENDEZVOUS = "SLIPSTREAM_RANKS"
-"""Variable with the rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
+"""Rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
 _BEATS = 10
-"""Heartbeats per silence limit."""
 _MAX_INTERVAL_S = 5.0
 
 T = TypeVar("T")
@@ -66,8 +64,8 @@ def launch_ranks(
     On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
     gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
-    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75 if a signal killed that
-    rank, which makes the launcher restart.
+    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, which makes the
+    launcher restart, if a signal killed that rank.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -76,7 +74,7 @@ def launch_ranks(
     num_here = num_ranks // num_machines
     num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    # Set before torchrun, which defaults to 1: a rank would then end if a generator dies in a broadcast.
+    # torchrun defaults to 1: a rank would end if a generator dies in a broadcast.
     os.environ.setdefault(ERROR_HANDLING, "0")
     with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
         if num_machines > 1:
@@ -95,7 +93,7 @@ def launch_ranks(
 
 
 def _file_rendezvous(folder: Path) -> list[str]:
-    """Return torchrun options for ranks on one machine, which meet through files in a private folder.
+    """Return torchrun options for ranks that meet through files in a private folder.
 
     `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
     """
@@ -123,11 +121,11 @@ def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> 
 
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a rank that torch needs to form the process group."""
+"""Variables of a rank from which torch forms the process group."""
 
 
 def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless the launcher set all variables of a rank, for `num_ranks` ranks.
+    """Raise ConfigError unless all variables of a rank are set, for `num_ranks` ranks.
 
     `is_trusted`: whether collectives may cross a network.
     """
@@ -149,7 +147,6 @@ def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trus
 
 
 def _spans_machines(environment: Mapping[str, str]) -> bool:
-    """Whether ranks may be on several machines: some are elsewhere, and they do not meet at the loopback address."""
     if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
         return False
     return not is_loopback(environment["MASTER_ADDR"])
@@ -161,7 +158,6 @@ class Ranks:
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
-        """0 <= rank < size."""
         self.size = size
         self._device = device
         self._sharing = 1
@@ -192,7 +188,7 @@ class Ranks:
         lengths = self.broadcast_ints(sizes, source=source)
         if not sum(lengths):
             return [b""] * len(lengths)
-        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
+        # A collective per payload would cost hundreds of round trips per step.
         if payloads is None:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
         else:
@@ -203,13 +199,13 @@ class Ranks:
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collect one payload per rank, in rank order, on every rank."""
+        """Return one payload per rank, in rank order, on every rank."""
         return [
             self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
         ]
 
     def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
-        """Send the numbers of rank `source` to every rank. The others pass None and block until it calls."""
+        """Like `broadcast_bytes`, for numbers."""
         if self.size == 1:
             return list(values or ())
         count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
@@ -220,7 +216,7 @@ class Ranks:
         return numbers.tolist()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over shares, on the device of `values`. Ranks with the same samples count once."""
+        """Element-wise sum, on the device of `values`. Ranks with the same samples count once."""
         return self.sum_all(torch.zeros_like(values) if self.rank % self._sharing else values)
 
     def sum_all(self, values: Tensor) -> Tensor:
@@ -233,12 +229,12 @@ class Ranks:
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def post(self, subject: str, word: str) -> None:
-        """Publish a value for the other ranks, without waiting for them. Thread-safe."""
+        """Publish a value for the other ranks without waiting. Thread-safe."""
         if self.size > 1:
             self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
 
     def posted(self, subject: str, *, rank: int) -> str:
-        """Newest value that `rank` posted under `subject`; empty if none."""
+        """Newest value that `rank` posted, or empty."""
         key = f"{subject}/{rank}"
         return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
 
@@ -266,12 +262,12 @@ class Ranks:
 
 # --- liveness --------------------------------------------------------------------------------------------------------
 def leave(store: Any, rank: int) -> None:
-    """Announce to the other ranks that this rank ends normally. Raises RuntimeError."""
+    """Announce that this rank ends normally. Raises RuntimeError."""
     store.set(f"left/{rank}", "1")
 
 
 def _end_process(message: str) -> None:
-    # An exception would not reach the main thread, which is blocked in a collective until its timeout.
+    # An exception would not reach the main thread, which is blocked in a collective.
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TRY_AGAIN)
 
@@ -279,7 +275,7 @@ def _end_process(message: str) -> None:
 class RankWatch:
     """Two threads per rank: one writes its heartbeat and reads the others', one checks for silence.
 
-    They are separate because the first thread hangs if the rendezvous, on rank 0's machine, vanishes.
+    The first one hangs if the rendezvous, on rank 0's machine, vanishes.
     """
 
     def __init__(
@@ -301,14 +297,13 @@ class RankWatch:
         self._end = end
         self._host = host or socket.gethostname()
         self._beats = dict.fromkeys(self._others, "")
-        """Newest heartbeat of each rank: a number and the host name."""
+        """Newest heartbeat per rank: a number and the host name."""
         self._silent_s = dict.fromkeys(self._others, 0.0)
         self._unread_s = 0.0
         """Time since all heartbeats were last readable."""
         self._stopping = threading.Event()
 
     def meet(self, *, timeout_s: float) -> None:
-        """Wait for the first heartbeat of every rank. Raises RuntimeError."""
         self._store.set(f"alive/{self._rank}", f"0 {self._host}")
         self._store.wait([f"alive/{other}" for other in self._others], timedelta(seconds=timeout_s))
         for other in self._others:
@@ -346,7 +341,7 @@ class RankWatch:
     def _judge(self) -> None:
         before = time.monotonic()
         while not self._stopping.wait(self._interval_s):
-            # Cap the elapsed time: if this process was suspended, it could not read the others' heartbeats.
+            # Capped, because a suspended process cannot read heartbeats.
             passed_s = min(time.monotonic() - before, 2 * self._interval_s)
             before = time.monotonic()
             self._unread_s += passed_s
@@ -358,7 +353,8 @@ class RankWatch:
 
     def _message(self, silent: Sequence[int]) -> str:
         limit = f"within learner.rank_timeout_s ({self._timeout_s:g} s)"
-        # If no heartbeat could be read, the rendezvous on rank 0's machine is lost. The other ranks' state is unknown.
+        # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the other ranks' state is
+        # unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (
                 f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "
@@ -386,17 +382,17 @@ def join_ranks(
 ) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs. Raises RankGroupError.
 
-    `rendezvous` is `tcp://host:port` or `file:///path`, by default from the environment. A single rank needs none.
-    Blocks until all ranks have joined, at most `timeout_s`, which also limits every later collective. With `silence_s`,
-    a RankWatch ends this process when another rank is silent for that long.
+    `rendezvous`: `tcp://host:port` or `file:///path`, by default from the environment. Blocks until all ranks have
+    joined, at most `timeout_s`, which also limits every later collective. With `silence_s`, a RankWatch ends this
+    process when another rank is silent for that long.
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
-    # DeepSpeed needs a group even for one rank. A process that builds several such learners keeps the first group.
+    # DeepSpeed needs a group even for one rank. A process that builds several such learners keeps the first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     if size > 1 and silence_s is not None:
-        # A separate connection, because forming a group can keep the default one busy.
+        # Forming a group can keep the default connection busy.
         store = dist.distributed_c10d._get_default_store().clone()
         watch = RankWatch(store, rank=rank, size=size, timeout_s=silence_s)
         try:
@@ -408,16 +404,16 @@ def join_ranks(
 
 
 def exit_rank() -> NoReturn:
-    """Leave the group and end this process successfully. The last call of a rank that has peers."""
-    # Tell the other ranks not to wait. If they have ended and taken the rendezvous with them, that is not an error.
+    """Leave the group and end this process successfully."""
+    # If the other ranks have ended and taken the rendezvous with them, that is not an error.
     with suppress(RuntimeError):
         leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # NCCL requires destroying the group before the process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip interpreter teardown: threads of the training libraries may still be running, and under load about one in
-    # twenty ZeRO-3 ranks aborted there after finishing its work.
+    # Skip interpreter teardown: threads of training libraries may still run, and under load about one in twenty ZeRO-3
+    # ranks aborted there after finishing its work.
     os._exit(0)
 
 

@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 def run_learner(run: RunConfig, overrides: list[str]) -> None:
     """Join the broker and train. Ranks above 0 execute rank 0's commands. With mode=sft, train from a file.
 
-    `overrides`: those that produced `run`, passed on to the ranks that this process starts.
+    `overrides` produced `run`; the ranks that this process starts get them, too.
     """
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -88,9 +88,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
 def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.update(deepspeed_environment(device))
     if is_alone:
-        # Gloo opens a port even for a group of one, by default on the address that the host name resolves to.
+        # Gloo opens a port even for a group of one, by default on the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast. The publisher handles that case.
+    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast, which the publisher handles.
     os.environ.setdefault(ERROR_HANDLING, "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -98,10 +98,10 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return freed tensors of 1 MiB or more to the system. `MALLOC_MMAP_THRESHOLD_` overrides this.
+    """Make glibc return freed tensors of 1 MiB or more to the system, unless `MALLOC_MMAP_THRESHOLD_` is set.
 
-    By default glibc raises its mmap threshold up to 32 MiB, and gaps between freed tensors stay with the process. With
-    a 50M-parameter model, that was a third more memory than was in use.
+    By default glibc raises its mmap threshold up to 32 MiB, and the process keeps gaps between freed tensors: with a
+    50M-parameter model, a third more memory than was in use.
     """
     libc = ctypes.CDLL(None)
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
@@ -162,7 +162,7 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
     """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
     folder = RunFolder(run)
     report_at = deadline.left_s
-    # Without an address, both ends meet in the run folder. If the name has a typo, this learner would wait there alone.
+    # Without an address, both meet in the run folder. If the name has a typo, this learner would wait there alone.
     while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
         others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
         missing = (
@@ -182,7 +182,6 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
 
 
 def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
-    """Build the sender of broadcasts. They leave this machine only if the network is trusted."""
     if run.weights.backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
@@ -199,17 +198,16 @@ def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> Snap
 
 
 def _own_socket(folder: RunFolder) -> str:
-    """Return an unused address in the run's socket folder. Deletes the sockets of dead learners."""
+    """Return an unused address. Deletes the sockets of dead learners."""
     for path in folder.sockets.glob("weights-*.sock"):
         if not is_listening(f"ipc://{path}"):
             path.unlink(missing_ok=True)
-    # A unique name, because a hung learner that was replaced still holds its socket.
+    # A hung learner that was replaced still holds its socket.
     return f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
 
 
 def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus:
-    """Status of the learner, which lends weights at `lends_at`. If the store is unavailable, that is the reason."""
-    # Don't report a Unix socket: it is local, and its path may not be a valid address in a message.
+    # A Unix socket is local, and its path may not be a valid address in a message.
     port = lends_at if lends_at.startswith("tcp://") else ""
     status, reason = msgspec.structs.replace(learner.status(), lends_at=port), store.waiting_for
     if not reason:

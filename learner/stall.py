@@ -1,7 +1,7 @@
 """StallDetector: detects when a wait of the learner has reached a dead end, then fails or keeps waiting.
 
 Consumes: counts, roles, and events of the store.
-Produces: the reason shown in status and live view, a log line every few seconds, DeadEndError.
+Produces: the reason in status and live view, a log line every few seconds, DeadEndError.
 Waits for: nothing.
 """
 
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 class StallDetector:
     """Life: (begin -> (poll | reject_unscored)* -> end)*.
 
-    A slow wait that makes progress is a dead end only after the wait's own limit.
+    A wait that makes progress is a dead end only after its own limit.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StallDetector:
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`who_is_missing` returns a phrase for the log. `keep_alive` is called every few seconds during a wait."""
+        """`who_is_missing` returns a phrase for the log. `keep_alive` is called every few seconds of a wait."""
         self._run = run
         self._store = store
         self._who_is_missing = who_is_missing
@@ -61,7 +61,7 @@ class StallDetector:
         self._check_at = self._log_at = clock()
 
     def gauges(self) -> dict[str, str]:
-        """Gauges of the wait in progress. Thread-safe."""
+        """Thread-safe."""
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor, limit_s: float, limit_setting: str) -> None:
@@ -73,7 +73,7 @@ class StallDetector:
     def poll(self, missing: str, *, answered: int | None = None) -> str:
         """Check the run at most once a second. Returns the reason for the wait, which quotes `missing`.
 
-        `answered`: answers of the awaited evaluation, or None while waiting for groups. Raises DeadEndError with
+        `answered`: answers of the awaited evaluation, None while waiting for groups. Raises DeadEndError with
         `learner.dead_end.policy=fail`.
         """
         now = self._clock()
@@ -101,7 +101,7 @@ class StallDetector:
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
 
     def while_paused(self) -> Iterator[str]:
-        """Yield the reason twice a second while the run is paused by a user."""
+        """Yield the reason twice a second while a user pauses the run."""
         if PAUSE_REQUEST not in self._store.requests("learner"):
             return
         self._record("paused, as requested")
@@ -117,9 +117,9 @@ class StallDetector:
         self._record("resumed, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
-        """While rewards are the cause, reject the claim's groups without any reward. Returns whether any were found.
+        """While rewards are the cause, reject the claim's groups without any reward. Returns whether there were any.
 
-        Otherwise the run would use up its steps on empty updates while a reward service is down.
+        Otherwise an outage of the reward service would use up the run's steps on empty updates.
         """
         if self._cause is None or self._cause.kind != "rewards":
             return False
@@ -140,7 +140,7 @@ class StallDetector:
             self._set_cause(None)
 
     def report_no_reward(self, *, num_failed: int) -> None:
-        """Report that a complete evaluation has no reward at all. Raises DeadEndError like `poll`."""
+        """Report a complete evaluation without any reward. Raises DeadEndError like `poll`."""
         self._progress.record_no_reward(num_failed=num_failed)
         self._set_cause(no_reward(self._run, num_failed=num_failed))
 
@@ -154,7 +154,7 @@ class StallDetector:
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
         elif cause:
-            # A cause of the same kind replaces it silently: only its counts and times have changed.
+            # Within one kind, only counts and times change, which is not worth a warning.
             is_new = self._cause is None or self._cause.kind != cause.kind
             self._cause = cause
             if is_new:
@@ -165,12 +165,12 @@ class StallDetector:
         log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)
 
     def _record(self, text: str) -> None:
-        # Events are informational: a store that rejects one must not end the wait.
+        # A store that rejects an event must not end the wait.
         with suppress(ReplayBufferError):
             self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """Events of the broker, generators, and store on one line, because the launcher shows the log's last line."""
+        """Last events on one line, because the launcher shows the log's last line."""
         generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
         events = [
             e

@@ -1,7 +1,7 @@
 """Stall causes: why a wait of the learner will not end, derived from the store's counts and the roles' progress.
 
-Each check is a function `Progress -> StallCause | None`. Root causes come first: a dead broker makes every generator
-look silent, and a generator without weights sends nothing.
+Root causes are checked first: a dead broker makes every generator look silent, and a generator without weights sends
+nothing.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ _MAX_COUNTED_STARTS = 4
 """Starts of one generator that count as progress while nothing arrives, so a crash loop can't hide a dead end."""
 _LOSSES = ("rejected", "expired", "quarantined")
 _MAX_FAILED_STEPS = 2
-"""Consecutive steps without any reward. One may be a short grader outage; two are treated as a failure."""
+"""Consecutive steps without any reward. One may be a short grader outage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Snapshot:
 
     counts: StoreCounts
     announced_version: int
-    """Newest version that the learner announced."""
+    """Newest announced version."""
     broker: RoleStatus | None = None
     """None before its first report."""
     generators: tuple[RoleStatus, ...] = ()
-    """All generators that ever reported."""
+    """All that ever reported."""
     rewarded: int = 0
-    """Trajectories with a reward from live generators, since each one's start."""
+    """Trajectories with a reward, since the start of each live generator."""
     unrewarded: int = 0
-    """Trajectories with a failed reward function from live generators, since each one's start."""
+    """Trajectories with a failed reward function, likewise."""
     capacity_reason: str = ""
-    """Limit that stops the store from admitting more; empty while it has room."""
+    """Limit that stops the store from admitting more, if any."""
     answered: int | None = None
     """Answers of the awaited evaluation; None while waiting for groups."""
 
@@ -55,7 +55,7 @@ class Snapshot:
 
 
 def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
-    """Read the store. Raises StoreUnavailableError."""
+    """Raises StoreUnavailableError."""
     counts, gauges, version = store.counts(), store.roles(), store.run_state().announced_version
     roles = role_statuses(gauges, run=run, now=store.now(), announced_version=version)
     generators = tuple(role for role in roles if role.role == "generator")
@@ -76,22 +76,22 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Tracks rewards and applied versions across waits, because both can fail while every single wait succeeds.
+    Tracks rewards and applied versions across waits, because both can fail while every wait succeeds.
     """
 
     now: Snapshot
     idle_s: float
-    """Seconds since the last progress, or since the wait began."""
+    """Time since the last progress, or since the wait began."""
     served_s: float
-    """Seconds since a generator first had verified weights in this wait."""
+    """Time since a generator first had verified weights in this wait."""
     outdated_s: float
-    """Seconds since a generator last applied newer weights; 0 while one holds the newest or none holds any."""
+    """Time since a generator last applied newer weights; 0 while one holds the newest or none holds any."""
     accepted: int
     """Trajectories stored since the wait began."""
     losses: dict[str, int]
-    """Groups lost since the wait began, by `<outcome>: <reason>`."""
+    """Groups lost since then, by `<outcome>: <reason>`."""
     refused: dict[str, int]
-    """Frames that the broker rejected since the wait began, by reason."""
+    """Frames that the broker rejected since then, by reason."""
 
     def __init__(self, run: RunConfig, *, clock: Clock) -> None:
         self.run = run
@@ -115,7 +115,7 @@ class Progress:
         self._most_arrived: tuple[int, ...] = (0, 0)
 
     def excuse(self) -> None:
-        """Restart the idle clocks: until now, nothing could arrive or be reported."""
+        """Restart the clocks, because nothing could arrive or be reported until now."""
         self._progressed_at = self._applied_at = self._clock()
         if self._served_since is not None:
             self._served_since = self._clock()
@@ -139,8 +139,8 @@ class Progress:
 
     def _has_progressed(self, base: StoreCounts) -> bool:
         """Whether a trajectory arrived and was kept, an answer arrived, or a generator started or changed weights."""
-        # Trajectories of lost groups are not progress. Losses of groups stored before the wait are subtracted, because
-        # they don't cancel newer arrivals.
+        # Trajectories of lost groups are not progress. Groups stored before the wait may be lost without canceling
+        # newer arrivals.
         stored_before = base.open_members + base.ready * self.run.generators.members_per_group
         lost = _lost_members(self.now.counts) - _lost_members(base)
         arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
@@ -149,7 +149,7 @@ class Progress:
         if has_arrived:
             self._num_starts.clear()
         held, self._held = self._held, _held_versions(self.now)
-        # The end of a start is progress, so that fetching the first weights gets its full time after a long start.
+        # The end of a start is progress, so that fetching the first weights gets its full time.
         started = [
             name
             for name, version in self._held.items()
@@ -161,13 +161,13 @@ class Progress:
     def record_no_reward(self, *, num_failed: int) -> None:
         """Record an evaluation whose `num_failed` answers have no reward. One such evaluation is a cause."""
         self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
-        # Generators may report these answers only now, so take the next report as the new baseline.
+        # Generators may report these answers only now, so the next report is the new baseline.
         self._rewards = None
 
     def _track_rewards(self, now: Snapshot) -> None:
         rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
         self._rewards = (now.rewarded, now.unrewarded)
-        # Both sums shrink when a generator leaves or restarts, which is not a reward outcome.
+        # Both sums shrink when a generator leaves or restarts.
         grown = max(0, now.unrewarded - unrewarded)
         if now.rewarded > rewarded:
             self.failed_rewards, self.rewards_have_failed = 0, False
@@ -178,7 +178,7 @@ class Progress:
     def _track_updates(self, now: Snapshot, now_s: float) -> None:
         newest = max((generator.version or 0 for generator in now.synced), default=-1)
         before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
-        # Count from the first snapshot that shows a lag: a whole training step may have passed before it.
+        # Count from the first snapshot with a lag: a whole training step may precede it.
         if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
             self._applied_at = now_s
         self._newest_held = newest
@@ -186,7 +186,7 @@ class Progress:
 
 
 def _held_versions(now: Snapshot) -> dict[str, int | None]:
-    """Verified version of each live generator that has finished its start; None before its first version."""
+    """Verified version of each live generator past its start; None before its first version."""
     verified = {generator.name: generator.version for generator in now.synced}
     return {each.name: verified.get(each.name) for each in now.live if each.state != "starting"}
 
@@ -222,7 +222,7 @@ class StallCause:
 
 
 def find_cause(progress: Progress) -> StallCause | None:
-    """First matching cause among checks whose deadline has passed; None while the wait may still end."""
+    """First cause whose deadline has passed; None while the wait may still end."""
     run, limits = progress.run, progress.run.learner.dead_end
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
@@ -241,13 +241,13 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 
 def _max_idle_s(progress: Progress) -> float:
-    """Longest allowed time without progress. Loading a model and fetching weights get longer limits."""
+    """Loading a model and fetching weights get longer limits."""
     limits, engine, live = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.live
     longest = [limits.after_s]
     if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
         longest.append(limits.start_after_s)
     if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
-        # Let the generator's own start timeout fire first: it knows the reason.
+        # The generator's own start timeout fires first, because it knows the reason.
         longest.append(engine.start_timeout_s + limits.after_s)
     return max(longest)
 
@@ -292,7 +292,7 @@ def _rewards_failed(progress: Progress) -> StallCause | None:
 
 
 def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
-    """Cause for `num_failed` trajectories in a row without a reward."""
+    """Cause for `num_failed` consecutive trajectories without a reward."""
     called = f"every call of {run.generators.reward.summary} failed or timed out"
     problem = f"none of the last {num_failed} trajectories has a reward, {called}"
     timeout_s = run.generators.reward.timeout_s
@@ -343,7 +343,6 @@ def _too_slow(progress: Progress) -> StallCause:
 
 
 def _describe(generators: Sequence[RoleStatus]) -> str:
-    """State of the generators with the newest reports."""
     newest = sorted(generators, key=lambda generator: generator.report_age_s)
     more = [f"and {len(newest) - _MOST_NAMED} more"] if len(newest) > _MOST_NAMED else []
     return ", ".join([*map(_describe_one, newest[:_MOST_NAMED]), *more])

@@ -1,8 +1,7 @@
 """Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks of the built-in functions; properties that
-some sound methods lack are notes. Exit codes: 0 if every required property holds, 1 if one does not, 2 if the function
-cannot be loaded.
+Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Properties that some sound methods lack are notes. Exit
+codes: 0 if every required property holds, 1 if one does not, 2 if the function cannot be loaded or called.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ _TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """A property, whether the function has it, and whether training needs it: Finding("finite", True, True)."""
+    """A property, whether it holds, and whether training needs it: Finding("finite", True, True)."""
 
     name: str
     holds: bool
@@ -34,9 +33,9 @@ class Finding(NamedTuple):
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
-    """Check a function with arguments given as `name=value` and print the findings.
+    """Check a function with `name=value` arguments and print the findings.
 
-    Raises ConfigError; SystemExit with code 1 if a required property does not hold.
+    Raises ConfigError, and SystemExit with code 1 if a required property does not hold.
     """
     try:
         arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
@@ -59,7 +58,7 @@ def check(kind: str, path: str, arguments: dict[str, Any]) -> list[Finding]:
 
 
 def _advantage_inputs(rewards: Tensor, groups: Tensor) -> AdvantageInputs:
-    """Build inputs with two tokens per trajectory."""
+    """Two tokens per trajectory."""
     count = len(rewards)
     sequences, positions = torch.arange(count).repeat_interleave(2), torch.arange(2).repeat(count)
     lengths = torch.full((count,), 2)
@@ -131,7 +130,7 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
 
 
 def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the gradient of their sum with respect to the log-ratio."""
+    """Return the losses and the gradient of their sum by log-ratio."""
     leaf = inputs.log_ratio.clone().requires_grad_()
     losses = function(inputs.with_log_ratio(leaf))
     if not losses.requires_grad:
@@ -141,7 +140,6 @@ def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs
 
 
 def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
-    """Return the result of the user function. Raises ConfigError if it fails or returns no tensor."""
     try:
         found = call()
     # User code may raise anything.

@@ -37,7 +37,7 @@ from slipstream.runtime.model_files import IMAGE_FILES
 
 
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer in transformers format, atomically; replace an existing folder."""
+    """Write model and tokenizer in transformers format, atomically, replacing an existing folder."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     # With accelerate (a dependency of peft), transformers imports DeepSpeed here, which warns about a missing GPU.
@@ -62,7 +62,7 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 CHARACTERS = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY_SIZE = 16
-"""Number of characters and special tokens, rounded up to a power of two."""
+"""Characters and special tokens, rounded up to a power of two."""
 
 
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -77,13 +77,13 @@ _PICTURES = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
-"""Image processor settings. Images of up to 64 tokens are not resized."""
+"""Images of up to 64 tokens are not resized."""
 
 
 def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
     """Build a tokenizer with one id per character. It silently drops unknown characters, so callers must check.
 
-    It is a Qwen2Tokenizer, because transformers ignores any other class in the folder of such a model.
+    transformers ignores any other class than Qwen2Tokenizer in the folder of such a model.
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
@@ -99,7 +99,7 @@ def make_model(
     if width % head_width:
         raise ConfigError(f"--width must be a multiple of {head_width}, the width of a head, got {width}.")
     build = _ARCHITECTURES[architecture]
-    # Fork the RNG, so that the caller's random numbers do not depend on the model size.
+    # Keep the caller's random numbers independent of the model size.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build(layers=layers, width=width, num_heads=width // head_width, max_length=max_length)
@@ -190,7 +190,7 @@ _ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Write the files."""
     parser = make_parser("slipstream.scripts.init_random_model", __doc__)
     parser.add_argument("--architecture", choices=sorted(_ARCHITECTURES), default="qwen2", help="model family (qwen2)")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks (4)")

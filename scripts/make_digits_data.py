@@ -18,14 +18,14 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 HELDOUT = "heldout.parquet"
-"""Written last, so that its existence implies that both files are complete."""
+"""Written last: if it exists, both files are complete."""
 TRAIN = "train.parquet"
 
 
 def make_row(
     prompt: str | list[dict[str, str]], *, ground_truth: Any, data_source: str, index: int, split: str
 ) -> dict[str, Any]:
-    """Build one row in the format of verl and `slipstream.broker.dataset`.
+    """Build one row in verl's format.
 
     Example: {"data_source": "digits/reverse", "prompt": "48213=", "reward_model": {"style": "rule",
         "ground_truth": "31284"}, "extra_info": {"index": 17, "split": "train"}}
@@ -46,7 +46,7 @@ def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows to a Parquet file atomically; create a missing folder."""
+    """Write a Parquet file atomically; create a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
@@ -55,13 +55,13 @@ def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def reverse(number: int, digits: int) -> tuple[str, str]:
-    """Make prompt and answer of a number, with leading zeros: 48213 -> ("48213=", "31284")."""
+    """Prompt and answer, with leading zeros: 48213 -> ("48213=", "31284")."""
     text = f"{number:0{digits}d}"
     return f"{text}=", text[::-1]
 
 
 def addition(number: int) -> tuple[str, str]:
-    """Make prompt and answer of pair 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
+    """Prompt and answer of pair 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
     left, right = 10 + number // 90, 10 + number % 90
     return f"{left}+{right}=", str(left + right)
 
@@ -95,7 +95,7 @@ def draw(digits: str, *, seed: int) -> bytes:
 
 
 def picture(number: int, digits: int) -> tuple[str, str]:
-    """Make prompt and answer of a drawn number: 4711 -> ("<image>=", "4711")."""
+    """Prompt and answer: 4711 -> ("<image>=", "4711")."""
     return "<image>=", f"{number:0{digits}d}"
 
 
@@ -132,7 +132,7 @@ def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Write the files."""
     parser = make_parser("slipstream.scripts.make_digits_data", __doc__)
     parser.add_argument(
         "--task", choices=["reverse", "addition", "picture"], default="reverse", help="what to learn (reverse)"

@@ -83,14 +83,14 @@ def _ask(question: str, instruction: str) -> list[dict[str, str]]:
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 class Split(NamedTuple):
-    """Source of a file: a hub dataset, and the prefix of the file's path."""
+    """A hub dataset and the prefix of a file's path."""
 
     repository: str
     file: str
 
 
 class Source(NamedTuple):
-    """A published task. Example: SOURCES["gsm8k"]."""
+    """A published task."""
 
     data_source: str
     """Name in the rows, which selects the reward."""
@@ -122,11 +122,11 @@ SOURCES = {
     "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
     "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
 }
-"""Sources repeat problems only by mistake (DAPO-Math a hundred times), so each prompt is used once."""
+"""Each prompt is used once: sources repeat problems only by mistake (DAPO-Math a hundred times)."""
 
 
 def make_source(name: str, *, folder: Path | None, out: Path) -> None:
-    """Write the files of a source, from `folder` or the hub. Raises ConfigError."""
+    """Write a source's files, from `folder` or the hub. Raises ConfigError."""
     source = SOURCES[name]
     splits = {"train": source.train, "heldout": source.heldout}
     # Read all files before writing any.
@@ -161,7 +161,7 @@ def _read(split: Split, *, folder: Path | None) -> list[Values]:
 
 
 def _find(folder: Path, split: Split) -> list[Path]:
-    """Find the files of a split: at the published path, else anywhere by name; Parquet before JSON lines."""
+    """At the published path, else anywhere by name; Parquet before JSON lines."""
     for pattern in (split.file, f"**/{split.file}", f"**/{Path(split.file).name}"):
         for suffix in ("parquet", "jsonl"):
             if found := sorted(folder.glob(f"{pattern}*.{suffix}")):
@@ -213,7 +213,7 @@ def make_environment_rows(
         )
     made = {"train": found[:rows], "heldout": found[rows:]}
     for split, tasks in made.items():
-        # Store the task as text, because tasks of one set may have different fields.
+        # As text, because tasks of one set may have different fields.
         converted = [
             make_row(
                 _prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, index=index,
@@ -265,7 +265,7 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
 
 
 def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> Iterator[Values]:
-    """Entries of a task, each question once."""
+    """Each question once."""
     try:
         # An optional dependency, which takes seconds to import.
         import reasoning_gym
@@ -290,7 +290,7 @@ def _report(out: Path, rows: dict[str, list[Values]]) -> None:
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Write the files."""
     parser = make_parser("slipstream.scripts.make_prompts", __doc__)
     parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, {_GYM}TASK or {_ENVIRONMENT}ID")
     parser.add_argument("--list", action="store_true", help="show the sources and their file prefixes")

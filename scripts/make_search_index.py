@@ -15,7 +15,7 @@ from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the index."""
+    """Write the index."""
     parser = make_parser("slipstream.scripts.make_search_index", __doc__)
     parser.add_argument("corpus", type=Path, help="file with the passages")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; replaced if it exists")

@@ -5,7 +5,7 @@
 Training stops once the exact accuracy on held-out prompts is within the band. Exact: the whole answer and the end token
 match, sampled at temperature 1 or, with --greedy, decoded greedily. If the accuracy overshoots, training resumes from
 the last evaluation with half the learning rate. The same seed gives the same weights on the same machine, unless time
-runs out: then the weights of the last evaluation are kept, if they solve anything.
+runs out: then training stops early, and fails below a quarter of the band's lower bound.
 """
 
 import argparse
@@ -32,11 +32,10 @@ from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
 IGNORED = -100
-"""Label of tokens excluded from the loss."""
 
 
 class Pictures(NamedTuple):
-    """Images of a prompt."""
+    """Images of one prompt."""
 
     patches: Tensor
     """float32[P, D], over all images."""
@@ -46,7 +45,7 @@ class Pictures(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Token ids of a prompt and its correct response, including the end token."""
+    """Token ids of a prompt and its correct response with the end token."""
 
     prompt: list[int]
     response: list[int]
@@ -54,7 +53,7 @@ class Problem(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Range of the exact accuracy in which training stops."""
+    """Exact accuracy at which training stops."""
 
     low: float
     high: float
@@ -72,7 +71,7 @@ def read_problems(
 ) -> list[Problem]:
     """Tokenize a prompt file. Raises ConfigError if it is missing or the tokenizer lacks a character.
 
-    `vision`: the model's image handling, for prompts with images.
+    `vision`: for prompts with images.
     """
     if not path.is_file():
         raise ConfigError(
@@ -102,7 +101,7 @@ def _tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64 [B, T], padded on the right; prompts and padding are labeled IGNORED."""
+    """Return token ids and labels, int64[B, T], padded on the right. Prompts and padding have label IGNORED."""
     length = max(len(problem.prompt) + len(problem.response) for problem in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)
@@ -130,18 +129,18 @@ def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
-    """Yield batches forever, with every problem once per epoch in random order."""
+    """Yield batches forever, every problem once per epoch in random order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(problems), generator=generator).tolist()
-        # Drop an incomplete last batch, because its gradient would be noisier.
+        # An incomplete last batch would have a noisier gradient.
         for start in range(0, len(order) - size + 1, size):
             yield [problems[index] for index in order[start : start + size]]
 
 
 @torch.no_grad()
 def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int, is_greedy: bool = False) -> float:
-    """Share of responses that equal the right one, end token included: sampled at temperature 1, or the most likely."""
+    """Fraction of exactly right responses, end token included, sampled at temperature 1 or decoded greedily."""
     # Prompts of one length need no padding, which a sampler would have to mask.
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
@@ -153,17 +152,14 @@ def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int
 def guess_accuracy(loss: float, problems: list[Problem]) -> float:
     """Estimate the exact accuracy: a response of n tokens is right with a probability of about exp(-n * loss).
 
-    Sampling costs as much as several steps, and is therefore postponed until the estimate is promising.
+    Postpones sampling, which costs as much as several steps.
     """
     num_tokens = sum(len(problem.response) for problem in problems) / len(problems)
     return math.exp(-num_tokens * loss)
 
 
 def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator | None) -> int:
-    """Count correct responses to prompts of equal length, generated up to the correct length.
-
-    Without a `generator`, decode greedily.
-    """
+    """Count correct responses to prompts of equal length. Greedy without a `generator`."""
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
     inputs = image_inputs(problems, length=ids.shape[1])
@@ -182,10 +178,7 @@ def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch
 
 
 class WarmUp:
-    """Supervised training that can roll back to the last evaluation.
-
-    Life: (step* -> (save | restore))*.
-    """
+    """Supervised training that can roll back. Life: (step* -> (save | restore))*."""
 
     def __init__(self, model: PreTrainedModel, *, learning_rate: float) -> None:
         self._model = model
@@ -193,7 +186,7 @@ class WarmUp:
         self._saved = self._state()
 
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
-        """Make one optimizer update; return the loss in nats per token."""
+        """Return the loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
         logits = self._model(input_ids=ids, **image_inputs(problems, length=ids.shape[1])).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -207,8 +200,8 @@ class WarmUp:
         self._saved = self._state()
 
     def restore(self) -> None:
-        """Roll back to the saved weights and optimizer, with half the learning rate."""
-        # Copy, because the optimizer changes tensors in place.
+        """Roll back to the saved state, with half the learning rate."""
+        # The optimizer changes tensors in place.
         weights, optimizer = deepcopy(self._saved)
         self._model.load_state_dict(weights)
         self._optimizer.load_state_dict(optimizer)
@@ -271,7 +264,7 @@ def warm_up(
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the files."""
+    """Write the files."""
     parser = make_parser("slipstream.scripts.warm_up", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and heldout.parquet")

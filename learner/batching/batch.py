@@ -2,8 +2,7 @@
 
 Everything without a gradient is computed on whole columns and is identical on every rank, so the split into
 microbatches and ranks cannot change it. Columns are filled in field order: trajectory data (`build_batch`), model
-outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`). Columns that the settings do not need stay
-None.
+outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`). Columns that the settings do not need are None.
 """
 
 import dataclasses
@@ -19,10 +18,10 @@ from slipstream.learner.errors import BatchError
 
 
 class _Columns:
-    """A table: tensors of equal length."""
+    """Tensors of equal length."""
 
     def take(self, indices: Tensor) -> Self:
-        """Select entries by index [K] or by a bool mask [N]."""
+        """Select by index [K] or by a bool mask [N]."""
         return self._map(lambda column: column[indices])
 
     def to(self, device: torch.device) -> Self:
@@ -42,27 +41,26 @@ class Trajectories(_Columns):
     """One entry per claimed trajectory, B in total, in claim order. Members of a group are adjacent."""
 
     groups: Int[Tensor, "B"]
-    """Index of the claimed group, from 0."""
+    """Index of the claimed group."""
     updates: Int[Tensor, "B"]
-    """Optimizer update of the step, from 0."""
+    """Optimizer update of the step."""
     rewards: Float[Tensor, "B"]
-    """float64, total from the reward function. `Objective.prepare` replaces it with the shaped reward."""
+    """float64, total from the reward function, which `Objective.prepare` replaces with the shaped reward."""
     parts: Float[Tensor, "B K"]
-    """float64, named components of the reward, in the order of `Batch.part_names`. NaN if missing."""
+    """float64, components of the reward, in the order of `Batch.part_names`. NaN if missing."""
     greedy_rewards: Float[Tensor, "B"]
     """float64, reward of the group's greedy answer. NaN without one."""
     is_correct: Bool[Tensor, "B"]
     """Whether the response is entirely right."""
     is_member: Bool[Tensor, "B"]
-    """Whether it counts in its group's baseline, which requires a reward."""
+    """Whether it counts in its group's baseline: it has a reward and is not greedy."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]
-    """Trained tokens."""
     draw_weights: Float[Tensor, "B"]
     """Loss factor of the group, from the sampler."""
     sources: Int[Tensor, "B"]
-    """Data source, an index into `Batch.source_names`."""
+    """Index into `Batch.source_names`."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,17 @@ class Tokens(_Columns):
     """One entry per trained token, N in total, in trajectory order."""
 
     sequences: Int[Tensor, "N"]
-    """Index of the trajectory, from 0."""
+    """Index of the trajectory."""
     contexts: Int[Tensor, "N"]
-    """Index of the sampling context, from 0. A trajectory has one or more."""
+    """Index of the sampling context in the batch, from 0. A trajectory has one or more."""
     turns: Int[Tensor, "N"]
-    """Turn (run of model-written tokens) in the trajectory, from 0."""
+    """Turn (run of model-written tokens) in the trajectory."""
     positions: Int[Tensor, "N"]
-    """Position among the trajectory's model-written tokens, including untrained ones."""
+    """Position among the trajectory's model-written tokens, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
-    """Position among the turn's model-written tokens."""
+    """The same within the turn."""
     lags: Int[Tensor, "N"]
-    """Learner's version minus the sampling version, at least 0."""
+    """Learner's version minus the sampling version, at least 0. 2**20 for another run's tokens."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, from the distribution that was sampled."""
 
@@ -118,19 +116,19 @@ class Tokens(_Columns):
     nll_weights: Float[Tensor, "N"] | None = None
     """float32, factor of the negative log-likelihood. None without that term."""
     token_weights: Float[Tensor, "N"] | None = None
-    """float32, factor of the token's loss, from the aggregation over the whole optimizer update."""
+    """float32, factor of the token's loss, from the aggregation over the optimizer update."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Both tables: B trajectories and N tokens."""
+    """B trajectories and N tokens."""
 
     trajectories: Trajectories
     tokens: Tokens
     part_names: tuple[str, ...] = ()
     """Names of the K reward components, sorted."""
     source_names: tuple[str, ...] = ()
-    """Names of the data sources, sorted."""
+    """Sorted."""
 
     @property
     def num_trajectories(self) -> int:
@@ -151,7 +149,7 @@ class Batch:
         return self.replace(tokens=self.tokens.replace(**columns))
 
     def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":
-        """Select trajectories and renumber them. Group numbers are unchanged."""
+        """Select and renumber trajectories. Group numbers are unchanged."""
         numbers = is_taken.cumsum(0) - 1
         tokens = self.tokens.take(is_taken[self.tokens.sequences])
         return self.replace(
@@ -170,5 +168,4 @@ class Batch:
         return columns
 
     def per_token(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
-        """Repeat each trajectory's value for each of its tokens."""
         return values[self.tokens.sequences]

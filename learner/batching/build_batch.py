@@ -1,7 +1,7 @@
 """Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
 
-A trajectory with a failed reward is excluded from the loss and from its group's baseline. A token that is too old is
-excluded only from the loss. A greedy answer is never in the loss or in a mean: its reward serves as a baseline.
+A trajectory with a failed reward is excluded from the loss and from its group's baseline, a token that is too old only
+from the loss. A greedy answer is never in the loss or in a mean: its reward serves as a baseline.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from slipstream.learner.errors import BatchError
 from slipstream.runtime.routers import EXPERTS, Routers
 
 _UNKNOWN_LAG = 1 << 20
-"""Lag assigned to tokens from another run, so that they count as older than all of this run's tokens."""
+"""Lag of another run's tokens: they count as older than all of this run's."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 _MOST_SOURCES = 32
 
@@ -32,25 +32,20 @@ class BuiltBatch:
     """Input of a training step, identical on every rank."""
 
     batch: Batch
-    """Columns derived from the trajectories."""
     updates: list[list[Sample]]
-    """Samples of each optimizer update."""
+    """Samples per optimizer update."""
     trained: list[np.ndarray]
     """int64[W] per trajectory: indices of its trained tokens."""
     metrics: dict[str, float]
-    """`learner/...` metrics of the claimed batch."""
 
 
 class _Member(NamedTuple):
-    """A trajectory of a claimed group and its trained tokens."""
-
     trajectory: Trajectory
     group: int
-    """Index of the group."""
     trained: np.ndarray
-    """int64[W]: indices of the trained tokens."""
+    """int64[W], indices."""
     lags: np.ndarray
-    """int64[W]: lag of each trained token."""
+    """int64[W]."""
     num_stale: int
     """Model-written tokens that are too old."""
 
@@ -72,9 +67,8 @@ def build_batch(
     """Distribute groups over `num_updates` updates and build their columns. Raises BatchError.
 
     `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
-    answer (`generators.baseline`). `masks_truncated`: exclude responses cut off at the maximum length from the loss but
-    keep them in the baseline. `num_mixed`: number of groups from another run, at the end. `images`: prompt images, for
-    multimodal models. `routers`: routers that replay the recorded experts.
+    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `num_mixed`: groups
+    from another run, at the end. `images`: for multimodal models. `routers`: routers that replay the recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -101,7 +95,7 @@ def build_batch(
 
 
 def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:
-    """int64[W]: indices of the trained tokens. Excludes the first token of each context, which nothing predicts."""
+    """int64[W]. Excludes the first token of each context, which nothing predicts."""
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
@@ -111,14 +105,14 @@ def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_t
 
 
 def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> np.ndarray | None:
-    """bool[T]: model-written tokens that are too old. None if all are fresh, the usual case."""
+    """bool[T]. None if all are fresh, the usual case."""
     if max_lag is None or all(learner_version - span.version <= max_lag for span in trajectory.version_spans):
         return None
     return stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
 
 
 def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) -> np.ndarray:
-    """int64[W]: lag of each trained token. In most trajectories, one version sampled all tokens."""
+    """int64[W]. In most trajectories, one version sampled all tokens."""
     spans = trajectory.version_spans
     if len(spans) == 1:
         return np.full(len(trained), max(0, learner_version - spans[0].version), dtype=np.int64)
@@ -126,7 +120,7 @@ def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) 
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # One maximum over all tokens: a maximum per trajectory costs as much as all its other checks.
+    # One maximum over all tokens, because one per trajectory costs as much as all its other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -165,11 +159,10 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
 
 
 def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
-    """One sample per context. The member's first trained token is `first_index` in the columns of `Tokens`."""
+    """One sample per context. `first_index`: column of the member's first trained token."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()
-    # Most trajectories have a single context.
     cuts = np.searchsorted(member.trained, bounds).tolist() if len(bounds) > 2 else [0, len(member.trained)]
     for (start, end), (first, last) in zip(pairwise(bounds), pairwise(cuts), strict=True):
         yield Sample(
@@ -206,7 +199,7 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
-    """float64[B]: reward of the greedy answer in each member's group, or NaN. Raises BatchError if a group has two."""
+    """float64[B], NaN for groups without a greedy answer. Raises BatchError if a group has two."""
     greedy: dict[int, Trajectory] = {}
     for trajectory, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
         if group in greedy:
@@ -230,10 +223,9 @@ def _tokens(members: Sequence[_Member]) -> Tokens:
 
 
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Position columns of `Tokens`, int64[N].
+    """Position columns of `Tokens`, int64[N], for all trajectories at once.
 
-    Computed for all trajectories at once: cumulative sums over the concatenated batch, minus the value at the start of
-    each trajectory.
+    Cumulative sums over the concatenated batch, minus the value at the start of each trajectory.
     """
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
@@ -283,13 +275,11 @@ def _wide(values: list[float] | list[list[float]]) -> Tensor:
 
 
 def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str, float]:
-    """Metrics of the sampled answers. Excludes greedy answers."""
     is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
     num_stale = sum(member.num_stale for member in members if not member.trajectory.is_greedy)
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
     lengths = trajectories.lengths[is_sampled].double()
     is_cut = torch.tensor([member.num_stale > 0 for member in members], dtype=torch.bool)[is_sampled]
-    # Omitted if nothing is stale, like every metric without data.
     bias = {"learner/stale_length_ratio": float(lengths[is_cut].mean() / lengths.mean())} if is_cut.any() else {}
     return {
         **describe_answers(member.trajectory for member in members if not member.trajectory.is_greedy),

@@ -1,7 +1,6 @@
 """Collation: samples of an optimizer update -> packed microbatches of tensors, distributed over ranks.
 
-Packing assigns samples to rows, rows to microbatches, and both to ranks. It is deterministic and depends only on
-lengths, so every rank can compute every other rank's share.
+Packing is deterministic and depends only on lengths, so every rank can compute every other rank's share.
 """
 
 import dataclasses
@@ -17,24 +16,23 @@ from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleIma
 from slipstream.runtime.images import Grid
 
 Row = list["Bundle"]
-"""Bundles placed one after another in a row."""
+"""Bundles in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One or more samples with a common prefix of `num_shared` tokens, which appears in the row once."""
+    """Samples with a common prefix of `num_shared` tokens (may be 0), which the row holds once."""
 
     samples: tuple[Sample, ...]
     num_shared: int
-    """Length of the common prefix; 0 if nothing is shared."""
     num_tokens: int
-    """Input tokens: the shared prefix once, plus the rest of every sample."""
+    """Input tokens: the prefix once, plus the rest of every sample."""
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
     """Bundle the samples of each group, so their prompt is computed once.
 
-    Splits bundles longer than `max_tokens`, but never a single sample.
+    Bundles have at most `max_tokens`, unless a single sample is longer.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -43,12 +41,12 @@ def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bund
 
 
 def bundle_singly(samples: Sequence[Sample]) -> list[Bundle]:
-    """One bundle per sample, nothing shared."""
+    """One bundle per sample."""
     return [Bundle((sample,), 0, sample.num_inputs) for sample in samples]
 
 
 def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
-    """Assign bundles to ranks, longest first, each to the rank with the fewest tokens. Returns one list per rank."""
+    """Assign bundles to ranks, longest first, each to the rank with the fewest tokens."""
     shares: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for bundle in _longest_first(bundles):
@@ -64,7 +62,7 @@ def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) 
     A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included. A longer bundle
     gets a separate row, and a longer row a separate microbatch.
     """
-    # Rows of similar length share a microbatch, because each row is padded to the longest, which comes first.
+    # Rows of similar length share a microbatch, because all are padded to the longest, which comes first.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
@@ -74,7 +72,7 @@ def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) 
 
 
 def row_length(row: Row) -> int:
-    """Number of tokens in a row."""
+    """Tokens in a row."""
     return sum(bundle.num_tokens for bundle in row)
 
 
@@ -95,12 +93,12 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
 
 def _num_common(group: list[Sample]) -> int:
     """Length of the prefix before the first trained token of any sample; 0 unless all samples share it entirely."""
-    # A trained token has a loss in each sample, so the shared prefix must end before it.
+    # A trained token has a loss in each sample, so it cannot be shared.
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
     others = (sample.token_ids[:num_untrained] for sample in group[1:])
     is_shared = all(np.array_equal(first, other) for other in others)
-    # Different images of equal size have identical tokens, so compare the images themselves.
+    # Different images of equal size have identical tokens.
     is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
     return num_untrained if is_shared else 0
 
@@ -128,7 +126,7 @@ _SINGLE = ("one_per_row", "one_at_a_time")
 
 
 class MicrobatchBuilder:
-    """Arrays of one microbatch, with R empty rows of L tokens. Life: fill_row for each row in order -> build."""
+    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row for each row in order -> build."""
 
     def __init__(self, *, num_rows: int, length: int) -> None:
         shape = (num_rows, length)
@@ -152,10 +150,7 @@ class MicrobatchBuilder:
         self._add_run(self._length - column)
 
     def build(self, *, has_shared: bool, has_positions: bool = True) -> Microbatch:
-        """Build the tensors. `has_shared`: whether prompts may be shared.
-
-        `has_positions`: whether to build positions and spans. Rows with a single sequence need neither.
-        """
+        """`has_shared`: whether prompts may be shared. `has_positions`: false if each row has a single sequence."""
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
@@ -189,7 +184,7 @@ class MicrobatchBuilder:
             self._add_run(end - shared, parent=trunk if shared else None)
             self._put(row, column, sample, shared, end, copies=1)
             sources = sample.trained - 1 + column - shared
-            # The last prompt token predicts the first token of each branch, wherever the branch is in the row.
+            # The last prompt token predicts the first token of each branch, wherever that is in the row.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
@@ -197,13 +192,12 @@ class MicrobatchBuilder:
         return column
 
     def _put(self, row: int, column: int, sample: Sample, start: int, end: int, *, copies: int) -> None:
-        """Write the sample's tokens from `start` to `end` into the row at `column`."""
         span = slice(column, column + end - start)
         self._token_ids[row, span] = sample.token_ids[start:end]
         self._position_ids[row, span] = np.arange(start, end)
         if images := sample.images:
             if self._axes is None:
-                # Tokens outside images have the same position along all axes. This also covers earlier rows.
+                # Outside images, positions along all axes are equal. Covers earlier rows, too.
                 self._axes = np.repeat(self._position_ids[None], 3, axis=0)
             self._axes[:, row, span] = images.positions[:, start:end]
             self._is_image[row, span] = images.is_image[start:end]
@@ -217,14 +211,14 @@ class MicrobatchBuilder:
         self._copies[row, span] = copies
         if sample.experts is not None:
             if self._experts is None:
-                # Padding needs experts, too. Any distinct ones will do.
+                # Padding needs experts, too: any distinct ones.
                 _, num_routers, top_k = sample.experts.shape
                 shape = (*self._token_ids.shape, num_routers, top_k)
                 self._experts = np.broadcast_to(np.arange(top_k, dtype=sample.experts.dtype), shape).copy()
             self._experts[row, span] = sample.experts[start:end]
 
     def _add_run(self, length: int, *, parent: int | None = None) -> int:
-        """Add a run of tokens to the spans unless it is empty. Returns its index."""
+        """Add a run unless it is empty. Returns its index."""
         index = len(self._lengths)
         if length:
             self._lengths.append(length)
@@ -239,33 +233,33 @@ class Layout:
     `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
     `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
     `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
-    `one_at_a_time`: one microbatch per sequence. Fits models that depend on the longest sequence of a microbatch.
+    `one_at_a_time`: one microbatch per sequence, for models that depend on the longest sequence of a microbatch.
     """
 
     kind: LayoutKind
     microbatch_tokens: int
-    """Most input tokens in a forward pass, padding included."""
+    """Limit on input tokens of a forward pass, padding included."""
     row_tokens: int = 64
     """Rows of several sequences are filled up to this or to the longest sequence. A mask costs its square."""
     num_slices: int = 1
-    """Number of ranks that share each row. Row lengths are multiples of it."""
+    """Ranks that share each row. Row lengths are multiples of it."""
 
 
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
     """Build this rank's microbatches of an optimizer update.
 
-    All ranks must pass the same samples. Each gets the same number of microbatches (some may be empty), because every
+    All ranks pass the same samples. Each gets the same number of microbatches, some possibly empty, because every
     microbatch runs collectives. Samples without a trained token are left out. Ranks that share rows pass the same
-    `rank`; `num_ranks` counts each such set once.
+    `rank`; `num_ranks` counts them once.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    # With a limit of one token, no second sequence fits into a row or microbatch.
+    # With a limit of one token, no second sequence fits.
     row_tokens = 1 if layout.kind in _SINGLE else row_tokens
     microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
-    # Every rank packs all shares, to know how many microbatches the other ranks have.
+    # Pack all shares to know how many microbatches the other ranks have.
     packed = [
         pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)
@@ -310,7 +304,7 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
 
 
 def _empty_microbatch(layout: Layout) -> Microbatch:
-    """Fewest possible input tokens and none to predict, for ranks with fewer microbatches than others."""
+    """For ranks with fewer microbatches than others."""
     none = torch.zeros(0, dtype=torch.int64)
     token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
     return Microbatch(

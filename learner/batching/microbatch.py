@@ -22,19 +22,19 @@ from slipstream.runtime.images import Grid, VisionModel, image_id
 
 @dataclass(frozen=True, slots=True)
 class SampleImages:
-    """Images in a sample's prompt, and the token positions that result from them."""
+    """Images in a sample's prompt."""
 
     ids: list[str]
-    """Names of the images, in the order of their tokens."""
+    """In the order of their tokens."""
     grids: list[Grid]
     merge_size: int
     """Patches per side of the square that one token represents."""
     is_image: np.ndarray
-    """bool[T]: tokens that represent images. Excludes the same token ids written by the model."""
+    """bool[T]. Excludes image token ids written by the model."""
     positions: np.ndarray
     """int64[3, T], see `VisionModel.positions`."""
     patches: Callable[[str], np.ndarray]
-    """Image name -> its patches, float32[P, D]. Computed when a microbatch needs them."""
+    """Image name -> float32[P, D]. Computed when a microbatch needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +48,25 @@ class Sample:
     token_ids: np.ndarray
     """int[T], prompt, then response."""
     trained: np.ndarray
-    """int64[W], ascending indices of the trained tokens. Never 0, which nothing predicts. May be empty."""
+    """int64[W], ascending indices. Never 0, which nothing predicts. May be empty."""
     first_index: int
-    """Index of the first trained token in the columns of `Tokens`. The others follow consecutively."""
+    """Index of the first trained token in the columns of `Tokens`. The others follow."""
     group_id: str
     """Samples of one group may share a prompt, which is then computed once."""
     temperature: float = 1.0
     """Divisor of the logits, > 0."""
     images: SampleImages | None = None
-    """Images in the prompt, if any."""
     experts: np.ndarray | None = None
-    """uint8 or int16[T, M, K], experts of each token in each of M routers. None lets the routers choose."""
+    """uint8 or int16[T, M, K], K experts of each token in each of M routers. None lets the routers choose."""
 
     @property
     def indices(self) -> np.ndarray:
-        """int64[W]: index of each trained token in the columns of `Tokens`."""
+        """int64[W]: indices in the columns of `Tokens`."""
         return np.arange(self.first_index, self.first_index + len(self.trained))
 
     @property
     def num_inputs(self) -> int:
-        """Input tokens needed to predict the last trained token, which is not itself an input."""
+        """Input tokens: all before the last trained token, which is only a target."""
         return int(self.trained[-1])
 
 
@@ -79,15 +78,15 @@ class Spans:
     """
 
     lengths: list[int]
-    """Tokens of each run. Padding at the end of a row is a separate run."""
+    """Tokens per run. Padding at the end of a row is a run."""
     parents: list[int]
-    """Index of the run, in the same row, that each run continues. A run without a parent has its own index."""
+    """Run in the same row that each run continues; itself without a parent."""
     has_shared: bool = True
     """Whether runs may have parents. Only a mask can express that; restarting positions cannot."""
 
     @cached_property
     def num_keys(self) -> list[int]:
-        """Number of tokens that the last token of each run attends to."""
+        """Tokens that the last token of each run attends to."""
         return [
             length + (self.lengths[parent] if parent != index else 0)
             for index, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True))
@@ -104,7 +103,7 @@ class Spans:
         return torch.from_numpy(np.concatenate([part for parts in seen for part in parts]))
 
     def widened(self, length: int) -> "Spans":
-        """Append to each row of `length` tokens one token that no other attends to."""
+        """Append to each row of `length` tokens one that no other attends to."""
         wide, filled, rows = Spans([], [], self.has_shared), 0, 0
         for run, parent in zip(self.lengths, self.parents, strict=True):
             wide.lengths.append(run)
@@ -117,7 +116,7 @@ class Spans:
         return wide
 
     def mask(self, shape: torch.Size, device: torch.device) -> Bool[Tensor, "R 1 L L"]:
-        """Tokens (last axis) that each token attends to, for rows of `shape`."""
+        """Whether a token attends to another (last axis), for rows of `shape`."""
         lengths = torch.tensor(self.lengths, device=device)
         runs, parents = (
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
@@ -131,35 +130,32 @@ class Spans:
 class Microbatch:
     """One forward pass: R rows of L tokens, each with one or more sequences, and the N tokens that have a loss.
 
-    A row holds prompts and their responses. A prompt shared by several responses appears once. `spans` let each
-    response attend to the prompt but not to its siblings, and positions count along prompt and response.
+    A shared prompt appears once in its row; positions count along prompt and response.
     """
 
     token_ids: Int[Tensor, "R L"]
-    """Input tokens, padded with 0 at the end of each row."""
+    """Padded with 0 at the end of each row."""
     position_ids: Int[Tensor, "... R L"] | None
-    """Position within the sequence. None if each row holds one sequence. With images also positions along time, height,
-    and width: [4, R, L]."""
+    """Position in the sequence. None if each row holds one sequence. With images [4, R, L]: also along time, height,
+    and width."""
     spans: Spans | None
-    """Runs that determine which tokens each token attends to. None: all earlier tokens in its row."""
+    """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
     """Index, in the flattened rows, of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
-    """Ids of the trained tokens."""
     temperatures: Float[Tensor, "N"]
-    """Divisor of the logits of each trained token."""
+    """Divisor of the logits."""
     indices: Int[Tensor, "N"]
-    """Index of each trained token in the columns of `Tokens`."""
+    """Index in the columns of `Tokens`."""
     copies: Int[Tensor, "R L"]
-    """Number of samples that use each input token: 0 for padding, more than 1 in a shared prompt."""
+    """Samples that use each input token: 0 for padding, more than 1 in a shared prompt."""
     pixel_values: Float[Tensor, "P D"] | None = None
-    """Patches of all images, in the order of their tokens. None without images."""
+    """Patches of all images, in the order of their tokens."""
     image_grids: Int[Tensor, "K 3"] | None = None
-    """Patches of each image along time, height, and width."""
+    """Patches per image along time, height, and width."""
     is_image: Bool[Tensor, "R L"] | None = None
-    """Tokens that represent images."""
     experts: Int[Tensor, "R L M K"] | None = None
-    """Experts of each input token in each router. None lets the routers choose."""
+    """Per input token and router. None lets the routers choose."""
 
     @property
     def num_tokens(self) -> int:
@@ -184,8 +180,8 @@ def recompute(
 ) -> dict[str, Tensor]:
     """Run forward passes over a whole step and return the outputs `names` as columns, float32[N]. Collective.
 
-    All ranks must hold the same number of microbatches and together each token at most once. The sum over ranks
-    assembles the columns; tokens that no rank holds are 0.
+    All ranks must hold the same number of microbatches and together each token at most once. Tokens that no rank holds
+    are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -196,7 +192,7 @@ def recompute(
 
 
 _KEPT_BYTES = 2**30
-"""Limit on encoded images. The least recently used are evicted first."""
+"""Limit on encoded images. The least recently used are evicted, except those of the current step."""
 
 
 class PromptImages:
@@ -208,7 +204,7 @@ class PromptImages:
         self._images: OrderedDict[str, bytes] = OrderedDict()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Images among `names` that must be fetched."""
+        """Images to fetch."""
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:

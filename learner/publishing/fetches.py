@@ -1,16 +1,16 @@
 """FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
 A joiner fetches its first version and joins broadcasts afterward. A generator behind a slow link always fetches, from
-the learner or from another generator. The publisher waits for neither: a request stays open until its member answers,
-leaves, or misses its deadline.
+the learner or from another generator. A request stays open until its member answers, leaves, or misses its deadline.
+The publisher waits for one only while no member holds the version.
 
 Lenders: plans who fetches a version from whom, so the learner sends it to only a few generators.
 
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
 
-The tree follows the order of arrival. Each version has two trees, one for full weights and one for deltas. The first
-generator on a machine fetches for the others there. A generator lends only verified weights, and each fetcher can fall
-back to a second lender and then the learner. The plan only spreads load; it does not have to be correct.
+The tree follows the order of arrival. Full weights and deltas have separate trees. The first generator on a machine
+fetches for the others there. A generator lends only verified weights, and each fetcher can fall back to a second lender
+and then the learner. The plan only spreads load; it does not have to be correct.
 """
 
 import math
@@ -37,10 +37,9 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _REST_S = 60.0
-"""Time for which a lender is not used after it failed a fetch."""
+"""Time for which a failed lender is not used."""
 _CATCH_UP_S = 5.0
-"""Time for which a member that has just fetched waits for the next broadcast instead of fetching again. Without the
-wait, a member could fetch version after version and never catch up with the broadcasts."""
+"""Time for which a member that has just fetched waits for a broadcast, so that it catches up with them."""
 _RESEND_AFTER_S = 5.0
 """A request can be lost with a broker. Generators ignore repeats."""
 
@@ -53,7 +52,7 @@ class _Node:
     machine: str
     address: str
     depth: int
-    """Number of transfers from the learner to this generator."""
+    """Transfers from the learner to this generator."""
     num_fetching: int = 0
     """Generators that are fetching from this one."""
 
@@ -62,7 +61,7 @@ class _Node:
 class _Tree:
     nodes: dict[Member, _Node] = field(default_factory=dict)
     machines: set[str] = field(default_factory=set)
-    """Machines where a generator is fetching or has fetched the version."""
+    """Machines where a generator fetches or has fetched the version."""
     num_members: int = 0
     num_from_learner: int = 0
 
@@ -91,7 +90,7 @@ class Lenders:
         self._rests_until: dict[Member, float] = {}
 
     def assign(self, version: int, members: Iterable[Member], *, by_delta: bool) -> dict[Place, list[Member]]:
-        """Assign a place to each member that is about to fetch. `by_delta`: the members hold an older version."""
+        """Assign a place to each fetching member. `by_delta`: the members hold an older version."""
         if version != self._version:
             self._version = version
             self._trees.clear()
@@ -101,12 +100,12 @@ class Lenders:
         return places
 
     def record_end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
-        """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend from now on."""
+        """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend now."""
         nodes = self._fetches_from.pop(member, [])
         if nodes:
             nodes[0].num_fetching -= 1
         for error in errors:
-            # Ignore reports about any other lender: a generator may claim anything.
+            # A generator may claim anything, so ignore reports about lenders that it did not have.
             for node in (node for node in nodes if node.address == error.address):
                 self._blame(node.member, error, by=member)
         if not is_lending:
@@ -141,7 +140,7 @@ class Lenders:
         sources = self._sources(state.machine, tree)
         is_first = state.machine not in tree.machines
         tree.machines.add(state.machine)
-        # Use only as many lenders as needed, because each keeps a version in memory.
+        # Use few lenders, because each keeps a version in memory.
         is_inner = tree.num_members < ceil(self._members.num_elsewhere / self._fan_out)
         has_neighbors = is_first and self._members.num_on[state.machine] > 1
         tree.num_members += 1
@@ -182,7 +181,7 @@ def _reaches(machine: str, node: _Node) -> bool:
 
 
 class SnapshotServer:
-    """Serves versions to generators from the file system and as a stream. Owns the server; blocks only on disk I/O."""
+    """Serves versions to generators from the file system and as a stream. Blocks only on disk I/O."""
 
     def __init__(self, store: SnapshotStore, server: StreamServer) -> None:
         self._store = store
@@ -197,7 +196,7 @@ class SnapshotServer:
     ) -> SnapshotSource:
         """Write a version if it is missing and return where to fetch it. `buckets` may be overwritten afterward.
 
-        Keeps the versions in `pinned`, which are still being fetched. Raises WeightTransferError if the disk is full.
+        Keeps the versions in `pinned`. Raises WeightTransferError if the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
         return SnapshotSource(self.address, str(self._store.folder.resolve()), has_deltas=with_delta)
@@ -216,7 +215,7 @@ class _Request:
 
 
 class FetchTracker:
-    """Holds at most one request per member. Owns the server. Used by the publisher's thread."""
+    """Holds at most one request per member. Used by the publisher's thread."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class FetchTracker:
         return any(request.update.version == version for request in self._requests.values())
 
     def broadcast_members(self) -> list[Member]:
-        """Members that join broadcasts: they use the collective transport, hold a version, and are not fetching."""
+        """Members with the collective transport that hold a version and are not fetching."""
         return [
             member
             for member in self._members.eligible()
@@ -250,7 +249,6 @@ class FetchTracker:
         ]
 
     def due(self, version: int) -> list[Member]:
-        """Members that should fetch this version after it was broadcast to the others."""
         now = self._clock()
         return [
             member
@@ -274,7 +272,7 @@ class FetchTracker:
             self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Drop requests of members that left, evict members past their deadline, and resend the other requests."""
+        """Drop requests of members that left, evict members past their deadline, and resend other requests."""
         now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
             self._end(member)
@@ -290,7 +288,7 @@ class FetchTracker:
                 self._client.send(msgspec.structs.replace(request.update, members=[member]))
 
     def record_answer(self, answer: UpdateApplied) -> bool:
-        """Process a member's answer. Returns whether the member now holds the requested version."""
+        """Returns whether the member now holds the requested version."""
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
@@ -337,7 +335,7 @@ class FetchTracker:
                     self._requests[member] = _Request(update, now + self._timeout_s, now + _RESEND_AFTER_S)
 
     def _digests_of(self, staged: Staged) -> list[bytes]:
-        """Digests of the buckets, computed once per version and only if a member fetches from another member."""
+        """Digests of the buckets, computed once per version."""
         if self._digests[0] != staged.version:
             self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
         return self._digests[1]

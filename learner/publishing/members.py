@@ -11,7 +11,7 @@ from slipstream.broker.transport.endpoints import is_here
 from slipstream.runtime.clock import Clock
 
 _FIRST_BACKOFF_S = 2.0
-"""Backoff after a member's first eviction. It doubles with each further eviction."""
+"""Doubled by each further eviction."""
 _MAX_BACKOFF_S = 60.0
 _UNREACHABLE = ("starting", "draining", "silent")
 
@@ -19,10 +19,10 @@ log = structlog.get_logger(__name__)
 
 
 class MemberTable:
-    """State of the members of a run. Used by one thread."""
+    """Used by one thread."""
 
     def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock, trusts_network: bool = False) -> None:
-        """`on_evict` receives the id of each evicted or reported member and the reason.
+        """`on_evict` receives each evicted or reported member's id and the reason.
 
         `trusts_network`: whether members on other machines may join broadcasts.
         """
@@ -31,25 +31,24 @@ class MemberTable:
         self._trusts_network = trusts_network
         self._diverted: set[Member] = set()
         self.live: dict[Member, MemberState] = {}
-        """Members that can receive messages, from the broker's last report."""
+        """Members that can receive messages."""
         self.num_on: Counter[str] = Counter()
-        """Number of live members per machine."""
+        """Live members per machine."""
         self.num_elsewhere = 0
-        """Number of live members on other machines."""
+        """Live members on other machines."""
         self._held: dict[Member, int] = {}
         self._devices: dict[Member, DeviceName] = {}
         self._retry_at: dict[Member, float] = {}
         self._num_evictions: dict[Member, int] = {}
 
     def update(self, members: Members) -> None:
-        # Keep held versions and backoffs: a restarted generator has a new incarnation, so a member that reappears after
-        # a silence is the same process.
+        # Keep held versions and backoffs: a member that reappears is the same process, because a restarted generator
+        # has a new incarnation.
         self.live = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
         self.num_on = Counter(state.machine for state in self.live.values())
         self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
 
     def eligible(self) -> list[Member]:
-        """Live members that are eligible for retry."""
         now = self._clock()
         return [member for member in self.live if self._retry_at.get(member, 0.0) <= now]
 
@@ -64,18 +63,18 @@ class MemberTable:
         return sum(self.holds(member, version) for member in self.live)
 
     def device(self, member: Member) -> DeviceName:
-        """Device that the member last reported for receiving broadcasts; `cpu` before its first report."""
+        """Device that the member last reported for broadcasts; `cpu` before its first report."""
         return self._devices.get(member, "cpu")
 
     def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:
-        """Record that the member holds this version on `device`, and reset its backoff."""
+        """Also resets the member's backoff."""
         self._held[member] = version
         self._devices[member] = device
         self._num_evictions.pop(member, None)
         self._retry_at.pop(member, None)
 
     def _reached_safely(self, state: MemberState) -> MemberState:
-        """Switch a member to fetching deltas over CURVE if its broadcasts would cross an untrusted network."""
+        """Switch a member to deltas over CURVE if broadcasts to it would cross an untrusted network."""
         if state.transport != "collective" or self._trusts_network or is_here(state.machine):
             return state
         if state.member not in self._diverted:
@@ -91,7 +90,7 @@ class MemberTable:
         self._on_evict(member.peer_id, text)
 
     def evict(self, members: Iterable[Member], reason: str) -> None:
-        """Exclude members until their backoff ends. Their version no longer counts as verified."""
+        """Exclude members until their backoff ends."""
         evicted = list(members)
         for member in evicted:
             self._num_evictions[member] = times = self._num_evictions.get(member, 0) + 1

@@ -11,9 +11,9 @@ BackgroundPublisher: publishes versions while training continues.
 
 Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
-Waits for: nothing in `publish`; a newer version replaces one that is still queued.
-Invariant: one version is in flight and at most one is queued, in two sets of buckets. Only the synchronizing thread
-uses the publisher.
+Waits for: nothing in `publish`.
+Invariant: one version is in flight and at most one is queued, in two sets of buckets; a newer version replaces the
+queued one. Only the synchronizing thread uses the publisher.
 """
 
 import time
@@ -45,9 +45,9 @@ from slipstream.runtime.trace import PUBLISH, Trace
 
 _MAX_ATTEMPTS = 3
 _JOIN_TIMEOUT_S = 20.0
-"""Time limit for building a process group. Live members meet within one or two seconds, even over a tunnel."""
+"""Limit for building a process group. Live members meet within two seconds, even over a tunnel."""
 _AFTER_ERROR_S = 2.0
-"""Time to wait for answers after a failed transfer. The answers identify the healthy members."""
+"""Wait for answers after a failed transfer. They identify the healthy members."""
 _MIN_TRANSFER_S = 2.0
 _TRANSFER_TIMEOUT_FACTOR = 5.0
 _TRANSFERS_KEPT = 16
@@ -64,13 +64,13 @@ class Published(Record):
     num_members: int
     """Live generators that hold the version."""
     seconds: float
-    """Duration from the announcement to the last answer."""
+    """Duration of `synchronize`."""
     probe_diff_mean: float = 0.0
-    """Largest mean difference of canary log-probabilities over members, nats."""
+    """Largest mean difference of canary log-probabilities in one member, nats."""
     probe_diff_max: float = 0.0
-    """Largest single difference over members, nats."""
+    """Largest single difference, nats."""
     pause_s: float = 0.0
-    """Longest time that a member paused generation, seconds."""
+    """Longest time that a member paused generation."""
 
 
 class Publisher:
@@ -89,10 +89,9 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_serial`: the sender never blocks (serial run) and needs no watching thread.
+        """`is_serial`: the sender never blocks. `snapshots` serves members that fetch; without it, all join broadcasts.
 
-        `snapshots` serves joiners and members with other transports. Without it, all members join broadcasts. For
-        `on_evict` and `trusts_network` see MemberTable.
+        For `on_evict` and `trusts_network` see MemberTable.
         """
         self._client = client
         self._inbox = inbox
@@ -115,13 +114,13 @@ class Publisher:
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
     def set_version(self, staged: Staged) -> Staged | None:
-        """Set the version that `synchronize` publishes. Returns the previous one, so its buckets can be reused."""
+        """Returns the previous version, so its buckets can be reused."""
         before, self._staged = self._staged, staged
         return before
 
     @property
     def version(self) -> int:
-        """Version that `synchronize` publishes; -1 before the first `set_version`."""
+        """-1 before the first `set_version`."""
         return self._staged.version if self._staged else -1
 
     @property
@@ -143,10 +142,10 @@ class Publisher:
         return any(not self._members.holds(member, self.version) for member in self._broadcast_members())
 
     def synchronize(self) -> Published:
-        """Deliver the version to every live generator. Evicts members that fail."""
+        """Deliver the version to every live generator, evicting members that fail."""
         started_at = self._clock()
         self._applied, self._fetched = {}, {}
-        # Each attempt evicts the members that failed, so the next attempt runs without them.
+        # Each attempt evicts the members that failed.
         for _ in range(_MAX_ATTEMPTS):
             self.poll(timeout_s=0)
             members = self._broadcast_members()
@@ -187,14 +186,14 @@ class Publisher:
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
         # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
-        # members opens a new group with a new epoch number, and answers from older epochs are ignored.
+        # members opens a new group with a new epoch number. Answers from older epochs are ignored.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
         timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
         host, port = self._sender.address
         try:
-            # Depends on the members' devices: a CPU member or a shared GPU rules out NCCL.
+            # A CPU member or a shared GPU rules out NCCL.
             backend = choose_backend(
                 self._config.backend, self._sender.device, [self._members.device(member) for member in members]
             )
@@ -233,7 +232,7 @@ class Publisher:
             self._transfers_s.append(self._clock() - started_at)
         except WeightTransferError as raised:
             error = str(raised)
-            # The group may still hold data of the failed broadcast. The next attempt builds a new group.
+            # The group may still hold data of the failed broadcast.
             self._epoch_members = []
         missing = self._collect(
             self._applied, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
@@ -247,15 +246,14 @@ class Publisher:
 
     @property
     def _transfer_timeout_s(self) -> float:
-        # A hung member delays all others by the full timeout. After the first broadcast, derive a tighter limit from
-        # recent transfer times.
+        # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
         if not self._transfers_s:
             return self._config.transfer_timeout_s
         expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
         return min(self._config.transfer_timeout_s, expected_s)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run an action that blocks until all members take part. Abort it if a member dies."""
+        """Run `action`, which blocks until all members take part. Abort it if one dies."""
         if self._is_serial:
             action()
             return
@@ -267,7 +265,7 @@ class Publisher:
         in_flight.result()
 
     def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
-        """Wait until every live member has answered. Returns the members without an answer."""
+        """Wait for an answer of every live member. Returns members without one."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
@@ -277,7 +275,7 @@ class Publisher:
 
     # --- messages ------------------------------------------------------------------------------------------------
     def poll(self, *, timeout_s: float) -> None:
-        """Handle all received messages. Blocks at most `timeout_s` for the first."""
+        """Handle received messages. Blocks at most `timeout_s` for the first."""
         message = self._inbox.get(timeout_s=timeout_s)
         while message is not None:
             self._handle(message)
@@ -303,9 +301,9 @@ class Publisher:
 
 
 class BackgroundPublisher:
-    """Life: (publish -> take_published)* -> close. In a serial run, everything happens inside `publish`.
+    """Life: (publish -> take_published)* -> close. With all roles in one process, everything happens inside `publish`.
 
-    Every method raises the background thread's error.
+    `publish`, `flush`, `take_published`, `sync_members`, and `close` raise the background thread's error.
     """
 
     def __init__(
@@ -324,7 +322,6 @@ class BackgroundPublisher:
         self._published: Published | None = None
 
     def publish(self, *, version: int, step: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
-        """Copy the weights of `step` and start sending them."""
         self._raise_error()
         with self._lock:
             replaced, self._waiting = self._waiting, None
@@ -339,8 +336,8 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded: at most two versions are outstanding, a version has a few attempts, each phase of an attempt (group,
-        buckets, answers) has a limit in `weights`, and store calls are limited by `buffer.retry_timeout_s`.
+        Bounded: at most two versions are outstanding, each has a few attempts, each phase of an attempt has a limit in
+        `weights`, and `buffer.retry_timeout_s` limits store calls.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -348,7 +345,6 @@ class BackgroundPublisher:
 
     @property
     def probe_limit(self) -> float:
-        """Largest mean difference allowed in a probe, nats."""
         return self._stager.probe_limit.nats
 
     def take_published(self) -> Published | None:
@@ -374,7 +370,6 @@ class BackgroundPublisher:
         return f"{alive} generators alive, {holding} of them hold version {self._publisher.version}"
 
     def close(self) -> None:
-        """Wait for the publish in flight, then tear down the weight group."""
         try:
             self.flush()
         finally:
@@ -402,14 +397,14 @@ class BackgroundPublisher:
             in_flight.set_exception(error)
 
     def _ends(self, in_flight: "Future[None]") -> bool:
-        # Check and resolve under one lock, so a version queued right afterward starts a new thread.
+        # One lock for check and result, so a version queued right afterward starts a new thread.
         with self._lock:
             if self._waiting is None:
                 in_flight.set_result(None)
             return self._waiting is None
 
     def _synchronize(self) -> None:
-        """Deliver the queued version, or else the current one again, to every live generator."""
+        """Deliver the queued version or, without one, the current one again."""
         with self._lock:
             newest, self._waiting, step = self._waiting, None, self._step
         if newest:

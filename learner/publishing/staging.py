@@ -28,12 +28,11 @@ _UNCALIBRATED_NATS = 0.3
 _CALIBRATION_FACTOR = 3.0
 _STANDARD_ERRORS = 6.0
 SEQUENCE_TOKENS = 16
-"""Length of a canary sequence, tokens."""
 
 Canary = tuple[list[list[int]], list[list[float]]]
-"""Canary sequences and the learner's log-probability of every token after the first, at the published version.
+"""Canary sequences and the learner's log-probability of every token after the first.
 
-If an engine's log-probabilities differ, it does not hold the learner's weights.
+An engine with other log-probabilities does not hold the learner's weights.
 """
 
 log = structlog.get_logger(__name__)
@@ -79,34 +78,33 @@ def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
 
 
 class ProbeLimit:
-    """Largest mean difference allowed in a probe, nats: at least `max_probe_diff`, or 3x that of the first version.
+    """Largest mean difference allowed in a probe, nats: `max_probe_diff`, or 3x the first version's if that is larger.
 
     Calibration applies only to engines below float32, because their kernels round differently from the learner's.
-    Before calibration the limit is 0.3 nats, which still catches any misplaced tensor.
+    Before calibration the limit is at least 0.3 nats, which still catches any misplaced tensor.
     """
 
     def __init__(self, max_probe_diff: float, *, is_calibrated: bool) -> None:
-        """`is_calibrated`: true for float32, which uses the setting as is."""
         self._is_calibrated = is_calibrated
         self._floor = max_probe_diff
         self.nats = max_probe_diff if is_calibrated else max(max_probe_diff, _UNCALIBRATED_NATS)
 
     def calibrate(self, diff: float) -> None:
-        """Set the limit from the probe difference of the first version. Later calls are no-ops."""
+        """Later calls are no-ops."""
         if not self._is_calibrated:
             self._is_calibrated, self.nats = True, max(self._floor, _CALIBRATION_FACTOR * diff)
             log.info("probe_calibrated", diff=diff, limit=self.nats)
 
 
 def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) -> None:
-    """Raise SampledLogprobsError unless the learner reproduces the generators' log-probabilities for step 1.
+    """Raise SampledLogprobsError unless the learner reproduces the generators' log-probabilities of step 1.
 
-    Step 1 is sampled and scored with the same weights, so only rounding may differ. With r = p_learner / p_generator:
+    The same weights sampled and scored step 1, so only rounding may differ. With r = p_learner / p_generator:
 
     mean |log r| <= limit        |mean r - 1| <= max_probe_diff + 6 standard errors
 
-    If tokens are sampled with the reported probabilities, E r = 1 regardless of rounding. The second rule therefore
-    finds a constant bias that is within the first rule's bfloat16 tolerance.
+    If tokens are sampled with the reported probabilities, E r = 1 regardless of rounding. So the second rule finds a
+    constant bias within the first rule's bfloat16 tolerance.
 
     `row`: metrics of the step. `limit`: the probe limit calibrated on version 0.
     """
@@ -154,7 +152,7 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
 class Staged:
-    """A copied version that is ready to send.
+    """A copied version.
 
     Life: stage -> finish. `finish` runs in the sending thread; before it, the bytes may exist only on the learner's GPU
     and have no checksums. `update`, `buckets`, and `checksum` call it.
@@ -166,7 +164,7 @@ class Staged:
         self._update = update
         self._buckets = buckets
         self._pull = pull
-        # Separate locks: staging the next version needs these bytes pulled, but not the checksums.
+        # Separate locks: staging the next version needs these bytes pulled, but no checksums.
         self._pulling, self._summing = Lock(), Lock()
 
     def pull(self) -> None:
@@ -177,7 +175,7 @@ class Staged:
                 self._pull = None
 
     def finish(self) -> "Staged":
-        """Block until the bytes are in host memory and have checksums. Idempotent, thread-safe."""
+        """Like `pull`, then compute the checksums."""
         self.pull()
         with self._summing:
             if not self._update.checksums:
@@ -187,7 +185,7 @@ class Staged:
 
     @property
     def update(self) -> Update:
-        """Announcement to the members. The sender fills in epoch and members."""
+        """Announcement to the members. The publisher fills in epoch, members, and timeout."""
         return self.finish()._update
 
     @property
@@ -197,15 +195,14 @@ class Staged:
 
     @property
     def checksum(self) -> str:
-        """Checksum over the checksums of all buckets."""
         return buckets.combine(self.update.checksums)
 
 
 class Stager:
     """Copies weights into buckets that are not in flight. Used by the learner's main thread.
 
-    If the GPU has room, it first copies into buckets there. The learner then waits only for the copy within GPU memory,
-    and a separate stream copies to the host during training. One set of GPU buckets serves all versions.
+    If the GPU has room, it first packs them into buckets there. The learner then waits only for that copy, and the
+    sending thread copies to the host during training, on a separate stream. One set of GPU buckets serves all versions.
     """
 
     def __init__(
@@ -216,10 +213,7 @@ class Stager:
         device: torch.device | None = None,
         cuda: Any = torch.cuda,
     ) -> None:
-        """`metadata`: all tensors of a version, in layout order. `device`: the learner's device.
-
-        `cuda`: torch.cuda or a substitute with its stream API.
-        """
+        """`metadata`: all tensors of a version, in layout order. `cuda`: torch.cuda or a substitute with streams."""
         self._config = config
         tensors = list(metadata)
         self._slots, self._sizes = buckets.plan(tensors, bucket_bytes=config.bucket_bytes)
@@ -238,7 +232,7 @@ class Stager:
         canary: Canary,
         reuse: Staged | None = None,
     ) -> Staged:
-        """Copy all weights as `version`. Overwrites the buckets of `reuse`, a version that is no longer needed."""
+        """Copy all weights as `version`, into the buckets of `reuse` if given."""
         update = Update(
             epoch=0,
             members=[],
@@ -267,11 +261,11 @@ class Stager:
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
-        """Allocate buckets for a whole version on the GPU. Empty if disabled or if memory is short."""
+        """Empty if disabled or if memory is short."""
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # Use at most half of the free memory, because the first step has not allocated its share yet.
+        # At most half of the free memory, because the first step has not allocated its share yet.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         return buckets.allocate(self._sizes, device=self._device)

@@ -20,12 +20,11 @@ from slipstream.runtime.model_files import answer_token_ids, read_chat_template
 _ROWS_AT_ONCE = 1024
 
 Row = dict[str, Any]
-"""Values of one row, by column."""
 
 
 # --- one demonstration -----------------------------------------------------------------------------------------------
 Message = dict[str, Any]
-"""`role`, `content`, and other fields that the chat template reads."""
+"""`role`, `content`, and other fields of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,9 @@ class Demonstration:
     """Example: Demonstration(token_ids=[4, 8, 2, 9, 2, 8, 4, 1], model_mask=[0, 0, 0, 0, 1, 1, 1, 1])."""
 
     token_ids: np.ndarray
-    """int32[T], prompt, then response."""
+    """int[T], the whole conversation."""
     model_mask: np.ndarray
-    """bool[T], true for tokens that the model learns to write."""
+    """bool[T], tokens that the model learns to write."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,13 +42,13 @@ class Demonstration:
 
     @property
     def trained(self) -> np.ndarray:
-        """int64[N]: indices of the trained tokens. Never 0, which nothing predicts."""
+        """int64[N]. Never 0, which nothing predicts."""
         return np.flatnonzero(self.model_mask[1:]) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, each including the prompt. A reward model learns to score the chosen one higher.
+    """Two answers, each including the prompt. A reward model learns to score the chosen one higher.
 
     Example: Pair(chosen=[4, 8, 2, 9, 2, 8, 4, 1], rejected=[4, 8, 2, 9, 2, 2, 4, 1]); int32[T]
     """
@@ -68,7 +67,7 @@ class Pair:
 
     @property
     def trained(self) -> np.ndarray:
-        """Index of the last token of each answer, which is scored."""
+        """Index of each answer's last token, which is scored."""
         return np.array([len(self.chosen) - 1, len(self.rejected) - 1])
 
 
@@ -77,13 +76,12 @@ class Piece(NamedTuple):
 
     text: str
     is_model: bool
-    """Whether the model learns to write it."""
 
 
 def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
     """Split a conversation at the start and end of each assistant turn, up to the last one.
 
-    Empty if the conversation has no assistant turn or an empty one. Raises ConfigError.
+    Empty without an assistant turn, or if one is empty. Raises ConfigError.
     """
     # Parquet stores absent fields as null, but templates test whether a field is defined.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -108,7 +106,7 @@ def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
 
 def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None = None) -> Demonstration:
     """Tokenize and concatenate the pieces, appending `end_token` to each model piece."""
-    # Tokenize pieces separately: a generator's prompt ends where the model's turn begins, so no token may span both.
+    # A generator's prompt ends where the model's turn begins, so no token may span both.
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -136,15 +134,14 @@ class SftFile:
     """Content of a file, identical on every rank."""
 
     demonstrations: list[Any] = field(default_factory=list)
-    """Demonstrations or pairs, in file order."""
     num_empty: int = 0
     """Skipped rows with nothing to learn."""
     num_too_long: int = 0
-    """Skipped rows that exceed `model.max_length`."""
+    """Skipped rows above `model.max_length`."""
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the training file. Raises ConfigError, also if it has no usable row."""
+    """Read the training file. Raises ConfigError, also without a usable row."""
     return _read(Path(run.sft.train_path), run=run, max_rows=None)
 
 
@@ -225,17 +222,15 @@ def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[R
 # --- forms -----------------------------------------------------------------------------------------------------------
 class _Form(NamedTuple):
     columns: list[str]
-    """Columns to read from the file."""
     read: Callable[[Row], Demonstration | Pair | None]
-    """Returns None if the row has nothing to learn. Raises ConfigError."""
+    """Returns None if there is nothing to learn. Raises ConfigError."""
 
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    """Find the first form whose columns are in the file. Raises ConfigError."""
     prompt, response = run.sft.prompt, run.sft.response
     if run.sft.objective == "pairs":
         return _find_pairs(schema, run=run)
-    # A run's archive and exported trajectories also have these columns. They need no tokenizer.
+    # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
         _check_type(
@@ -302,7 +297,7 @@ def _from_response(row: Row, *, tokenizer: Any, prompt: str, response: str) -> D
     pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], tokenizer=tokenizer)
     if not pieces:
         return None
-    # Assistant turns in the prompt are context, so join them with the rest of the prompt.
+    # Assistant turns in the prompt are context.
     context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
     return tokenize([context, pieces[-1]], tokenizer=tokenizer)
 

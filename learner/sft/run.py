@@ -10,7 +10,7 @@ SftTrainer: one optimizer step on demonstrations.
 
     loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
-A token with log-probability -inf has no loss.
+Tokens with log-probability -inf add nothing to the sum. Models with experts add their auxiliary loss, here and below.
 
 PairTrainer: one optimizer step of a reward model on pairs.
 
@@ -60,7 +60,7 @@ class SftTrainer:
     """One per rank. Life: (step | loss)*. Every method is collective."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, ranks: Ranks, num_steps: int) -> None:
-        """`trainer` collates samples and updates weights, as in RL. `num_steps`: steps of the whole run."""
+        """`num_steps`: of the whole run."""
         self._optimizer = run.learner.optimizer
         self._batch_size = run.sft.trajectories_per_step
         self._trainer = trainer
@@ -90,7 +90,7 @@ class SftTrainer:
         }
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
-        """Update the parameters. Returns the metrics common to all objectives."""
+        """Update the parameters. Returns metrics common to all objectives."""
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
@@ -104,7 +104,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Mean loss over trained tokens, without impossible ones, nats. Processes `trajectories_per_step` at a time."""
+        """Mean loss over trained tokens, without impossible ones, nats."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
@@ -114,7 +114,7 @@ class SftTrainer:
         return -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)
 
     def _logprobs(self, microbatch: Microbatch, **prices: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return log-probabilities of the trained tokens, the number of impossible tokens, and all model outputs.
+        """Return log-probabilities of trained tokens, the number of impossible tokens, and all outputs.
 
         Impossible tokens have log-probability -inf in the model and 0 in the result.
         """
@@ -125,7 +125,6 @@ class SftTrainer:
         return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum(), outputs
 
     def _sum(self, values: Sequence[Tensor]) -> float:
-        """Sum over microbatches and ranks."""
         return float(self._ranks.sum(torch.stack(list(values)).double().sum().cpu().reshape(1)))
 
 
@@ -142,8 +141,8 @@ class PairTrainer(SftTrainer):
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
-            # The two answers of a pair may be in different microbatches or on different ranks. So each is scaled by the
-            # slope of the step's loss, computed beforehand in a pass without gradients.
+            # The answers of a pair may be in different microbatches or on different ranks. So each is scaled by the
+            # slope of the step's loss, from a previous pass without gradients.
             outputs = self._trainer.engine.forward(microbatch, **prices)
             loss_part = (outputs["scores"] * slopes[microbatch.indices]).sum()
             self._trainer.engine.backward(loss_part + outputs.get("aux_loss", 0.0))
@@ -166,7 +165,7 @@ class PairTrainer(SftTrainer):
 
     @torch.no_grad()
     def _compare(self, microbatches: Sequence[Microbatch], *, num_pairs: int) -> tuple[Tensor, float, Tensor]:
-        """Return the loss, the fraction of pairs ranked correctly, and d loss / d score, float32[2 * num_pairs]."""
+        """Return loss, accuracy, and d loss / d score, float32[2 * num_pairs]."""
         scores = torch.zeros(2 * num_pairs, device=self._trainer.engine.device)
         for microbatch in microbatches:
             scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()
@@ -180,7 +179,7 @@ class PairTrainer(SftTrainer):
 
 
 def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
-    """Samples of chosen and rejected answers in alternation. The token appended to each is never read."""
+    """Chosen and rejected answers in alternation. The token appended to each is never read."""
     return [
         Sample(np.append(answer, 0), np.array([len(answer)]), 2 * index + place, group_id=str(index))
         for index, pair in enumerate(pairs)
@@ -194,7 +193,7 @@ def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
 
 
 def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """Samples for the collator, each in a separate group because demonstrations share no prompt."""
+    """Samples in separate groups, because demonstrations share no prompt."""
     trained = [demonstration.trained for demonstration in demonstrations]
     starts = [0, *accumulate(map(len, trained))]
     return [
@@ -221,18 +220,18 @@ class SftLog:
         self._started_at = clock()
 
     def start(self, *, step: int) -> None:
-        """Start the run's clock. A resumed run continues from the rows that its checkpoint covers."""
+        """A resumed run's clock continues from the rows that its checkpoint covers."""
         kept = self._keep(up_to_step=step if step else -1)
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Write a row. The row of step 0 holds only the held-out loss before training."""
+        """Write a row. Step 0 has only held-out metrics, measured before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int, epoch: float) -> None:
-        """Write the summary of all rows. Values are null if their rows were deleted."""
+        """Write the summary of all rows. Values without rows are null."""
         rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
@@ -283,7 +282,7 @@ class SftRun:
         sft_log: SftLog | None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`train` and `heldout`: demonstrations or pairs; `heldout` may be empty. `sft_log`: only on rank 0."""
+        """`heldout` may be empty. `sft_log`: only on rank 0."""
         self._run = run
         self._train = train
         self._heldout = heldout
@@ -303,9 +302,9 @@ class SftRun:
         self._disk = DiskWait()
 
     def run(self) -> None:
-        """Train from the newest checkpoint or the beginning to the end. Raises LearnerError, ConfigError."""
+        """Train from the newest checkpoint or the beginning. Raises LearnerError, ConfigError."""
         if self._ranks.is_first:
-            # The lock shows other processes that the run is in progress.
+            # Shows other processes that the run is in progress.
             self._folder.lock()
         try:
             self._start()
@@ -318,7 +317,7 @@ class SftRun:
             self._folder.unlock()
 
     def _start(self) -> None:
-        # Only rank 0 lists the checkpoints, because the ranks might see different ones.
+        # Ranks might see different checkpoints.
         newest_first = msgspec.json.encode(self._checkpoints.names()[::-1]) if self._ranks.is_first else None
         (found,) = self._ranks.broadcast_bytes([newest_first] if newest_first else None)
         if names := msgspec.json.decode(found):
@@ -352,7 +351,7 @@ class SftRun:
             self._checkpoint()
 
     def _measure(self, rows: Sequence[Any]) -> dict[str, float]:
-        """Measure rows with the current weights. Raises DivergenceError unless their loss is finite."""
+        """Raises DivergenceError unless weights and loss are finite."""
         self._trainer.check_weights(step=self._step)
         measured = self._sft.measure(rows)
         # Equal on all ranks, so they raise together.
@@ -382,7 +381,6 @@ class SftRun:
         )
 
     def _judge(self, newest: CheckpointPointer, measured: dict[str, float]) -> None:
-        """Compare the newest checkpoint with the best so far. Collective."""
         self._checkpoints.saver.flush()
         if self._best:
             self._best.add(newest)
@@ -409,13 +407,13 @@ class SftRun:
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
-    """Steps of the whole run. The last one is smaller if the last epoch ends within it."""
+    """Steps of the run. The last one is smaller if the last epoch ends within it."""
     epochs = run.sft.epochs
     return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
-    """Demonstrations trained on in the first `step` steps, counted once per epoch."""
+    """Demonstrations in the first `step` steps, counted once per epoch."""
     seen = step * run.sft.trajectories_per_step
     return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
 
@@ -428,7 +426,8 @@ def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]
 
 # --- building --------------------------------------------------------------------------------------------------------
 def check_sft(run: RunConfig) -> None:
-    """Check name, settings, and files once, before any rank starts. Raises ConfigError, RunConflictError."""
+    """Check name, settings, and, for several ranks, files before any rank starts. Raises ConfigError,
+    RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
     check_storage(run, has_folder=folder.has_run)
@@ -449,7 +448,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
     if ranks.is_first:
         folder.begin()
     torch.manual_seed(run.seed)
-    # Use the default algorithm, so that no critic, teacher, or reference is loaded.
+    # The default algorithm loads no critic, teacher, or reference.
     plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
     trainer = build_trainer(plain, ranks=ranks, device=device)
     return SftRun(
@@ -465,7 +464,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
 
 
 def _check_same_run(run: RunConfig, config_yaml: bytes) -> None:
-    """Raise unless a resumed run has the stored settings, except those that `check_same_run` allows to change."""
+    """Raise unless a resumed run has the stored settings, except those that may change."""
     try:
         stored = msgspec.json.encode(msgspec.yaml.decode(config_yaml)).decode()
     except msgspec.MsgspecError as error:
