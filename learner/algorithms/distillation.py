@@ -2,7 +2,7 @@
 
 `teacher_advantages` and `sampled_k3` use the sampled token. The other functions use K candidates per token (the
 teacher's most likely tokens), and are exact with K = V. The remaining probability counts as one more outcome or, with
-`renormalise`, is dropped from both distributions.
+`renormalize`, is dropped from both distributions.
 """
 
 import math
@@ -80,7 +80,7 @@ def generalized_jsd(
     return beta * kl.exact(teacher, mixture) + (1 - beta) * kl.exact(learner, mixture)
 
 
-def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
+def _closed(logprobs: Float[Tensor, "N K"], *, renormalize: bool) -> Float[Tensor, "N C"]:
     """Complete to a distribution: append the rest (at least epsilon), or renormalize."""
     # 1 - sum is only rounding error in half precision.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))

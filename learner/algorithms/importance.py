@@ -4,7 +4,7 @@ Log-ratios are clamped, in at least float32, and 0 if not finite. x_t is the `lo
 
 Importance weights correct for drift, x_t = log pi_proximal - log pi_generator. They have no gradient, because
 grad(w log pi) would add an unwanted term log pi * grad w. They are computed in up to three steps: a level (LEVELS),
-bounds (`truncate` or `mask`), and optionally `normalise`.
+bounds (`truncate` or `mask`), and optionally `normalize`.
 
 Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator. Each function returns one
 bool per token, True = keep. A statistic is evaluated per token (`over="token"`) or once per sequence as "sum", "mean",

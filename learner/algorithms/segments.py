@@ -66,13 +66,13 @@ def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Te
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Standard deviation of the segment of each value."""
-    squares = centred(values, segments).square()
+    squares = centered(values, segments).square()
     return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
 
 
-def standardised(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
+def standardized(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment, divided by its standard deviation + epsilon (> 0)."""
-    return centred(values, segments) / (deviations(values, segments) + epsilon)
+    return centered(values, segments) / (deviations(values, segments) + epsilon)
 
 
 def whiten(

@@ -56,7 +56,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     low, high = _bounds(config)
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
-    if config.normalise:
+    if config.normalize:
         # The mean must count each sequence once, not each of its tokens.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalize(weights, mean=counted.mean())
@@ -102,7 +102,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
 # --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
     """Shape the rewards of trajectories and fill those of tokens. `max_tokens`: maximum response length."""
-    rewards = _normalised(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    rewards = _normalized(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
@@ -126,7 +126,7 @@ def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Te
     return rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
 
 
-def _normalised(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
+def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
     """Normalize over members. Non-members get a reward of 0."""
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
