@@ -7,8 +7,8 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
-"""Why `buffer.filter` rejects a complete group: no sampled member has a reward, all rewards are equal, or the success
-rate is too low or too high.
+"""Reasons of `buffer.filter` to reject a complete group: no sampled member has a reward, all rewards are equal, or the
+success rate is too low or too high.
 """
 _MAX_NAMED = 5
 """Groups listed per problem of an audit."""
@@ -114,7 +114,7 @@ class StoreMemory(Record):
     """Memory of a store's server. Example: StoreMemory(used_bytes=52428800, max_bytes=1073741824)."""
 
     used_bytes: int = 0
-    """Of the whole server, including other runs."""
+    """Whole server, including other runs."""
     max_bytes: int = 0
     """Limit above which the server refuses writes; 0 = none."""
 

@@ -61,7 +61,7 @@ class Insertion(Record):
     All but `refused` are acknowledged to the sender.
     """
     reason: str = ""
-    """Of a refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`, `future_version`,
+    """Refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`, `future_version`,
     `other_version` (not the evaluation's), `guest_quarantined`, `store_full`.
     """
     group_is_ready: bool = False
@@ -77,7 +77,7 @@ class StoredGroup(Record):
     id: str
     state: GroupState
     reason: str
-    """Of the outcome; empty for retired and unfinished groups."""
+    """Reason of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
@@ -93,7 +93,7 @@ class FinishedGroup(Record):
     id: str
     outcome: Outcome
     reason: str
-    """Of the outcome; empty for retired groups."""
+    """Reason of the outcome; empty for retired groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
@@ -149,7 +149,7 @@ class StepEntry(Record):
     group_ids: list[str]
     """Groups in sampling order."""
     trajectory_ids: list[list[str]]
-    """Of each group, by index."""
+    """Per group, by index."""
     weights: list[float] = []
     """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
@@ -238,7 +238,6 @@ class RunState(Record):
     Only the learner that holds it may record a checkpoint.
     """
     next_ordinal: int = 0
-    """Of the next new training prompt."""
     admitted: int = 0
     """See `StoreCounts.admitted`."""
 
@@ -290,7 +289,6 @@ class EvaluationAnswer(Record):
     """
 
     row: int
-    """Of the held-out file."""
     reward: float
     is_correct: bool
     """False unless the status is ok."""

@@ -128,7 +128,6 @@ class Candidate(Record):
     sequence: int
     """Order in which groups became ready."""
     oldest_version: int
-    """Of any model-written token."""
     answered: int
     """Members with a reward."""
     reward_sum: float

@@ -206,7 +206,7 @@ class Brokers(Record):
 
     chief: str
     fence: int
-    """Of the reporting broker if it is the chief, else NO_FENCE."""
+    """The chief's fence if this broker is the chief, else NO_FENCE."""
     living: dict[str, dict[str, Any]]
     """Live broker -> its facts."""
 

@@ -107,7 +107,7 @@ class Sampling(Record):
     """Most likely tokens to keep; -1 = all."""
     max_tokens: int
     seed: int
-    """Of this request only."""
+    """Seed of this request only."""
 
 
 class TrajectoryHeader(Record):

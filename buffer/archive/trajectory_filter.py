@@ -31,7 +31,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
     state: GroupState
     """State or outcome of its group."""
     reason: str
-    """Of the outcome; empty for retired and unfinished groups."""
+    """Reason of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     archived_at: float | None = None

@@ -160,7 +160,7 @@ class EmbeddedRedis:
 
     @property
     def exit_reason(self) -> str:
-        """Why the server ended, in one phrase. Only its parent knows the exit code."""
+        """Cause of the server's end, in one phrase. Only its parent knows the exit code."""
         code = _exit_code(self._process) if self._process else None
         if code is not None and code < 0:
             return f"signal {signal.Signals(-code).name}"

@@ -45,7 +45,7 @@ _READ_AT_ONCE = 32
 
 
 class GroupPlace(NamedTuple):
-    """Where a group is; changes with every transition, but not with new members. Example: ("used", 12)."""
+    """Place of a group, which changes with every transition, but not with new members. Example: ("used", 12)."""
 
     state: GroupState | None
     """None: finished, the record has the outcome."""
