@@ -43,9 +43,8 @@ class StoreCounts(Record):
     refused: dict[str, int]
     """Quarantined frames, by reason."""
     outcomes: dict[str, int]
-    """Finished groups, by outcome (retired, rejected, expired, quarantined)."""
+    """Finished groups, by outcome."""
     outcome_members: dict[str, int]
-    """Trajectories of finished groups, by outcome."""
     reasons: dict[str, int]
     """Finished groups, by `<outcome>: <reason>`."""
     unarchived: int
@@ -167,13 +166,12 @@ class Snapshot(Record):
     members: dict[str, tuple[int, int]]
     """Group -> (members counted, payloads stored)."""
     done: list[int]
-    """Ordinals of finished groups."""
     outcome_members: dict[str, int]
     ledger: list[StepEntry]
 
 
 def audit(snapshot: Snapshot) -> Audit:
-    """Recompute the accounting and list every inconsistency."""
+    """Recompute the accounting, and list inconsistencies."""
     states = _states_of(snapshot)
     held = {state: sum(snapshot.members[group][0] for group in ids) for state, ids in snapshot.groups.items()}
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}

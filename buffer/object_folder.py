@@ -89,14 +89,12 @@ class ObjectFolder:
             raise StorageError(f"storage_uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
 
     def child(self, name: str) -> "ObjectFolder":
-        """Return a subfolder that shares connection and waits."""
         child = copy(self)
         child.uri, child._path = f"{self.uri}/{name}", f"{self._path}/{name}"
         return child
 
     # --- whole folders -------------------------------------------------------------------------------------------
     def check_writable(self) -> None:
-        """Write an object and delete it."""
         self.write(_PROBE, b"")
         self.remove(_PROBE)
 

@@ -85,7 +85,7 @@ class StoredGroup(Record):
 
 
 class FinishedGroup(Record):
-    """A finished group with its trajectories: the unit of the archive.
+    """A finished group with its trajectories: the unit of the archive. Fields are as in StoredGroup.
 
     Example: FinishedGroup(id="380", outcome="retired", reason="", steps=[12], payloads=[b"...", ...])
     """
@@ -93,11 +93,8 @@ class FinishedGroup(Record):
     id: str
     outcome: Outcome
     reason: str
-    """Reason of the outcome; empty for retired groups."""
     steps: list[int]
-    """Steps that trained on it, in order."""
     payloads: list[bytes]
-    """Encoded trajectories by index, without missing members."""
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -125,15 +122,16 @@ class Claim(Record):
     fence: int
     """Grows with every claim. A commit with an older fence is rejected."""
     group_ids: list[str]
+    """In sampling order."""
     weights: list[float] = []
-    """Factor on each group's loss, from the sampler; empty: all 1."""
+    """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
     """Whether each group was trained on before; empty: none."""
     lag: LagSplit = LagSplit()
 
 
 class StepEntry(Record):
-    """Entry of the step ledger.
+    """Entry of the step ledger. Fields of the claim are as in Claim.
 
     Example: StepEntry(step=12, version=11, fence=31, seed=0, config_hash="9f2c...", group_ids=["380", "377"],
         trajectory_ids=[["380-0-0", "380-0-1"], ["377-1-0", "377-0-1"]])
@@ -147,13 +145,10 @@ class StepEntry(Record):
     config_hash: str
     """First 16 hexadecimal digits of the SHA-256 of the run's settings."""
     group_ids: list[str]
-    """Groups in sampling order."""
     trajectory_ids: list[list[str]]
     """Per group, by index."""
     weights: list[float] = []
-    """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
-    """Whether each group was trained on before; empty: none."""
     mixed_group_ids: list[str] = []
     """Groups from another run's archive, trained on as well."""
 
@@ -233,10 +228,7 @@ class RunState(Record):
     stepped_at: float | None = None
     """Last commit, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Fence of the last commit or rollback. Only the learner that holds it may record a checkpoint.
-
-    Only the learner that holds it may record a checkpoint.
-    """
+    """Fence of the last commit or rollback. Only the learner that holds it may record a checkpoint."""
     next_ordinal: int = 0
     admitted: int = 0
     """See `StoreCounts.admitted`."""

@@ -53,13 +53,12 @@ class RoleStatus(Record):
     """WaitsFor; empty if working or not reported."""
     host: str | None = None
     pid: int | None = None
-    """On that host."""
     version: int | None = None
     """Policy version it holds; None before the first, or without weights."""
     version_lag: int | None = None
     """Generators: versions announced since."""
     tokens_per_s: float | None = None
-    """Tokens generated or trained on per second."""
+    """Generated or trained on."""
     running: int | None = None
     """Generators: trajectories in progress."""
     capacity: int | None = None

@@ -69,8 +69,8 @@ def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
     """Return the prompt's file, and the number of earlier prompts from it.
 
     Files are spread evenly: the first takes prompt n where round(n * share) steps up, the second does the same among
-    the rest, and so on. Random draws would vary the mixture between batches (a file of weight 0.01 would be missing
-    from every third hundred prompts), and require counting from the first prompt to find a row.
+    the rest, and so on. Random draws would vary the mixture between batches, leave a file of weight 0.01 out of 100
+    prompts one time in three, and require counting from the first prompt to find a row.
     """
     for number, (above, below) in enumerate(_shares_of_rest(weights)):
         before = (2 * ordinal * above + below) // (2 * below)

@@ -113,13 +113,13 @@ class Store(Protocol):
         """
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """Return prompts, to be leased again with attempt + 1 for the missing members; return their number.
+        """Give prompts back, to be leased again with attempt + 1 for the missing members. Returns their number.
 
         Skips lapsed leases, and those of other owners if `owner` is given.
         """
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        """Return all prompts leased to `owner`, and their number."""
+        """Give back all prompts leased to `owner`. Returns their number."""
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
         """Correct the deadlines of leases, claims, and incomplete groups. Call it before `reap`.
@@ -146,7 +146,7 @@ class Store(Protocol):
         """Store images by name for the rest of the run, skipping existing names."""
 
     def images(self, names: list[str]) -> dict[str, bytes]:
-        """Return name -> bytes of the stored ones."""
+        """Return name -> bytes of those that are stored."""
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:

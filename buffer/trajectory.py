@@ -183,7 +183,6 @@ class Trajectory(Record):
     started_at: float
     """Seconds since 1970, generator's clock."""
     finished_at: float
-    """Seconds since 1970, generator's clock."""
     data_source: str
     """Task type, from the dataset."""
     num_turns: int = 1

@@ -63,7 +63,6 @@ class ArchiveCheck(Record):
     shards: int
     groups: int
     trajectories: int
-    """Rows in readable shards."""
     steps: int = 0
     damaged: int = 0
     """Missing or damaged shards, plus 1 for a damaged ledger."""
@@ -101,7 +100,7 @@ def _raise(error: ShardError) -> None:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 class Archive:
-    """The shards listed in the manifest, in the order written.
+    """The shards in the manifest, in the order written.
 
     Example: for stored in Archive(Path("runs/mine/archive")).read(TrajectoryFilter(outcome="retired")): ...
     """

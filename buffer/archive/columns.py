@@ -17,7 +17,7 @@ from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 2
-"""Increment for every change of the columns that an older reader would misread."""
+"""Increment when an older reader would misread the columns."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
 _LISTS: dict[str, pa.DataType] = {

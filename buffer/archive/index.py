@@ -183,7 +183,7 @@ class LedgerWriter:
         return max(self._entries, default=0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
-        """Return the first of `entries` (in order) that is missing or different here, and all after it."""
+        """Return the first of `entries` that is missing or different here, and all after it."""
         first = next((entry.step for entry in entries if self._entries.get(entry.step) != entry), None)
         return [] if first is None else [entry for entry in entries if entry.step >= first]
 
@@ -209,7 +209,7 @@ class LedgerWriter:
 
 
 def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
-    # A repeated step invalidates every later step.
+    # A repeated step invalidates all later ones.
     for step in [step for step in entries if step >= entry.step]:
         del entries[step]
     entries[entry.step] = entry

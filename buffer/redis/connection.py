@@ -46,8 +46,6 @@ class RetryPolicy(Retry):
 
     With 0, all commands fail immediately for a second after a timeout, so that a suspended server delays a loop once
     per second instead of on every command.
-
-    Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, target="the store at unix:///run/redis.sock"))
     """
 
     def __init__(self, timeout_s: float, *, target: str) -> None:
@@ -61,7 +59,7 @@ class RetryPolicy(Retry):
         self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: redis-py copies the policy into each connection, but its state is shared."""
+        """Return itself: redis-py copies the policy into each connection, but they share its state."""
         return self
 
     @property
@@ -147,25 +145,24 @@ def refuses_writes(error: BaseException) -> bool:
 
 # --- connecting -------------------------------------------------------------------------------------------------------
 OLDEST_REDIS = (6, 2)
-"""First version with all commands in use."""
+"""First version with every command in use."""
 ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking call of RedisStore."""
 _POLL_S = 0.1
 _DENIED = ("NOPERM", "no permissions", "executing the script can't", "ACL failure")
-"""Texts of missing permissions; errors within scripts lose their type."""
+"""Error texts for missing permissions; errors within scripts lose their type."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """TLS errors of a server that answers in plain text."""
 
 
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
-    """Return a client of bytes, which connects with its first command.
+    """Return a client that returns bytes and connects with its first command.
 
     Without `retry` it never repeats a command: only the caller knows whether that is safe after a lost answer. Raises
     StoreUnavailableError for an invalid address.
     """
     options: dict[str, Any] = {
         "protocol": 2,
-        # Otherwise redis-py retries by its own default.
         "retry": retry or RetryPolicy(0.0, target=url),
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),

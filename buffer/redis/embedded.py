@@ -83,7 +83,6 @@ _APPEND_ONLY: dict[Durability, dict[str, str]] = {
     "strict": {"appendonly": "yes", "appendfsync": "always"},
 }
 _TICK_S = 0.02
-"""Between checks of a starting server."""
 _LOG_LINES = 5
 """Last lines of the log to include in an error."""
 _KILL_TIMEOUT_S = 5.0

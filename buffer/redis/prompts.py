@@ -209,7 +209,6 @@ class RedisPrompts(RedisConnection):
 
 
 def _insertion(word: str) -> Insertion:
-    """Convert a script's one-word answer."""
     if word in ("inserted", "ready"):
         return Insertion(outcome="inserted", group_is_ready=word == "ready")
     if word in ("duplicate", "superseded"):

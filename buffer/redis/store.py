@@ -50,7 +50,7 @@ class GroupPlace(NamedTuple):
     state: GroupState | None
     """None: finished, the record has the outcome."""
     step: int
-    """That claims or last used it; 0 in other states."""
+    """Step that claims or last used it; 0 in other states."""
 
 
 class RedisStore(RedisPrompts, RedisBatches):
@@ -81,7 +81,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         _check_layout(run_id, int(layout))
         stored = (text(stored_config), decode_row_count(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
-        # Only settings that may change differ. Keep the newest config.
+        # Only settings that may change can differ here. Keep the newest config.
         if stored[0] != config_json:
             self._run("replace_config", stored[0], config_json)
         return self.run_state()
