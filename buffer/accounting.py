@@ -1,4 +1,4 @@
-"""Accounting of a run: the store's counters, and an audit that recomputes them from the stored data."""
+"""A store's counters, and an audit that recomputes them from the stored data."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
-"""Reasons to reject a complete group: no sampled member has a reward, all rewards are equal, too few correct
-answers, too many correct answers.
+"""Reasons of `buffer.filter` to reject a complete group: no sampled member has a reward, all rewards are equal, or the
+success rate is too low or too high.
 """
 _MAX_NAMED = 5
-"""Groups listed per problem."""
+"""Groups listed per problem of an audit."""
 
 
 class StoreCounts(Record):
@@ -22,23 +22,20 @@ class StoreCounts(Record):
     """
 
     admitted: int
-    """Training prompts ever leased, minus returned admissions. A repeated lease does not count."""
+    """Training prompts ever leased, each counted once, minus those that ended without being trained on."""
     leased: int
-    """Training leases held by generators."""
     returned: int
     """Training prompts waiting for another lease."""
     open: int
     """Groups with some but not all members."""
     ready: int
-    """Complete groups that are not claimed."""
     claimed: int
-    """Groups in the learner's claim."""
     used: int
-    """Trained on, and either still reusable or not covered by a durable checkpoint."""
+    """Groups trained on, and either still reusable or not covered by a durable checkpoint."""
     reusable: int
-    """Groups in `used` that may be sampled again."""
+    """Used groups that may be sampled again."""
     accepted: int
-    """Trajectories stored since the run began."""
+    """Trajectories ever stored."""
     duplicates: int
     """Trajectories received again with the same checksum."""
     superseded: int
@@ -46,23 +43,19 @@ class StoreCounts(Record):
     refused: dict[str, int]
     """Quarantined frames, by reason."""
     outcomes: dict[str, int]
-    """Finished groups, by outcome (retired, rejected, expired, quarantined)."""
+    """Finished groups, by outcome."""
     outcome_members: dict[str, int]
-    """Trajectories of finished groups, by outcome."""
     reasons: dict[str, int]
     """Finished groups, by `<outcome>: <reason>`."""
     unarchived: int
-    """Finished groups still stored for the archive."""
     open_members: int
     """Trajectories in open groups."""
     short_members: int
-    """Members missing from groups that became ready while incomplete."""
+    """Missing members of groups that became ready while incomplete."""
     payload_bytes: int
-    """Stored payloads, bytes."""
     accepted_tokens: int
-    """Model-written tokens of all trajectories ever stored."""
+    """Model-written tokens ever stored."""
     superseded_tokens: int
-    """Model-written tokens of superseded trajectories."""
     wasted_tokens: int
     """Model-written tokens of groups that ended without being trained on."""
     trained: int
@@ -70,20 +63,18 @@ class StoreCounts(Record):
     trained_tokens: int
     """Model-written tokens trained on, counting each use."""
     became_ready: int = 0
-    """Groups that ever became ready."""
     curriculum: dict[str, int] = {}
-    """Prompts `skipped_too_easy`, `skipped_too_hard`, and `explored` (generated although their row is outside the
-    band); measured `rows`, and currently `rows_too_easy` and `rows_too_hard` among them.
+    """Prompts: `skipped_too_easy`, `skipped_too_hard`, `explored` (outside the band but generated). Dataset rows:
+    `rows` (measured), and of these `rows_too_easy`, `rows_too_hard`.
     """
 
     @property
     def rows_out_of_band(self) -> int:
-        """Rows with a success rate outside the curriculum's band."""
         return self.curriculum.get("rows_too_easy", 0) + self.curriculum.get("rows_too_hard", 0)
 
     @property
     def curriculum_metrics(self) -> dict[str, float]:
-        """Prompts skipped and explored, and the fraction of measured rows in the band (1 before the first)."""
+        """Metrics; the fraction is 1 before the first measured row."""
         names = ("skipped_too_easy", "skipped_too_hard", "explored")
         in_band = {"buffer/in_band_fraction": 1 - self.rows_out_of_band / max(1, self.curriculum.get("rows", 0))}
         return in_band | {f"buffer/{name}": self.curriculum.get(name, 0) for name in names}
@@ -96,25 +87,24 @@ class StoreCounts(Record):
 
     @property
     def filtered(self) -> int:
-        """Complete groups rejected by `buffer.filter`."""
         return sum(self.reasons.get(f"rejected: {reason}", 0) for reason in REJECTION_REASONS)
 
     @property
     def filtered_fraction(self) -> float:
-        """Fraction of complete groups that `buffer.filter` rejected; 0 before the first."""
+        """Fraction of complete groups; 0 before the first."""
         complete = self.filtered + self.became_ready
         return self.filtered / complete if complete else 0.0
 
     @property
     def length_bias(self) -> float:
-        """Mean length of trained / accepted trajectories. Below 1, long ones are left behind."""
+        """Mean length of trained / accepted trajectories; below 1, long ones are trained on less often."""
         if not self.trained or not self.accepted_tokens:
             return 1.0
         return (self.trained_tokens / self.trained) / (self.accepted_tokens / self.accepted)
 
     @property
     def waste_fraction(self) -> float:
-        """Fraction of received tokens discarded without training; excludes masked tokens."""
+        """Fraction of received tokens discarded without training, not counting masked ones."""
         arrived = self.accepted_tokens + self.superseded_tokens
         return (self.wasted_tokens + self.superseded_tokens) / arrived if arrived else 0.0
 
@@ -123,7 +113,7 @@ class StoreMemory(Record):
     """Memory of a store's server. Example: StoreMemory(used_bytes=52428800, max_bytes=1073741824)."""
 
     used_bytes: int = 0
-    """Total memory of the server, including other runs; 0 for a store without its own process."""
+    """Whole server, including other runs."""
     max_bytes: int = 0
     """Limit above which the server refuses writes; 0 = none."""
 
@@ -135,17 +125,14 @@ class Audit(Record):
     """
 
     accepted: int
-    """Acknowledged as new since the run began."""
     buffered: int
     """In open and ready groups."""
     claimed: int
-    """In the learner's claim."""
     used: int
     """Trained on, not yet covered by a durable checkpoint."""
     retired: int
-    """Covered by a durable checkpoint."""
     rejected: int
-    """Refused by the run's filter or the learner."""
+    """By the run's filter or the learner."""
     expired: int
     """In groups that were too late."""
     quarantined: int
@@ -172,25 +159,19 @@ class Snapshot(Record):
     """
 
     next_ordinal: int
-    """Training prompts admitted so far."""
     max_uses: int
-    """Number of steps that may train on one group."""
     accepted: int
-    """Trajectories acknowledged as new."""
     groups: dict[str, list[str]]
     """State (leased, returned, ready, claimed, used) -> training groups."""
     members: dict[str, tuple[int, int]]
     """Group -> (members counted, payloads stored)."""
     done: list[int]
-    """Ordinals of finished groups."""
     outcome_members: dict[str, int]
-    """By outcome."""
     ledger: list[StepEntry]
-    """Committed steps."""
 
 
 def audit(snapshot: Snapshot) -> Audit:
-    """Recompute the accounting and list every inconsistency."""
+    """Recompute the accounting, and list inconsistencies."""
     states = _states_of(snapshot)
     held = {state: sum(snapshot.members[group][0] for group in ids) for state, ids in snapshot.groups.items()}
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}

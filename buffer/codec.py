@@ -1,4 +1,4 @@
-"""Records <-> bytes: MessagePack with typed validation, tensors as raw little-endian bytes with dtype and shape."""
+"""Records <-> bytes: MessagePack with typed validation; arrays as dtype, shape, and little-endian bytes."""
 
 import itertools
 import math
@@ -22,14 +22,13 @@ from slipstream.buffer.trajectory import (
 # --- chunks ----------------------------------------------------------------------------------------------------------
 MAX_TRAJECTORIES = 64
 MAX_BYTES = 2**20
-"""Maximum payload bytes per chunk. A single larger payload gets its own chunk."""
+"""Payload bytes per chunk. A larger payload gets its own chunk."""
 
 Packed = tuple[TrajectoryHeader, bytes]
-"""Header and payload of a trajectory."""
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield consecutive chunks: large enough to amortize a message or call, small enough not to stall others."""
+    """Yield chunks: large enough to amortize a call, small enough not to stall others."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:
@@ -52,9 +51,9 @@ _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "gene
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Limit on the absolute value, so that sums of squares over a group, and their differences, stay finite."""
+"""Absolute value up to which sums of squares over a group, and their differences, stay finite."""
 _MOST_NAMES = 64
-"""Maximum number of named arrays, and of named metrics, per trajectory."""
+"""Per trajectory, for named arrays and for metrics."""
 _INT64 = 2**63
 _PLAIN = (float, str, bytes, type(None))
 
@@ -63,7 +62,6 @@ class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """An array on the wire. Example: _Array("int32", [2], b"\x04\x00\x00\x00\x08\x00\x00\x00")."""
 
     dtype: Literal["int32", "int64", "uint8", "bool", "float32", "float64", "int16", "float16"]
-    """Element type, little-endian."""
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     data: memoryview
     """View of the received bytes, not a copy."""
@@ -81,7 +79,7 @@ def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
 _WireTrajectory: Any = msgspec.defstruct(
     "Trajectory", map(_wire_field, msgspec.structs.fields(Trajectory)), forbid_unknown_fields=True
 )
-"""A Trajectory with arrays still encoded, which decodes without calling back into Python for each array."""
+"""A Trajectory with encoded arrays: decoding it does not call back into Python for each array."""
 
 
 def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
@@ -113,7 +111,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
 
 
 def _restore(array: _Array) -> np.ndarray:
-    # numpy would accept any nonzero byte as true, and the archive would not round-trip it.
+    # numpy accepts any nonzero byte as true, but the archive would not round-trip it.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
         raise ValueError("the bytes of a bool array must be 0 or 1")
     flat = np.frombuffer(array.data, _DTYPES[array.dtype])
@@ -149,7 +147,7 @@ def checksum(data: bytes) -> int:
 
 
 def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size: int) -> tuple[TrajectoryHeader, bytes]:
-    """Return the header for the broker and the payload, which is stored unchanged."""
+    """Return the header and the payload, which is stored unchanged."""
     payload = encode(trajectory)
     return _describe(trajectory, payload, lease_id=lease_id, purpose=purpose, group_size=group_size), payload
 
@@ -181,7 +179,7 @@ def _describe(
 
 
 def _versions_used(trajectory: Trajectory) -> list[int]:
-    """Return the versions of spans with model-written tokens; works on shapes that are not validated yet."""
+    """Return the versions of spans with model-written tokens. Shapes may be invalid."""
     starts = [span.first_token for span in trajectory.version_spans]
     bounds = zip(starts, [*starts[1:], None], strict=False)
     has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
@@ -203,7 +201,7 @@ def unpack(payload: bytes) -> Trajectory:
 
 
 def check_additions(trajectory: Trajectory) -> None:
-    """Check the fields set by an agent loop, as `unpack` does. Raises RecordRefusedError."""
+    """Check the fields that an agent loop sets. Raises RecordRefusedError."""
     _check_reward(trajectory)
     _check_plain(trajectory)
     _check_additions(trajectory)
@@ -231,7 +229,7 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     if not 0 <= header.index < header.group_size:
         raise RecordRefusedError("index", f"index must be in [0, {header.group_size}), got {header.index}")
     trajectory = unpack(payload)
-    # Admission, accounting, and staleness rely on the header, so it must follow from the payload.
+    # Admission, accounting, and staleness rely on the header.
     described = _describe(
         trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
     )
@@ -245,7 +243,7 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
-    # `size` instead of `len`, which a 0-d array does not have.
+    # `size`, because a 0-d array has no `len`.
     length = trajectory.token_ids.size
     for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
@@ -255,11 +253,11 @@ def _check_arrays(trajectory: Trajectory) -> None:
             )
     if not np.count_nonzero(trajectory.model_mask):
         raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
-    # Bare reductions and Python numbers: array methods and comparisons of numpy scalars take twice as long.
+    # Array methods, and comparisons of numpy scalars, take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
         raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs
-    # The extremes of an array with a NaN are NaN, and every comparison with NaN is false.
+    # With a NaN, both extremes are NaN and every comparison is false.
     smallest_logprob, largest_logprob = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
     if smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB:
         return
@@ -330,7 +328,7 @@ def _is_short_name(name: str) -> bool:
 
 
 def _check_plain(trajectory: Trajectory) -> None:
-    """Check the limits of the archive's columns: signed 64-bit integers, and plain values in `extras`."""
+    """Check limits of the archive's columns: 64-bit integers, plain `extras`."""
     sampling = trajectory.sampling
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
@@ -345,7 +343,7 @@ def _check_plain(trajectory: Trajectory) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether only MessagePack's basic types occur. Its timestamps would decode to `datetime`."""
+    """Whether only MessagePack's basic types occur; a timestamp would decode to `datetime`."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):

@@ -11,43 +11,43 @@ from slipstream.configs.learner import PAUSE_REQUEST
 
 # --- drain requests --------------------------------------------------------------------------------------------------
 DRAIN_REQUEST = "drain/"
-"""Prefix of the request's subject, followed by the generator id. The value is the deadline by the store's clock,
-followed by the incarnation that received the order once it was sent.
+"""Subject prefix, followed by the generator id. Value: deadline on the store's clock and, once the broker has sent the
+order, the incarnation that received it.
 """
 
 
 GENERATORS = "generators"
-"""Subject of a scaling request in the store. Value: `<number> <request id>`."""
+"""Subject of a scaling request. Value: `<number> <request id>`."""
 
 
 _DRAIN_TIMEOUT_S = 60.0
-"""Time for a generator to return its leases, send its outbox, and leave."""
+"""For returning leases, sending the outbox, and leaving."""
 _LAUNCHER_TIMEOUT_S = 10.0
 _POLL_EVERY_S = 0.2
 
 
 class NoAnswerError(Exception):
-    """A role that must answer a command is missing or did not answer in time."""
+    """A role that must answer a command did not, or is missing."""
 
 
 def request_generators(store: Store, target: int, *, run: str) -> int:
-    """Ask the launcher to change the number of generators, wait for its answer, and return the previous number.
+    """Have the launcher change the number of generators; return the previous number.
 
-    Raises ConfigError if the launcher refuses, NoAnswerError if it is missing or does not answer.
+    Raises ConfigError if it refuses, NoAnswerError if it is missing or does not answer.
     """
     before = _launcher(store)
-    # A killed launcher leaves its last report behind; only the report's age shows that it is gone.
+    # A killed launcher leaves its last report behind, so check the report's age.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
         raise NoAnswerError(
             f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`"
         )
-    # The store holds one request per subject. The id separates our answer from the answer to an earlier command.
+    # The id distinguishes the answer from that to an earlier command.
     request_id = uuid.uuid4().hex
     store.request("launcher", GENERATORS, f"{target} {request_id}")
     ends_at = time.monotonic() + _LAUNCHER_TIMEOUT_S
     while (launcher := _launcher(store)).get("answered") != request_id:
         if time.monotonic() >= ends_at:
-            # Withdraw the request so that it cannot take effect after this command reported a failure.
+            # It must not take effect after this command has reported a failure.
             store.take_requests("launcher")
             raise NoAnswerError(
                 f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, but did not; nothing was "
@@ -64,19 +64,19 @@ def _launcher(store: Store) -> dict[str, Any]:
 
 
 def request_drain(store: Store, generator_id: str, *, run: str) -> None:
-    """Have the broker ask a generator to leave. Raises ConfigError if it is not connected."""
+    """Ask a generator, through the broker, to leave. Raises ConfigError if it is not connected."""
     roles = store.roles().items()
     connected = sorted(name for name, gauges in roles if gauges.get("role") == "generator" and _is_connected(gauges))
     if generator_id not in connected:
         raise ConfigError(
             f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
         )
-    # The deadline lets the broker ignore a request that was already reported as failed.
+    # After the deadline the broker ignores the request, which has been reported as failed.
     store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
 
 
 def wait_until_gone(store: Store, generator_id: str) -> None:
-    """Wait until the generator has left the run. Raises NoAnswerError at the deadline."""
+    """Wait until the generator has left. Raises NoAnswerError at the deadline."""
     ends_at = time.monotonic() + _DRAIN_TIMEOUT_S
     while _is_connected(gauges := store.roles().get(generator_id, {})):
         if time.monotonic() >= ends_at:
@@ -92,7 +92,7 @@ def _is_connected(gauges: dict[str, Any]) -> bool:
 
 
 def request_pause(store: Store, *, is_off: bool, run: str) -> None:
-    """Set the standing pause request, or withdraw it. Raises ConfigError if the run is not training or not paused."""
+    """Set or withdraw the standing pause request. Raises ConfigError if the run is not training, or not paused."""
     if (phase := store.run_state().phase) not in ("starting", "training"):
         raise ConfigError(f"pause needs a run that trains, got run {run!r}, which is {phase}.")
     if not is_off:

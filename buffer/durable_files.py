@@ -1,4 +1,4 @@
-"""Files that survive a machine crash: written atomically, or appended line by line."""
+"""Files that survive a machine crash: atomic writes, append-only lines, and sealed folders."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
-    """Write a file and fsync it. Its name is durable only after an fsync of its folder. Raises OSError."""
+    """Write and fsync a file. Its name is durable only after an fsync of its folder. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -42,7 +42,6 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    # The rename is durable only after an fsync of the folder.
     sync_path(path.parent)
 
 
@@ -60,21 +59,20 @@ class CheckedLine(Record):
     """One line of a LineFile. Example: CheckedLine(schema=1, checksum="9f2c61d0a55b7e13", entry=b'{"step":12,...}')."""
 
     schema: int
-    """Rejected if newer than the reader's."""
+    """A newer one than the reader's is rejected."""
     checksum: str
     """xxh3-64 of the entry's text, hexadecimal."""
     entry: msgspec.Raw
-    """Entry, as JSON text."""
 
 
 class _Schema(msgspec.Struct):
-    """Decodes only the schema of a line, which may have fields of a newer version."""
+    """The part of a line that is readable in every version."""
 
     schema: int
 
 
 def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) -> T | None:
-    """Decode the entry of a line; None if the line is damaged. Raises ArchiveError for a newer schema."""
+    """Decode a line's entry; None if damaged. Raises ArchiveError for a newer schema."""
     try:
         if (written := msgspec.json.decode(text, type=_Schema).schema) > schema:
             raise ArchiveError(
@@ -90,10 +88,10 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
 def parse_lines(
     content: bytes, parse: Callable[[bytes], T | None], *, where: str | Path, rule: str
 ) -> tuple[list[T], bytes]:
-    """Return (entries, complete lines) of a LineFile, ignoring a last line that a crash cut short.
+    """Return (entries, complete lines) of a LineFile, ignoring a truncated last line.
 
-    `parse` returns None for a damaged line. `rule` completes "a line must", such as `name a shard`. Raises
-    ArchiveError for a damaged line before the last.
+    `parse` returns None for a damaged line. `rule` completes "a line must ..." in errors. Raises ArchiveError for a
+    damaged line before the last.
     """
     lines = content.splitlines(keepends=True)
     parsed = [parse(line) if line.endswith(b"\n") else None for line in lines]
@@ -111,25 +109,24 @@ def parse_lines(
 class LineFile:
     """Append-only file of checksummed lines with a single writer.
 
-    Invariant: a line is complete and durable, or the next append (or the next start) drops it.
+    Invariant: a line is complete and durable, or the next append or start drops it.
     """
 
     def __init__(self, path: Path, *, content: bytes, schema: int) -> None:
-        """Create the file if missing. `content` is its complete lines, as returned by `parse_lines`."""
+        """Create the file if missing. `content`: its complete lines, from `parse_lines`."""
         self._path = path
         self._schema = schema
         self._digest = xxhash.xxh3_64(content)
         self.num_bytes = len(content)
-        """Size of the complete lines."""
         path.touch()
 
     @property
     def checksum(self) -> str:
-        """xxh3-64 of the complete lines, hexadecimal."""
+        """xxh3-64 of all complete lines, hexadecimal."""
         return self._digest.hexdigest()
 
     def append(self, entries: Iterable[Record]) -> None:
-        """Append one line per entry, durable on return. Can be retried after an OSError."""
+        """Append one line per entry, durably. Can be retried after an OSError."""
         data = b"".join(map(self._line, entries))
         with self._path.open("r+b") as file:
             # An append that failed on a full disk may have left partial lines.
@@ -151,13 +148,12 @@ class LineFile:
 CHECKSUMS = "checksums.json"
 _BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
-"""One thread reads about as fast as one disk. Hashing releases the GIL."""
+"""One thread reads about as fast as a disk; hashing releases the GIL."""
 
 
 def seal(folder: Path) -> None:
-    """Write the checksums of a folder and sync everything, so that only a rename is left to do. Raises OSError."""
+    """Write a folder's checksums and sync everything, so that only a rename is left. Raises OSError."""
     (folder / CHECKSUMS).write_bytes(msgspec.json.encode(checksums_of(folder)))
-    # Sync before the rename, so that the renamed folder survives a power failure.
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
 
@@ -167,7 +163,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
     checksums = dict[str, str]()
     for folder in (into, *parts):
         checksums |= read_checksums(folder)
-    # First, because only this step needs disk space.
+    # First, because nothing else needs disk space.
     write_durably(into / CHECKSUMS, msgspec.json.encode(checksums))
     for folder in parts:
         for name in read_checksums(folder):
@@ -181,7 +177,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """Return which file of a sealed folder has changed, as the beginning of a sentence; empty if none."""
+    """Return the beginning of a sentence about a changed file of a sealed folder; empty if intact."""
     try:
         expected, found = read_checksums(folder), checksums_of(folder)
     except (OSError, msgspec.MsgspecError) as error:
@@ -196,12 +192,12 @@ def find_damage(folder: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return path -> recorded checksum of a sealed folder. Raises OSError, msgspec.MsgspecError."""
+    """Return path -> recorded checksum. Raises OSError, msgspec.MsgspecError."""
     return msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
-    """Return path -> computed checksum of every file in the folder except the checksum file."""
+    """Return path -> computed checksum of every file except the checksum file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(checksum, files), strict=True))

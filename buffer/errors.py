@@ -1,17 +1,17 @@
 """Errors of the buffer.
 
 ReplayBufferError
-├── RecordRefusedError         a record is invalid; carries a short reason for counters
-├── StaleFenceError            a claim, or the chief's lease, was used after it lapsed
-├── StoreUnavailableError      the store does not answer
-│   └── StoreCannotWriteError  the store answers but refuses writes: disk or memory full, or a replica
-├── StoreLostError             the embedded store died and cannot be restarted
-├── RunConflictError           the store belongs to another run, or the run's name is taken
-├── SearchCancelledError       a catalog search was canceled
-├── ArchiveError               the folder is not an archive, has another writer, or has a damaged manifest
-│   └── ShardError             one shard cannot be read; the others can
-└── StorageError               the run's object store has been failing for too long
-    └── DamagedObjectError     an object is missing or does not match its checksum
+├── RecordRefusedError
+├── StaleFenceError
+├── StoreUnavailableError
+│   └── StoreCannotWriteError
+├── StoreLostError
+├── RunConflictError
+├── SearchCancelledError
+├── ArchiveError
+│   └── ShardError
+└── StorageError
+    └── DamagedObjectError
 """
 
 
@@ -27,11 +27,11 @@ class RecordRefusedError(ReplayBufferError, ValueError):
         self.reason = reason
         """One word for counters, such as `nonfinite_logprob`."""
         self.detail = detail
-        """Requirement and actual value, in words."""
+        """Requirement and actual value."""
 
 
 class StaleFenceError(ReplayBufferError, RuntimeError):
-    """A claim lapsed (or was rolled back) before a commit or renewal, or a chief's lease lapsed."""
+    """A claim, or the chief's lease, was used after it had lapsed or been taken back."""
 
 
 class StoreUnavailableError(ReplayBufferError, ConnectionError):
@@ -43,23 +43,23 @@ class StoreCannotWriteError(StoreUnavailableError):
 
 
 class StoreLostError(ReplayBufferError, RuntimeError):
-    """The embedded store died, and a restart would not help. The message ends with its log."""
+    """The embedded store died and is not restarted."""
 
 
 class RunConflictError(ReplayBufferError, ValueError):
-    """The store or the run folder belongs to another run."""
+    """The store belongs to another run or has none, or the run's name is taken."""
 
 
 class SearchCancelledError(ReplayBufferError, RuntimeError):
-    """The result of a search is no longer needed."""
+    """A catalog search was canceled."""
 
 
 class ArchiveError(ReplayBufferError, ValueError):
-    """The archive as a whole is unusable. The message names its folder and a remedy."""
+    """The archive as a whole is unusable: no archive, damaged, or another writer. The message names a remedy."""
 
 
 class ShardError(ArchiveError):
-    """One shard is missing, damaged, or too new. The message begins with its name."""
+    """One shard is missing, damaged, or too new; the others can be read."""
 
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"{name} {detail}")
@@ -67,8 +67,8 @@ class ShardError(ArchiveError):
 
 
 class StorageError(ReplayBufferError, RuntimeError):
-    """The object store is unusable. The message names the object and the store's reason."""
+    """The object store has been failing for too long, or its address is invalid."""
 
 
 class DamagedObjectError(StorageError):
-    """An object, or the file to upload as one, differs from its checksum. Retrying does not help."""
+    """An object or a file to upload is missing or differs from its checksum. Retrying does not help."""

@@ -1,8 +1,5 @@
-"""ObjectFolder: a folder in an object store, or in any other file system that `pyarrow.fs` opens by URI.
+"""ObjectFolder: a folder in an object store, or in any file system that `pyarrow.fs` opens by URI.
 
-Consumes: local folders and the checksums of their files.
-Produces: the same folders in the object store, and back.
-Waits for: the object store, with back-off, until an operation has failed for `timeout_s`.
 Invariant: a folder is complete iff it has a manifest, which is written after every other file and deleted before them.
 
 <uri>/upload-0.json     first: checksums of sender 0's files, so that a repeated upload sends only the missing ones
@@ -36,28 +33,28 @@ _INTENT = "upload-{}.json"
 _PROBE = "write-probe"
 _BLOCK_BYTES = 16 * 2**20
 _BLOCKS_IN_FLIGHT = 8
-"""Concurrent parts of a multipart upload. pyarrow alone would read ahead without limit."""
+"""Concurrent parts of a multipart upload, which pyarrow does not limit."""
 UPLOAD_TIMEOUT_S = 60.0
-"""Time for a stopping role to finish its uploads."""
+"""For a stopping role to finish its uploads."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
 _WITH_FOLDERS = ("local", "hdfs")
-"""File systems that need a parent folder for each file."""
+"""File systems where a file needs its parent folder."""
 
 log = structlog.get_logger(__name__)
 
 
 class StorageWait:
-    """Retries operations of an object store. Used by one thread; any thread may read `reason`."""
+    """Retries operations with back-off. Used by one thread; any thread may read `reason`."""
 
     def __init__(self, timeout_s: float, *, first_delay_s: float = _FIRST_DELAY_S) -> None:
-        """`timeout_s`: how long an operation may keep failing, from its first failure."""
+        """`timeout_s`: from an operation's first failure until it is given up."""
         self._timeout_s = timeout_s
         self._first_delay_s = first_delay_s
         self.reason = ""
-        """Current wait, such as `waiting 12 s of 60 s for s3://...: AWS Error NETWORK_CONNECTION ...`; else empty."""
+        """Current wait, such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
-        """Call until it succeeds. Raises StorageError, which names `what`, after failing for `timeout_s`."""
+        """Call until it succeeds. Raises StorageError, which names `what`, at the timeout."""
         failing_since, delay_s = 0.0, self._first_delay_s
         while True:
             try:
@@ -80,10 +77,10 @@ class StorageWait:
 
 
 class ObjectFolder:
-    """One folder. To upload: every sender calls `upload`, then one of them calls `seal`."""
+    """One folder. To upload, every sender calls `upload`, then one calls `seal`. All methods raise StorageError."""
 
     def __init__(self, uri: str, wait: StorageWait) -> None:
-        """Open the file system of `uri`; the folder need not exist. Raises StorageError."""
+        """Open the file system of `uri`; the folder need not exist."""
         self.uri = uri.rstrip("/")
         self.wait = wait
         try:
@@ -92,14 +89,12 @@ class ObjectFolder:
             raise StorageError(f"storage_uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
 
     def child(self, name: str) -> "ObjectFolder":
-        """Return a subfolder that shares the connection and the waits."""
         child = copy(self)
         child.uri, child._path = f"{self.uri}/{name}", f"{self._path}/{name}"
         return child
 
     # --- whole folders -------------------------------------------------------------------------------------------
     def check_writable(self) -> None:
-        """Write an object and delete it. Raises StorageError."""
         self.write(_PROBE, b"")
         self.remove(_PROBE)
 
@@ -108,19 +103,19 @@ class ObjectFolder:
         return sorted(str(path.parent) for path in map(PurePosixPath, self.objects()) if path.parts[1:] == (CHECKSUMS,))
 
     def manifest(self) -> dict[str, str] | None:
-        """Return name -> checksum of the files; None if this folder is not complete. Raises StorageError."""
+        """Return name -> checksum of the files; None if the folder is incomplete."""
         data = self.read(CHECKSUMS)
         return None if data is None else _parse(data, where=f"{self.uri}/{CHECKSUMS}")
 
     def upload(self, folder: Path, checksums: Mapping[str, str], *, sender: int = 0) -> None:
-        """Send the files in `checksums`, except those already sent with the same content. Raises StorageError.
+        """Send the files in `checksums`, except those already sent.
 
-        Several senders may each upload their own files into one folder. It is complete after `seal`.
+        Several senders may each upload their own files into one folder.
         """
         intent, data = _INTENT.format(sender), msgspec.json.encode(dict(sorted(checksums.items())))
         found = self.objects()
         if self.read(intent) != data:
-            # Delete objects of other content before writing the intent.
+            # Delete older objects first: the intent declares that objects of the right size are already sent.
             for name in (CHECKSUMS, intent, *checksums):
                 if name in found:
                     self.remove(name)
@@ -131,7 +126,7 @@ class ObjectFolder:
                 self.send(folder / name, name, expected=expected)
 
     def seal(self, *, senders: Sequence[int] = (0,)) -> None:
-        """Write the manifest, which completes this folder, after all senders have uploaded. Raises StorageError."""
+        """Write the manifest, which completes the folder, and delete all other objects."""
         intents = [_INTENT.format(sender) for sender in senders]
         checksums = dict[str, str]()
         for name in intents:
@@ -141,9 +136,9 @@ class ObjectFolder:
             self.remove(name)
 
     def download(self, into: Path) -> None:
-        """Fetch files that are missing or different in `into`, then their checksums. Durable on return.
+        """Fetch files that are missing or different in `into`, then the manifest. Durable on return.
 
-        Raises StorageError, DamagedObjectError for an object that differs from its manifest, and OSError.
+        Raises DamagedObjectError for an incomplete folder or a damaged object, and OSError.
         """
         manifest = self.manifest()
         if manifest is None:
@@ -158,13 +153,13 @@ class ObjectFolder:
             sync_path(path)
 
     def prune(self, *, is_kept: Callable[[str], bool]) -> None:
-        """Delete all subfolders that are not kept, including incomplete uploads. Raises StorageError."""
+        """Delete all subfolders that are not kept, including incomplete uploads."""
         for name in sorted({PurePosixPath(name).parts[0] for name in self.objects()}):
             if not is_kept(name):
                 self.child(name).delete()
 
     def delete(self) -> None:
-        """Delete the folder, manifest first. Raises StorageError."""
+        """Delete the folder, manifest first."""
         self.remove(CHECKSUMS)
 
         def call() -> None:
@@ -175,7 +170,7 @@ class ObjectFolder:
 
     # --- single objects ------------------------------------------------------------------------------------------
     def objects(self) -> dict[str, FileInfo]:
-        """Return all files below, by name relative to this folder."""
+        """Return relative name -> info of all files below."""
         selector = FileSelector(self._path, recursive=True, allow_not_found=True)
         infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
         return {
@@ -195,8 +190,6 @@ class ObjectFolder:
         return self.wait.repeat(f"{self.uri}/{name}", call)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object."""
-
         def call() -> None:
             with self._open_sink(name) as sink:
                 sink.write(data)
@@ -205,7 +198,7 @@ class ObjectFolder:
         self.wait.repeat(f"{self.uri}/{name}", call)
 
     def send(self, path: Path, name: str, *, expected: str = "") -> None:
-        """Upload a file, and check while reading that it still has the checksum `expected`, if given."""
+        """Upload a file. Raises DamagedObjectError unless it has the checksum `expected`, if given."""
 
         def call() -> str:
             with path.open("rb", buffering=0) as source, self._open_sink(name) as sink:
@@ -219,7 +212,7 @@ class ObjectFolder:
             raise DamagedObjectError(f"{path} must have the checksum it was written with ({expected}), got {found}.")
 
     def fetch(self, name: str, path: Path, *, expected: str = "") -> None:
-        """Download an object; durable on return. Raises DamagedObjectError unless it has the checksum `expected`."""
+        """Download an object durably. Raises DamagedObjectError unless it has the checksum `expected`, if given."""
 
         def call() -> str:
             with self._files.open_input_stream(self._at(name)) as source, path.open("wb") as sink:
@@ -236,8 +229,6 @@ class ObjectFolder:
             )
 
     def remove(self, name: str) -> None:
-        """Delete an object if present."""
-
         def call() -> None:
             with suppress(FileNotFoundError):
                 self._files.delete_file(self._at(name))
@@ -254,13 +245,13 @@ class ObjectFolder:
         return self._files.open_output_stream(path)
 
     def _sync(self, name: str) -> None:
-        """Sync a mounted file system. An object store has the object on disk already."""
+        """Sync a local file system; object stores are durable once written."""
         if self._files.type_name == "local":
             sync_path(Path(self._at(name)))
 
 
 def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
-    """Return the run's folder in `storage_uri`, if set; `timeout_s` overrides the run's. Raises StorageError."""
+    """Return the run's folder in `storage_uri`, if set. Raises StorageError."""
     if not run.storage_uri:
         return None
     wait = StorageWait(run.storage_timeout_s if timeout_s is None else timeout_s)
@@ -268,9 +259,9 @@ def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFol
 
 
 def check_storage(run: RunConfig, *, has_folder: bool) -> None:
-    """Raise ConfigError unless `storage_uri` is writable and holds the run exactly if it is to be resumed.
+    """Raise ConfigError if `storage_uri` is not writable, holds a run that must be new, or lacks one to resume.
 
-    `has_folder`: the local run folder holds the run. Takes seconds if the server is unreachable.
+    `has_folder`: whether the local run folder holds the run. Takes seconds if the server is unreachable.
     """
     try:
         if not (storage := open_storage(run, timeout_s=0)):
@@ -292,7 +283,6 @@ def check_storage(run: RunConfig, *, has_folder: bool) -> None:
 
 
 def _copy(source: Any, sink: Any) -> str:
-    """Copy the rest of a stream and return its xxh3-64."""
     digest, num_blocks = xxhash.xxh3_64(), 0
     while block := source.read(_BLOCK_BYTES):
         digest.update(block)

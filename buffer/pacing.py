@@ -1,4 +1,4 @@
-"""Admission: how many training prompts may be in flight, by the groups consumed and stored."""
+"""Admission: how many training prompts may be in flight."""
 
 import sys
 
@@ -9,19 +9,17 @@ from slipstream.configs.run import RunConfig
 
 
 def admission_limit(run: RunConfig, *, consumed: int) -> int:
-    """Maximum total number of admitted groups, given the groups `consumed` by the committed version.
+    """Maximum of `StoreCounts.admitted`, given the groups `consumed` by the committed version.
 
     limit = min(consumed + (pacing_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
-    `pacing_lag` defaults to max_lag. With 0, exactly one version's worth of groups is in flight at a time: the
-    synchronous run. Groups that leave without a step (rejected, expired, quarantined) return their budget, because the
-    store subtracts them from `admitted`. Both counters live in the store, so restarted brokers neither burst nor
-    starve.
+    `pacing_lag` defaults to max_lag; 0 is the synchronous run, with one version's worth of groups in flight. Groups
+    that end without a step (rejected, expired, quarantined) return their budget: the store subtracts them from
+    `admitted`. Both counters live in the store, so a restarted broker neither bursts nor starves.
 
-    Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` if every group is
-        trained on once.
-    Differs: Reused groups add no budget. The limit never exceeds the total consumption of the run, so the last steps
-        leave nothing unused. A replay admits none, because its groups are already in the store.
+    Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` without reuse.
+    Differs: Reused groups add no budget. The limit never exceeds the run's total consumption, so no group is left
+        unused. A replay admits none: its groups are already stored.
     """
     if run.mode == "replay":
         return 0
@@ -30,7 +28,7 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
 
 
 def pacing_reason(state: RunState) -> str:
-    """Reason shown for a generator that waits for the learner."""
+    """Reason of a generator that waits for the learner."""
     return f"pacing: the learner is at version {state.version} and must consume before more prompts are admitted"
 
 
@@ -44,12 +42,12 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
 
 
 def oldest_version(run: RunConfig, *, committed: int) -> int:
-    """Oldest version for which training prompts are leased. Tokens of older versions would be stale on arrival."""
+    """Oldest version for which training prompts are leased; older tokens would be stale on arrival."""
     return committed - run.buffer.staleness.max_lag
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Return why a generator at this version gets no training prompts; empty if it does or has no version (-1)."""
+    """Return why a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.buffer.staleness.max_lag
@@ -68,7 +66,7 @@ def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
 
 
 def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
-    """Maximum total number of admitted groups within the store's capacity."""
+    """Maximum of `StoreCounts.admitted` within the store's capacity."""
     if capacity_reason(capacity, counts):
         return counts.admitted
     if capacity.max_groups is None:

@@ -13,26 +13,21 @@ from slipstream.configs.base import Record
 
 # --- limits on data that is stored only for display -------------------------------------------------------------------
 METRICS_KEPT = 1000
-"""Number of metrics rows stored."""
 EVENTS_KEPT = 256
-"""Number of events stored."""
 EVENT_CHARACTERS_KEPT = 1000
-"""Length at which an event's text is truncated."""
+"""Longer texts of events are truncated."""
 ROLES_KEPT = 8192
-"""Roles stored, by latest report. Live roles report every second, so roles that left long ago are dropped first."""
+"""Roles stored; the one with the oldest report is dropped first."""
 FRAMES_KEPT = 256
-"""Number of rejected frames stored."""
 FRAME_BYTES_KEPT = 4096
-"""Length at which a rejected frame is truncated."""
+"""Longer rejected frames are truncated."""
 
 Addressee = Literal["launcher", "broker", "learner"]
-"""Roles that accept requests through the store."""
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
-"""End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried
-too often | an answer to an evaluation, never trained on.
+"""Covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried too often, or written
+by a quarantined guest | an evaluation answer.
 """
 GroupState = Literal["open", "ready", "claimed", "used"] | Outcome
-"""State of a stored group, or its outcome."""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
@@ -43,47 +38,46 @@ class Lease(Record):
     """
 
     id: str
-    """`<group_id>-<attempt>`, see `make_lease_id`."""
+    """See `make_lease_id`."""
     group_id: str
     """Training: the ordinal. Evaluation: `<evaluation id>:<row>`."""
     purpose: Purpose
     row: int
-    """Row of the training file (evaluations: of the held-out file)."""
+    """Row of the training or held-out file."""
     ordinal: int
-    """Position of the prompt in the endless sequence of seeded epoch permutations; evaluations: the row."""
+    """Position of the prompt in the endless sequence of seeded epochs; evaluations: the row."""
     attempt: int
-    """Number of earlier leases of this prompt."""
+    """Earlier leases of this prompt."""
     indices: list[int]
-    """Members still missing from the group."""
+    """Members that the group lacks."""
 
 
 class Insertion(Record):
     """Outcome of inserting one trajectory. Example: Insertion(outcome="inserted", group_is_ready=True)."""
 
     outcome: Literal["inserted", "duplicate", "superseded", "refused"]
-    """Stored | already stored with the same content | its index was filled by another attempt | not stored, see reason.
+    """Stored | already stored with the same content | too late: its index is filled, or its group closed | not stored.
 
-    The sender gets an acknowledgment for all but `refused`.
+    All but `refused` are acknowledged to the sender.
     """
     reason: str = ""
-    """Reason of a refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`,
-    `future_version`, `other_version` (not the evaluation's), `store_full`.
+    """Refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`, `future_version`,
+    `other_version` (not the evaluation's), `guest_quarantined`, `store_full`.
     """
     group_is_ready: bool = False
-    """Whether this trajectory completed its group and no filter rejected the group."""
+    """Whether it completed its group (or evaluation), and the filter kept the group."""
 
 
 class StoredGroup(Record):
-    """A group of a live store with all of its stored data.
+    """A group of a live store, with its trajectories.
 
     Example: StoredGroup(id="380", state="used", reason="", steps=[12], payloads=[b"...", ...])
     """
 
     id: str
     state: GroupState
-    """State when it was read."""
     reason: str
-    """Reason of its outcome; empty for retired and unfinished groups."""
+    """Reason of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
@@ -91,7 +85,7 @@ class StoredGroup(Record):
 
 
 class FinishedGroup(Record):
-    """A finished group with all of its stored data: the unit of the archive.
+    """A finished group with its trajectories: the unit of the archive. Fields are as in StoredGroup.
 
     Example: FinishedGroup(id="380", outcome="retired", reason="", steps=[12], payloads=[b"...", ...])
     """
@@ -99,26 +93,23 @@ class FinishedGroup(Record):
     id: str
     outcome: Outcome
     reason: str
-    """Reason of its outcome; empty for retired groups."""
     steps: list[int]
-    """Steps that trained on it, in order."""
     payloads: list[bytes]
-    """Encoded trajectories by index, without missing members."""
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 class LagSplit(Record):
-    """Lag of a claim by origin: means over the oldest token of each trajectory, in versions.
+    """Lag of a claim by origin, in versions: means over the oldest token of each trajectory.
 
     Example: LagSplit(in_flight=0.4, publish=0.2, queue=1.1), of a mean lag of 1.7
     """
 
     in_flight: float = 0.0
-    """Versions that all generators applied between the sampling of the token and the arrival of its trajectory."""
+    """Versions that all generators applied between sampling and arrival."""
     publish: float = 0.0
-    """Versions that the learner had produced at the arrival, but that not all generators had applied."""
+    """Versions announced at arrival, but not yet applied by all generators."""
     queue: float = 0.0
-    """Versions produced while the group waited in the buffer."""
+    """Versions produced while the group waited in the store."""
 
 
 class Claim(Record):
@@ -128,49 +119,42 @@ class Claim(Record):
     """
 
     step: int
-    """Step that may train on them."""
     fence: int
-    """Fencing token, which grows with every claim. A commit with an older token is rejected."""
+    """Grows with every claim. A commit with an older fence is rejected."""
     group_ids: list[str]
-    """Groups in sampling order."""
+    """In sampling order."""
     weights: list[float] = []
-    """Factor on each group's loss, from the sampler; empty: all 1."""
+    """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
     """Whether each group was trained on before; empty: none."""
     lag: LagSplit = LagSplit()
-    """Mean lag of the groups, by origin."""
 
 
 class StepEntry(Record):
-    """Entry of the step ledger.
+    """Entry of the step ledger. Fields of the claim are as in Claim.
 
     Example: StepEntry(step=12, version=11, fence=31, seed=0, config_hash="9f2c...", group_ids=["380", "377"],
         trajectory_ids=[["380-0-0", "380-0-1"], ["377-1-0", "377-0-1"]])
     """
 
     step: int
-    """Step number, from 1."""
     version: int
-    """Learner's policy version at the start of the step; lags are relative to it."""
+    """Policy version at the start of the step; lags are relative to it."""
     fence: int
-    """Fencing token of the committed claim."""
     seed: int
     config_hash: str
     """First 16 hexadecimal digits of the SHA-256 of the run's settings."""
     group_ids: list[str]
-    """Groups in sampling order."""
     trajectory_ids: list[list[str]]
-    """Trajectory ids of each group, by index."""
+    """Per group, by index."""
     weights: list[float] = []
-    """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
-    """Whether each group was trained on before; empty: none."""
     mixed_group_ids: list[str] = []
-    """Groups from another run's archive that the step also trained on, in order."""
+    """Groups from another run's archive, trained on as well."""
 
 
 class _TrajectoryId(msgspec.Struct):
-    """Decodes only the id of an encoded Trajectory."""
+    """Decodes only the id of a Trajectory."""
 
     id: str
 
@@ -184,7 +168,7 @@ def make_entry(
     config_hash: str,
     mixed_group_ids: Sequence[str] = (),
 ) -> StepEntry:
-    """Build the entry of a step that trained on `payloads`, and on archived groups, at the learner's `version`."""
+    """Build the ledger entry of a step that trained on `payloads`."""
     return StepEntry(
         step=claim.step,
         version=version,
@@ -200,13 +184,13 @@ def make_entry(
 
 
 class _MediaOf(msgspec.Struct):
-    """Decodes only the media of an encoded Trajectory."""
+    """Decodes only the media of a Trajectory."""
 
     media: list[Media] = []
 
 
 def image_names(payloads: Iterable[bytes]) -> set[str]:
-    """Return the names under which the images of encoded trajectories are stored."""
+    """Return the stored names of the trajectories' images."""
     found = chain.from_iterable(decode(payload, _MediaOf).media for payload in payloads)
     return {media.checksum for media in found if media.kind == "image"}
 
@@ -215,9 +199,7 @@ class CheckpointPointer(Record):
     """The newest durable checkpoint. Example: CheckpointPointer(step=50, version=50, name="step-00000050")."""
 
     step: int
-    """Last step covered."""
     version: int
-    """Policy version of the weights."""
     name: str
     """Folder within the run's checkpoints."""
 
@@ -231,29 +213,23 @@ class RunState(Record):
 
     run_id: str
     phase: Literal["starting", "training", "finishing", "finished", "failed"]
-    """starting: no batch yet | finishing: no more training prompts are leased | finished, failed: ended."""
+    """starting: no batch yet | finishing: no more training prompts are leased."""
     step: int
     """Last committed step."""
     version: int
-    """Newest version applied and verified by all members."""
+    """Newest version that all members applied and verified."""
     announced_version: int
-    """Newest version whose broadcast has begun. Tokens of later versions are rejected."""
+    """Newest version whose broadcast has begun. Later tokens are rejected."""
     consumed: int = 0
-    """Groups trained on for the first time in the steps included in `version`; pacing counts from it."""
+    """Groups first trained on in the steps up to `version`; the base of pacing."""
     checkpoint: CheckpointPointer | None = None
-    """Checkpoint to resume from; None before the first."""
+    """To resume from; None before the first."""
     detail: str = ""
-    """Reason for the phase, for display."""
     stepped_at: float | None = None
-    """Time of the last commit, seconds of the store's clock; None before the first."""
+    """Last commit, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Fencing token of the last committed claim; after a rollback and before the next commit, the token of the
-    rollback.
-
-    Only the learner that holds it may record a checkpoint.
-    """
+    """Fence of the last commit or rollback. Only the learner that holds it may record a checkpoint."""
     next_ordinal: int = 0
-    """Ordinal of the next new training prompt."""
     admitted: int = 0
     """See `StoreCounts.admitted`."""
 
@@ -262,33 +238,30 @@ class VersionEntry(Record):
     """A published set of weights. Example: VersionEntry(version=12, step=12, checksum="9f86d081884c7d65")."""
 
     version: int
-    """Policy version. A version published again after a resume is recorded again."""
+    """A version published again after a resume is recorded again."""
     step: int
     """Last step included in the weights; 0 = initial weights."""
     checksum: str
-    """xxh3-64 over the checksums of all buckets as sent, hexadecimal. Equal weights have equal checksums."""
+    """xxh3-64 over the checksums of all buckets, hexadecimal; equal for equal weights."""
 
 
 class EvaluationResult(Record):
-    """Running totals of an evaluation, complete when `num_answered == num_asked`.
+    """Running totals of an evaluation.
 
     Example: EvaluationResult(id="final-sampled", purpose="sampled", version=120, num_asked=512, num_answered=512,
         num_correct=490)
     """
 
     id: str
-    """Name chosen by the role that opened it."""
     purpose: Purpose
     version: int
-    """Policy version that samples every token of the answers."""
+    """Version that samples every token of the answers."""
     num_asked: int
-    """Answers requested: held-out rows times samples per row."""
+    """Held-out rows times samples per row."""
     num_answered: int
-    """Answers received so far."""
     num_correct: int
-    """Fully correct answers."""
     num_failed: int = 0
-    """Answers whose reward function failed; they count as not correct."""
+    """Answers with a failed reward function; not correct."""
 
     @property
     def is_complete(self) -> bool:
@@ -301,32 +274,31 @@ class EvaluationResult(Record):
 
 
 class EvaluationAnswer(Record):
-    """One answer to a held-out prompt, without tokens: the input for scores.
+    """An answer to a held-out prompt, without its tokens.
 
     Example: EvaluationAnswer(row=17, reward=1.0, is_correct=True, status="ok", data_source="openai/gsm8k",
         stop_reason="stop", num_tokens=212, version=40, answer="42")
     """
 
     row: int
-    """Row of the held-out file."""
     reward: float
     is_correct: bool
-    """Whether it is fully correct; false unless the status is ok."""
+    """False unless the status is ok."""
     status: str
     data_source: str
     stop_reason: str
     num_tokens: int
     """Model-written tokens."""
     version: int
-    """Policy version that sampled the last token."""
+    """Version of the last token."""
     answer: str = ""
-    """Key for majority votes: the answer that the reward function extracted, else a stand-in for the whole response,
-    such as its text; empty = no vote.
+    """Key for majority votes: the answer that the reward function extracted, else the response or its hash; empty = no
+    vote.
     """
 
 
 def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> EvaluationAnswer:
-    """Build the answer of a trajectory. `text` stands for the response if the reward function extracted nothing."""
+    """Build the answer of a trajectory. `text`: its vote if the reward function extracted nothing."""
     reward = trajectory.reward
     is_ok = reward.status == "ok"
     return EvaluationAnswer(
@@ -343,7 +315,7 @@ def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> Evaluati
 
 
 def stored_answer(header: TrajectoryHeader, payload: bytes) -> EvaluationAnswer:
-    """Build the answer of an arrived trajectory. A hash of its tokens stands for the response."""
+    """Build the answer of an arrived trajectory. The fallback vote is a hash of its tokens."""
     trajectory = unpack(payload)
     row = int(header.group_id.rpartition(":")[2].partition(".")[0])
     written = trajectory.token_ids[trajectory.model_mask]
@@ -361,31 +333,29 @@ class Event(Record):
     """Seconds of the store's clock."""
     role: str
     text: str
-    """One sentence, truncated if long."""
+    """One sentence."""
 
 
 class MetricsRows(Record):
     """Metrics rows, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
 
     last: int
-    """Number of rows ever appended. Pass it as `after` to continue reading."""
+    """Rows ever appended; pass it as `after` to continue reading."""
     rows: list[dict[str, Any]]
-    """Requested rows that are still stored."""
 
 
 PROGRESS_GAUGES = ("version", "tokens", "trajectories", "updates", "groups", "last_step")
-"""Gauges that grow as a generator, the learner, or the archiver works. The broker and the launcher have none."""
+"""Gauges that grow with the work of a generator, the learner, or the archiver. Broker and launcher have none."""
 
 
 class Heartbeat(Record):
-    """Report of a live role: its current gauges and the leases it is working on.
+    """Report of a live role: its gauges, and the leases it works on.
 
     Example: Heartbeat("generator-0", {"version": 3, "tokens": 512.0}, owner="generator-0/9f3c", lease_ids=["17-0"])
     """
 
     role_id: str
     gauges: dict[str, Any]
-    """Plain values."""
     owner: str = ""
     """Lease owner; empty for a role without leases."""
     lease_ids: list[str] = []
@@ -394,7 +364,7 @@ class Heartbeat(Record):
 def progress_mark(gauges: dict[str, Any]) -> str:
     """Return the progress gauges as one string; empty without any.
 
-    A peer that just joined reports version -1 and no totals, because rejoining is not progress.
+    Version -1 without totals also gives an empty string: joining again is not progress.
 
     Example: progress_mark({"version": 3, "tokens": 512.0, "running": 7}) == "version=3 tokens=512.0"
     """

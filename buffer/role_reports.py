@@ -1,4 +1,4 @@
-"""Role reports: the status that each role writes to the store, and where step time goes.
+"""Role reports: the status of each role, and where the time of steps goes.
 
 Only peers with the run's token can report (slipstream/runtime/credentials.py).
 """
@@ -13,22 +13,20 @@ from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
 
 Liveness = Literal["alive", "silent", "gone"]
-"""Reported recently | no report for `broker.peer_timeout_s`: dead, or cut off from the store | has left."""
+"""Reported recently | no report for `broker.peer_timeout_s` | has left."""
 
 Roles = dict[str, dict[str, Any]]
-"""Role name -> latest gauges, as the store returns them."""
+"""Role name -> latest gauges, from `Store.roles`."""
 
 LAUNCHER = "launcher"
-"""Role name of the launcher."""
 LEARNER = "learner"
-"""Role name of the learner."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
 ]
-"""Gauge `waits_for` of a role: nothing | groups to train on | evaluation answers | publication of weights | their
-transfer | prompts | external agents | room in the store, or the store itself | disk space, or a writable archive folder
-| the object store | `slipstream pause --off`.
+"""Gauge `waits_for`: nothing | groups to train on | evaluation answers | publication of weights | their transfer |
+prompts | external agents | the store, or room in it | disk space, or a writable archive folder | the object store |
+`slipstream pause --off`.
 """
 
 
@@ -48,36 +46,35 @@ class RoleStatus(Record):
     state: str
     report_age_s: float
     progress_age_s: float | None
-    """Seconds since the last progress; None for a role without progress gauges."""
+    """Seconds since the last progress; None without progress gauges."""
     reason: str
-    """Current activity or reason for waiting; for a role that is gone, why it left."""
+    """Current activity, reason for waiting, or why it left."""
     waits_for: str = ""
-    """WaitsFor; empty if the role is working or does not report it."""
+    """WaitsFor; empty if working or not reported."""
     host: str | None = None
     pid: int | None = None
-    """Process id on that host."""
     version: int | None = None
-    """Policy version it holds; None before the first and for roles without weights."""
+    """Policy version it holds; None before the first, or without weights."""
     version_lag: int | None = None
-    """Generators: number of versions announced since."""
+    """Generators: versions announced since."""
     tokens_per_s: float | None = None
-    """Tokens generated or trained on per second."""
+    """Generated or trained on."""
     running: int | None = None
     """Generators: trajectories in progress."""
     capacity: int | None = None
-    """Generators: maximum number of concurrent trajectories."""
+    """Generators: maximum of `running`."""
     rewards_failed: int | None = None
     """Generators: trajectories with a failed reward function."""
     restarts: int | None = None
-    """Restarts by the launcher; None if the launcher does not run this role."""
+    """By the launcher; None if it does not run this role."""
     kv_usage: float | None = None
     """Generators: fraction of the engine's KV cache in use."""
     preemptions: int | None = None
     """Generators: requests preempted because the KV cache was full."""
     is_chief: bool = False
-    """Brokers: whether it is the chief, which does the work shared by all brokers."""
+    """Brokers: whether it is the chief (`store_rules`)."""
     broker: str | None = None
-    """Generators: the broker that serves it; None if the run has only one."""
+    """Generators: their broker; None if the run has only one."""
 
     @property
     def is_alive(self) -> bool:
@@ -85,7 +82,7 @@ class RoleStatus(Record):
 
 
 def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version: int) -> list[RoleStatus]:
-    """Return the status of every role that ever reported: single roles first, then generators, each by name."""
+    """Return the status of every stored role, generators last, each by name."""
     restarts = roles.get(LAUNCHER, {}).get("restarts", {})
     statuses = [
         _role_status(name, gauges, run=run, now=now, announced_version=announced_version, restarts=restarts.get(name))
@@ -97,14 +94,14 @@ def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version
 def _role_status(
     name: str, gauges: dict[str, Any], *, run: RunConfig, now: float, announced_version: int, restarts: int | None
 ) -> RoleStatus:
-    # A negative age means that the store's clock was set back and the role has not reported since.
+    # Negative if the store's clock was set back since the report.
     age_s = abs(now - gauges["reported_at"])
     progressed_at = number_of(gauges, "progressed_at")
     # Peers without a version report -1.
     version = held if (held := gauges.get("version", -1)) >= 0 else None
     is_generator = gauges.get("role") == "generator"
     has_left = gauges.get("state") == "gone"
-    # The generator reports its limit once its engine has started. Until then, use the one from the settings.
+    # A generator reports its limit once its engine has started.
     capacity = _count(gauges, "max_concurrency") or run.generators.max_concurrency
     return RoleStatus(
         name=name,
@@ -132,12 +129,12 @@ def _role_status(
 
 
 def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
-    """Return the role of this kind with the latest report; None if none has reported."""
+    """Return the role of this kind with the latest report, if any."""
     return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
 
 
 def number_of(gauges: dict[str, Any], name: str) -> float | None:
-    """Return a gauge if it is a finite number. Gauges come from peers, so any plain value is possible."""
+    """Return a gauge if it is a finite number: peers may report any plain value."""
     value = gauges.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -170,10 +167,10 @@ PHASES = {
     "broker": {"routing": "routing", "storing": "storing", "waiting": "idle"},
     "store": {"busy": "busy"},
 }
-"""Role -> phase of its TimeAccount -> description. Other phases, such as startup, are ignored."""
+"""Role -> phase of its TimeAccount -> description. Other phases, such as startup, are not counted."""
 _LEAST_SHARE = 0.005
 _ALIKE = 0.1
-"""Maximum difference between the wait shares of both sides at which neither is called slower."""
+"""Difference of wait shares up to which neither side is called slower."""
 
 Counter = tuple[str, str, str]
 """(role, process name, gauge): ("generator", "generator-0", "time/working")."""
@@ -187,11 +184,10 @@ class RoleTimes(Record):
 
     role: str
     count: int
-    """Number of processes that reported."""
     shares: dict[str, float]
-    """Phase -> fraction of the processes' wall time; sums to 1, except for the store."""
+    """Phase -> fraction of wall time; sums to 1, except for the store."""
     cpu_s: float
-    """CPU seconds per step, of all processes and their children."""
+    """Per step, of all processes and their children."""
 
 
 class StepTimes(Record):
@@ -199,34 +195,34 @@ class StepTimes(Record):
 
     steps: int
     step_s: float
-    """Seconds per step: the sum of the learner's phases."""
+    """The sum of the learner's phases."""
     roles: list[RoleTimes]
-    """Roles that reported, learner first."""
+    """Learner first."""
 
     def share(self, role: str, phase: str) -> float:
-        """Return a phase's share; 0 for a role that did not report."""
+        """Return a phase's share; 0 if not reported."""
         return self.shares(role).get(phase, 0.0)
 
     def shares(self, role: str) -> dict[str, float]:
-        """Return phase -> share of a role; empty if it did not report."""
+        """Return phase -> share of a role; empty if not reported."""
         return next((each.shares for each in self.roles if each.role == role), {})
 
 
 def time_counters(roles: Roles) -> dict[Counter, float]:
-    """Return the time counters that the roles report. The broker reports the store's."""
+    """Return the roles' time counters. The broker reports the store's."""
     found: dict[Counter, float] = {}
     for name, gauges in roles.items():
         kind = str(gauges.get("role", ""))
         keys = ["cpu_s", *(f"time/{phase}" for phase in PHASES.get(kind, ()))]
         found |= {(kind, name, key): value for key in keys if (value := number_of(gauges, key)) is not None}
         if kind == "broker" and (seconds := number_of(gauges, "store_cpu_s")) is not None:
-            # Several brokers report on the same store; the report of a dead broker is out of date.
+            # Several brokers report it; a dead one's report is out of date.
             found["store", "store", "cpu_s"] = max(seconds, found.get(("store", "store", "cpu_s"), 0.0))
     return {counter: value for counter, value in found.items() if counter[0] in PHASES}
 
 
 def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
-    """Divide the growth of the counters by the number of steps in that period."""
+    """Compute the mean step from the growth of the counters over `steps` steps."""
     roles, num_steps = [], max(1, steps)
     wall_s = sum(value for (kind, _, key), value in grown.items() if kind == "learner" and key != "cpu_s")
     for kind, phases in PHASES.items():
@@ -243,7 +239,7 @@ def make_step_times(grown: Mapping[Counter, float], *, steps: int) -> StepTimes:
 
 
 def describe_times(times: dict[str, Any] | None) -> list[str]:
-    """Format StepTimes, as stored in a metrics row or the summary, as table lines; empty without any."""
+    """Format StepTimes, as stored in a metrics row, as table lines; empty without any."""
     if not times:
         return []
     found = msgspec.convert(times, StepTimes)

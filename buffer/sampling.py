@@ -1,16 +1,15 @@
-"""Sampling: which groups a step trains on and with which weights, the order of prompts, and the curriculum.
+"""Sampling: the groups of a step and their weights, the order of prompts, and the curriculum.
 
-Pure functions of a seed, a step, and the queue. A store reads its `Queue`, applies the result of `evict`, and claims
+Pure functions of a seed, a step, and the queue: a store reads its `Queue`, applies the result of `evict`, and claims
 the result of `sample`.
 
 Random selection is an exponential race: candidate i gets the key e_i / p_i with exponential e_i, and the smallest keys
-win. This samples without replacement in proportion to p.
+win. This samples without replacement, in proportion to p.
 
 Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 
-The curriculum skips prompts with rows that the policy solves always or never, by measured success rates. The store
-measures a row when one of its groups becomes complete (`prelude.lua`), and skips or leases the next prompt
-(`lease.lua`), each in one atomic operation.
+The curriculum skips prompts with a measured success rate outside a band. The store measures a row with each complete
+group (`prelude.lua`), and skips prompts as it leases them (`lease.lua`).
 """
 
 import math
@@ -32,7 +31,7 @@ from slipstream.configs.buffer import (
 )
 from slipstream.configs.data import CurriculumConfig
 
-# Random streams derived from the run's seed. Each kind of draw has its own stream.
+# Random streams, one per kind of draw.
 _PROMPT_STREAM = 0
 _FRESH_STREAM = 1
 _REUSE_STREAM = 2
@@ -45,18 +44,17 @@ class FileShare(Record):
 
     num_rows: int
     weight: float
-    """Relative share of prompts from this file."""
 
 
 RowCount = int | list[FileShare]
-"""Rows of one file, or of each of several files. Row numbers continue from file to file."""
+"""Rows of one file, or of each file; row numbers continue from file to file."""
 
 
 def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
-    """Return the dataset row for prompt number `ordinal` (0, 1, ...).
+    """Return the dataset row of prompt `ordinal`, from 0.
 
-    Each file has its own epochs, and each epoch is a seeded permutation of its rows. With several files, every range of
-    prompts holds each file's share, to within one prompt per file.
+    Each file has its own epochs, seeded permutations of its rows. Every range of prompts holds each file's share, to
+    within one prompt per file.
     """
     files = [FileShare(num_rows, 1.0)] if isinstance(num_rows, int) else num_rows
     if ordinal < 0 or not files or min(file.num_rows for file in files) < 1:
@@ -68,11 +66,11 @@ def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
 
 
 def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
-    """Return the file of this prompt, and how many earlier prompts came from the same file.
+    """Return the prompt's file, and the number of earlier prompts from it.
 
-    Files are spread evenly instead of drawn at random. Draws would leave a file of weight 0.01 out of a hundred prompts
-    one time in three, vary the mixture between batches, and require counting from the first prompt to know a row.
-    The first file takes prompt n where round(n * share) steps up, the second does the same among the rest, and so on.
+    Files are spread evenly: the first takes prompt n where round(n * share) steps up, the second does the same among
+    the rest, and so on. Random draws would vary the mixture between batches, leave a file of weight 0.01 out of 100
+    prompts one time in three, and require counting from the first prompt to find a row.
     """
     for number, (above, below) in enumerate(_shares_of_rest(weights)):
         before = (2 * ordinal * above + below) // (2 * below)
@@ -84,7 +82,7 @@ def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
-    """Share of each file but the last among itself and the files after it: exact, as (numerator, denominator)."""
+    """Exact share of each file but the last among itself and the files after it, as (numerator, denominator)."""
     exact = [Fraction(repr(weight)) for weight in weights]
     rests = [sum(exact[number:]) for number in range(len(exact))]
     return [(weight / rest).as_integer_ratio() for weight, rest in zip(exact[:-1], rests, strict=False)]
@@ -92,8 +90,8 @@ def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=16)
 def _permutation(epoch: int, num_rows: int, seed: int, file: int = 0) -> np.ndarray:
-    # Sort raw draws instead of using `Generator.permutation`: numpy guarantees only the bit generator's stream across
-    # versions, and a run resumed under a newer numpy must see the same sequence.
+    # Not `Generator.permutation`: across numpy versions, only a bit generator's stream is guaranteed, and a resumed run
+    # must see the same sequence.
     stream = [seed, epoch, _PROMPT_STREAM, *([file] if file else [])]
     return np.argsort(np.random.PCG64(stream).random_raw(num_rows), kind="stable")
 
@@ -106,14 +104,12 @@ class SamplingRules(Record):
     """
 
     sampler: SamplerConfig = FifoConfig()
-    """Claim order of ready groups."""
     reuse: ReuseConfig = ReuseConfig()
-    """Reuse of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
 
     @property
     def only_oldest(self) -> bool:
-        """Whether a step always claims the groups that became ready first, so the queue need not be read."""
+        """Whether a step always claims the oldest groups, so the queue need not be read."""
         return (
             isinstance(self.sampler, FifoConfig)
             and self.reuse.max_uses == 1
@@ -130,15 +126,13 @@ class Candidate(Record):
 
     id: str
     sequence: int
-    """Rank by the time when groups became ready."""
+    """Order in which groups became ready."""
     oldest_version: int
-    """Oldest version of a model-written token."""
     answered: int
     """Members with a reward."""
     reward_sum: float
-    """Sum of the rewards of answered members."""
     reward_squares: float
-    """Sum of their squares."""
+    """Over answered members."""
 
 
 class Queue(Record):
@@ -151,16 +145,16 @@ class Queue(Record):
     num_arrived: int
     """Groups that ever became ready."""
     num_uses: int
-    """Uses of groups in committed steps."""
+    """Uses in committed steps."""
 
 
 class Evictions(Record):
     """Groups that leave the queue before sampling. Example: Evictions(expired=["17"])."""
 
     expired: list[str] = []
-    """Ready groups beyond `max_lag`, with `on_stale=drop`."""
+    """Ready groups beyond `max_lag`, if `on_stale=drop`."""
     released: list[str] = []
-    """Reusable groups that are too old or exceed the limit. They are not used again."""
+    """Reusable groups that are too old or too many; not used again."""
 
     @property
     def is_empty(self) -> bool:
@@ -171,9 +165,8 @@ class Sample(Record):
     """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
 
     group_ids: list[str]
-    """Groups in sampling order, fresh ones first."""
+    """In sampling order, fresh ones first."""
     weights: list[float]
-    """Factor on each group's loss."""
     reused: list[bool]
 
 
@@ -181,17 +174,15 @@ class NotReady(Record):
     """Refusal of a claim. Example: NotReady(reason="3 of 32 groups are ready", ready_needed=32)."""
 
     reason: str
-    """One sentence, for status and logs."""
     ready_needed: int
-    """Number of ready groups at which retrying may succeed."""
+    """Ready groups at which a retry may succeed."""
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
 def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
-    """Return the groups that are too old for a learner at `version`, or too many to keep."""
+    """Return the groups that are too old for a learner at `version`, or too many."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
-    # `reusable` is ordered by when groups became ready, oldest first.
     surplus = len(queue.reusable) - reuse.max_groups
     released = [
         candidate.id
@@ -202,7 +193,7 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
 
 
 def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
-    """Select `num_groups` groups for `step`, or return why it cannot yet. Apply evictions to `queue` first."""
+    """Select groups for `step`, or return why it cannot yet. Apply evictions to `queue` first."""
     # Each arrival raises the limit, so retry at one more ready group.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
@@ -228,14 +219,14 @@ def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, st
 
 
 def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Sample | NotReady:
-    """Select under `only_oldest` rules: all of `oldest`, the groups that became ready first."""
+    """Select all of `oldest`, the groups that became ready first (`only_oldest`)."""
     if len(oldest) < num_groups:
         return NotReady(f"{num_ready} of {num_groups} groups are ready", ready_needed=num_groups)
     return Sample(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
 
 
 def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """Return (fresh, reused) counts by `fresh_fraction`. If one kind is short, take more of the other."""
+    """Return (fresh, reused) counts by `fresh_fraction`; one kind makes up for the other."""
     num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
     num_reused = min(len(queue.reusable), num_groups - num_fresh)
     return min(len(queue.ready), num_groups - num_reused), num_reused
@@ -245,7 +236,7 @@ def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, i
 def sample_fresh(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
 ) -> tuple[list[str], list[float]]:
-    """Return (group ids, loss weights) of at most `num_groups` candidates, in the sampler's order."""
+    """Return (group ids, loss weights) of at most `num_groups` candidates, in order."""
     if isinstance(sampler, PrioritizedConfig):
         return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _FRESH_STREAM))
     if isinstance(sampler, UniformConfig):
@@ -262,12 +253,12 @@ def sample_fresh(
 def sample_reused(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
 ) -> tuple[list[str], list[float]]:
-    """Return (group ids, loss weights) of at most `num_groups` random candidates, by priority if configured."""
+    """Return (group ids, loss weights) of random candidates: by priority if configured, else uniform."""
     return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _REUSE_STREAM))
 
 
 def priority(candidate: Candidate) -> float:
-    """Return the standard deviation of the group's rewards, rounded to a power of two; 1/256 if all are equal."""
+    """Return the standard deviation of the rewards, rounded to a power of two of at least 1/256."""
     if candidate.answered == 0:
         return 2.0**_SMALLEST_PRIORITY_LOG2
     mean = candidate.reward_sum / candidate.answered
@@ -277,10 +268,9 @@ def priority(candidate: Candidate) -> float:
 
 
 def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
-    """Return each candidate's selection probability, given the smallest losing key: float64, shape of `rates`.
+    """Return selection probabilities given the smallest losing key, float64, shape of `rates`.
 
-    Sums over the selected candidates, divided by these probabilities, are unbiased estimates of sums over all
-    candidates.
+    Sums over selected candidates, divided by these, are unbiased estimates of sums over all candidates.
     Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
     """
     return -np.expm1(-rates * threshold)
@@ -289,16 +279,16 @@ def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarra
 def _race(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seeds: tuple[int, int, int]
 ) -> tuple[list[str], list[float]]:
-    """Sample in proportion to priority. The weights make the expected gradient equal to that of a uniform sample."""
+    """Sample in proportion to priority. With `correction=1`, the expected gradient is that of a uniform sample."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
     rates = np.array([priority(candidate) ** exponent for candidate in candidates])
-    # The +1 keeps the logarithm finite by mapping the 2**64 raw values to (0, 1].
+    # The +1 maps raw values to (0, 1], where the logarithm is finite.
     keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / rates
     selected = np.argsort(keys, kind="stable")[:num_groups]
     group_ids = [candidates[index].id for index in selected]
     if not isinstance(sampler, PrioritizedConfig):
         return group_ids, [1.0] * len(group_ids)
-    # Rank conditioning: given the smallest losing key, inclusions are independent with known probabilities.
+    # Given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
     weights = (len(selected) / (len(candidates) * included)) ** sampler.correction
@@ -311,19 +301,18 @@ def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:
 
 # --- curriculum -------------------------------------------------------------------------------------------------------
 _SKIPS_PER_PROMPT = 16
-"""Maximum number of prompts skipped per leased prompt."""
+"""Maximum prompts skipped per leased prompt."""
 
 
 class Upcoming(Record):
-    """The next prompts in order, for a lease to choose from. If empty, no prompt is skipped and no row is measured.
+    """The next prompts, for a lease to choose from; if empty, none is skipped and no row is measured.
 
     Example: Upcoming(first=17, explored=[False, False, True])
     """
 
     first: int = 0
-    """Ordinal of the first prompt."""
     explored: list[bool] = []
-    """For each prompt: whether to generate it even if its row is outside the band."""
+    """Per prompt: generate it even if its row is outside the band."""
 
     def rows(self, *, num_rows: RowCount, seed: int) -> list[int]:
         return [row_of(self.first + place, num_rows=num_rows, seed=seed) for place in range(len(self.explored))]
@@ -333,9 +322,9 @@ NOTHING_SKIPPED = Upcoming()
 
 
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
-    """Return enough prompts for `num_new` leases. Without `may_skip`, all of them are explored."""
+    """Return enough prompts for `num_new` leases, all explored without `may_skip`."""
     num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
-    # A hash of the ordinal, so a repeated lease or another broker makes the same decision.
+    # A hash of the ordinal, so that repeated leases and other brokers decide the same.
     draws = [xxhash.xxh3_64_intdigest(f"explore:{seed}:{first + place}".encode()) for place in range(num_skips)]
-    # The last ones are always explored, so a lease ends and hands out all that pacing admits, whatever the rows.
+    # The last ones are always explored, so that a lease hands out all that pacing admits.
     return Upcoming(first, [draw < curriculum.explore * 2**64 for draw in draws] + [True] * num_new)

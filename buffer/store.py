@@ -1,9 +1,8 @@
-"""Store: the protocol of the durable state, implemented in Redis.
+"""Store: the protocol of a run's durable state.
 
 Group life cycle: open -> ready -> claimed(step, fence) -> used(step) -> retired. With reuse, a used group may be
-claimed again. A group that leaves this path before being used is rejected, expired, or quarantined with a reason, and
-its admission is returned. Each transition is one atomic operation. If the run has an archive, a finished group stays
-stored until it is archived.
+claimed again. Before it is used, a group may instead be rejected, expired, or quarantined, with a reason; its admission
+is then returned. Each transition is atomic. With an archive, a finished group stays stored until it is archived.
 """
 
 import time
@@ -37,10 +36,10 @@ from slipstream.runtime.clock import Clock
 
 
 class Store(Protocol):
-    """All operations. Synchronous and atomic; each takes about a millisecond per hundred ids.
+    """All operations: synchronous, atomic, about a millisecond per hundred ids.
 
-    Time is the store's own clock. Every method raises StoreUnavailableError if the store does not answer, and
-    RunConflictError before `open_run`. Every operation may be repeated after a lost answer.
+    Time is the store's clock. Every operation may be repeated after a lost answer, and raises StoreUnavailableError if
+    the store does not answer, RunConflictError before `open_run`.
     """
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -56,12 +55,11 @@ class Store(Protocol):
         group_filter: FilterConfig = KEEP_ALL,
         curriculum: CurriculumConfig | None = None,
     ) -> RunState:
-        """Create the run, or find the existing one. Raises RunConflictError if the store holds another run.
+        """Create or find the run. Raises RunConflictError for settings that the stored run must not change.
 
         `num_rows` and `seed` determine the order of the training prompts. `keeps_finished`: keep finished groups until
-        `forget`, for an archiver. `max_uses`: number of steps that may train on one group. `group_filter`: which
-        complete groups to reject instead of making them ready. `curriculum`: measure the success rate of each row. The
-        run stores both.
+        `forget`. `max_uses`: steps that may train on one group. `group_filter`: complete groups to reject.
+        `curriculum`: measure the success rate of each row.
         """
 
     def run_state(self) -> RunState: ...
@@ -73,13 +71,13 @@ class Store(Protocol):
         """Set the phase of the run and its reason."""
 
     def announce_version(self, version: int) -> None:
-        """Start accepting tokens of `version`. Has no effect if a higher version was announced."""
+        """Start accepting tokens of `version`. No-op for lower versions."""
 
     def commit_version(self, version: int) -> None:
-        """Record that all members applied and verified `version`. Has no effect if a higher version was committed."""
+        """Record that all members applied and verified `version`. No-op for lower versions."""
 
     def record_version(self, entry: VersionEntry) -> None:
-        """Record a set of weights before it is announced. Repeating the last entry has no effect."""
+        """Record a set of weights before it is announced. Repeating the last entry is a no-op."""
 
     def versions(self) -> list[VersionEntry]:
         """Return every recorded set of weights, in order."""
@@ -98,147 +96,140 @@ class Store(Protocol):
         max_evaluations: int | None = None,
         upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
-        """Lease prompts in this order: open evaluations, returned prompts, new prompts, more of the evaluations.
+        """Lease prompts: open evaluations, then returned prompts, new prompts, and more evaluations.
 
-        `max_groups` limits the number of groups; the slot of one group holds as many evaluation rows as a group has
-        members. `version`: lease evaluations of this version only. `max_evaluations`: maximum number of evaluation rows
-        leased ahead of other prompts.
+        In `max_groups`, `group_size` evaluation rows count as one group. `version`: lease evaluations of this version
+        only. `max_evaluations`: rows leased ahead of other prompts.
 
-        New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or training.
-        No training prompt is leased in later phases. A group needs `group_size` members; with `has_baseline` the last
-        one is decoded greedily. `upcoming` prompts with a row outside the curriculum's band are skipped: they finish
-        immediately and are not admitted.
+        New prompts are admitted while `admitted < admission_limit`. Training prompts are leased only in the phases
+        starting and training. A group has `group_size` members; with `has_baseline` the last one is greedy. `upcoming`
+        prompts outside the curriculum's band are skipped: they finish immediately and are not admitted.
         """
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
-        """Report roles as `report_role` does, and extend the named leases that their owners still hold.
+        """Report roles as `report_role` does, and extend the named leases that owners still hold.
 
-        Returns the number of extended leases. Each owner names the leases it is working on, so a lease whose answer was
-        lost in transit lapses. A few dozen roles share one call.
+        Returns the number extended. Owners name their leases, so a lease that was lost in transit lapses.
         """
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """Return prompts to be leased again with attempt + 1, keeping stored members. Return their number.
+        """Give prompts back, to be leased again with attempt + 1 for the missing members. Returns their number.
 
-        Lapsed leases are skipped; so are those of other owners if `owner` is given.
+        Skips lapsed leases, and those of other owners if `owner` is given.
         """
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        """Return all prompts leased to `owner`, and their number."""
+        """Give back all prompts leased to `owner`. Returns their number."""
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
-        """Correct deadlines after the store's clock jumped by `jump_s`, forward or back. Call it before `reap`.
+        """Correct the deadlines of leases, claims, and incomplete groups. Call it before `reap`.
 
-        Leases, claims, and incomplete groups keep their remaining time, capped at `lease_s` or `claim_lease_s`, which a
-        clock set back would exceed. Restricted to the chief, like `reap`.
+        If the store's clock jumped forward by `jump_s`, they move along. In any case the remaining time is capped at
+        `lease_s` or `claim_lease_s`, which it exceeds after a jump back (`jump_s=0`). Restricted to the chief.
         """
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
-        """Take back lapsed leases and claims, and quarantine groups that were tried too often.
+        """Take back lapsed leases and claims; quarantine groups that were tried too often.
 
-        Groups that wait too long for their last members become ready without them (unless the run's filter rejects
-        them), or expire, as `group_deadline` says. Returns one log line per event. Raises StaleFenceError unless
-        `fence` is the chief's (see `store_rules.Brokers`).
+        Incomplete groups beyond `group_deadline` become ready (unless the filter rejects them) or expire. Returns a log
+        line per event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
         """
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
-        """Report a broker as alive for `lease_s`, make it the chief if there is none, and return the live brokers.
+        """Report a broker as alive for `lease_s`, making it the chief if the run has none.
 
-        `facts`: plain values for the other brokers. All brokers of a run pass the same `lease_s`.
+        `facts`: plain values for other brokers. All brokers of a run pass the same `lease_s`.
         """
 
     # --- images of prompts -------------------------------------------------------------------------------------------
     def put_images(self, images: Mapping[str, bytes]) -> None:
-        """Store images by name for the rest of the run. Existing names are kept unchanged."""
+        """Store images by name for the rest of the run, skipping existing names."""
 
     def images(self, names: list[str]) -> dict[str, bytes]:
-        """Return name -> bytes of the named images that are stored."""
+        """Return name -> bytes of those that are stored."""
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
-        """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
+        """Store trajectories, idempotent on id; return their outcomes in order. Durable (as configured) on return.
 
-        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller either
-        has it resent (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is
-        ready, or rejected by the run's filter, in the same atomic operation. `guest`: the guest that wrote them.
-        Trajectories of a quarantined guest are refused (`guest_quarantined`).
+        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller has it
+        resent (`store_full`) or passes it to `quarantine`. A completed group atomically becomes ready or is rejected by
+        the filter. `guest`: the guest that wrote them, if any.
         """
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
-        """Ban a guest permanently, quarantine its groups that were never trained on, and return their number.
+        """Refuse a guest's trajectories from now on; quarantine its unused groups, and return their number.
 
-        A group with any member from the guest counts as its group. A claimed group follows when its claim lapses or is
-        rolled back. A used group is not sampled again, and follows if a rollback undoes its use.
+        Its groups are those with any member from it. A claimed one follows when its claim lapses or is rolled back. A
+        used one is not sampled again, and follows if a rollback undoes its use.
         """
 
     def quarantined_guests(self) -> dict[str, str]:
         """Return quarantined guest -> reason."""
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        """Keep the first bytes of a rejected frame, in a bounded list, and count it in `refused[reason]`."""
+        """Count a rejected frame in `refused[reason]`, and keep its first bytes in a bounded list."""
 
     # --- batches -----------------------------------------------------------------------------------------------------
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        """Claim exactly `num_groups` groups for `step` of a learner at `version`, or return why it cannot yet.
+        """Claim `num_groups` groups for `step` of a learner at `version`, or return why it cannot yet.
 
-        Stale groups leave the queue first, as the rules say. A step has one claim: an earlier claim is taken back
-        first, so retrying after a lost answer is safe. Raises StaleFenceError for a committed step.
+        Stale groups leave the queue first, by the rules. An earlier claim of the step is taken back, so a retry is
+        safe. Raises StaleFenceError for a committed step.
         """
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
-        """Block until `num_groups` groups are ready, for at most `timeout_s`. Return whether they are."""
+        """Block until `num_groups` groups are ready; False after `timeout_s`."""
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Return each group's encoded trajectories, by index. Raises StaleFenceError for a group without any."""
+        """Return each group's encoded trajectories by index. Raises StaleFenceError for a group without any."""
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
         """Extend the claim's lease. Raises StaleFenceError."""
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Remove groups that the learner will not train on from a claim; return their number. Raises StaleFenceError.
+        """Remove groups from a claim; return their number. Raises StaleFenceError.
 
-        Groups outside the claim are skipped. A group that was trained on before is only released and not used again.
-        Claim the step again to refill it.
+        Skips groups outside the claim. Groups trained on before are only released, not used again. Claim the step again
+        to refill it.
         """
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
-        """Mark the claim's groups as used and set RunState.step to claim.step. Raises StaleFenceError.
+        """Mark the claim's groups as used, set RunState.step, and add `entry` to the ledger, atomically.
 
-        Adds `entry` to the step ledger in the same atomic operation. Committing the same claim again has no effect.
+        Committing the same claim again is a no-op. Raises StaleFenceError for a lapsed claim or a step out of order.
         """
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        """Record a durable checkpoint of every step <= pointer.step, retire their groups, and return their number.
+        """Record a durable checkpoint of all steps <= pointer.step; retire their groups, and return their number.
 
-        Groups that may be used again stay until the run is finishing. A resumed run starts from the pointer, so the
-        ledger up to it is final. Raises StaleFenceError if it covers steps that are not committed here, or if `fence`
-        is not RunState.fence.
+        Reusable groups stay until the run is finishing. The ledger up to the pointer is final. Raises StaleFenceError
+        if it covers uncommitted steps, or if `fence` is not RunState.fence.
         """
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
-        """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, become ready again.
+        """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, return to the queue.
 
-        Return their number and the new RunState.fence, which is greater than that of every earlier learner.
+        Returns their number and the new RunState.fence, which locks out every earlier learner.
 
-        Removes ledger entries after `to_step`. Announced versions stay announced, because trajectories of undone
-        versions may still arrive. A live claim counts as an attempt, so a group that crashes every learner ends in
-        quarantine.
+        Removes ledger entries after `to_step`. Versions stay announced: trajectories of undone versions may still
+        arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
         """
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Return the entries of committed steps from `first_step` on, in order."""
+        """Return the entries of committed steps, in order."""
 
     # --- finished groups ---------------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
-        """Return the oldest `limit` finished groups that are stored, without removing them."""
+        """Return the oldest `limit` finished groups, without removing them."""
 
     def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
-        """Delete archived groups and return their number. Unfinished groups are skipped. Restricted to the chief."""
+        """Delete archived groups; return their number. Skips unfinished groups. Restricted to the chief."""
 
     def audit(self) -> Audit:
-        """Recompute the accounting from the stored data. Reads all groups: seconds for a hundred thousand."""
+        """Recompute the accounting from the stored data: seconds for a hundred thousand groups."""
 
     # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(
@@ -256,52 +247,49 @@ class Store(Protocol):
     def counts(self) -> StoreCounts: ...
 
     def now(self) -> float:
-        """Return the store's clock, seconds, comparable with the times in records."""
+        """Return the store's clock, seconds."""
 
     def ready_versions(self) -> dict[int, int]:
-        """Return oldest token version -> number of ready groups. Reads every ready group."""
+        """Return oldest token version -> number of ready groups."""
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        """Publish a role's gauges (plain values), stamped with the store's time.
-
-        Above `ROLES_KEPT` roles, a new one replaces the one with the oldest report.
-        """
+        """Publish a role's gauges (plain values); see `ROLES_KEPT`."""
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the latest gauges of every stored role, including `reported_at`, seconds of the store's clock.
+        """Return the latest gauges of every stored role, with `reported_at`, seconds of the store's clock.
 
-        A role that ever made progress (`progress_mark`) also has `progressed_at`, the time of its last progress.
+        After progress (`progress_mark`), also with `progressed_at`.
         """
 
     def record_event(self, role_id: str, text: str) -> None:
-        """Append an event; the newest `EVENTS_KEPT` are kept."""
+        """Append an event; see `EVENTS_KEPT`."""
 
     def events(self, *, limit: int) -> list[Event]:
         """Return the newest `limit` events, oldest first."""
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
-        """Leave a request for a role of the run, replacing any on the same subject."""
+        """Leave a request for a role, replacing any on the same subject."""
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
         """Return subject -> value of pending requests."""
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
-        """Remove pending requests, all or those on `subjects`, and return subject -> value; each is returned once."""
+        """Remove and return pending requests (subject -> value), all or those on `subjects`."""
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append the row of a step; the newest `METRICS_KEPT` are kept."""
+        """Append the row of a step; see `METRICS_KEPT`."""
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
-        """Return the stored rows after the first `after` ever appended, and the number ever appended."""
+        """Return the stored rows after the first `after` ever appended."""
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of the store's server; 0 for a store without its own process."""
+        """Return the CPU seconds of the server."""
 
     def memory(self) -> StoreMemory:
         """Return memory use and limit of the store's server."""
 
     def full_disk(self) -> str:
-        """Describe the full disk that makes the store refuse writes; empty while it accepts them."""
+        """Describe the full disk that makes the store refuse writes; else empty."""
 
     def close(self) -> None:
         """Close all connections to the server."""
@@ -311,7 +299,7 @@ _REPORT_INTERVAL_S = 5.0
 
 
 class StoreOutage:
-    """A period of failing store calls. Life: (record* -> end)*."""
+    """A period of failing store calls. Life cycle: (record* -> end)*."""
 
     def __init__(self, *, report: Callable[[str], object], clock: Clock = time.monotonic) -> None:
         """`report` receives one sentence per call."""
@@ -320,7 +308,7 @@ class StoreOutage:
         self._began_at: float | None = None
         self._next_report_at = 0.0
         self.reason = ""
-        """`store_unavailable` | `store_cannot_write`, as sent to peers in a Nack; empty while the store works."""
+        """`store_unavailable` | `store_cannot_write`, for a Nack; empty while the store works."""
 
     @property
     def seconds(self) -> float:
@@ -328,7 +316,7 @@ class StoreOutage:
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
     def record(self, error: StoreUnavailableError) -> None:
-        """Record a failed call, and report it if a report is due."""
+        """Record a failed call; report it every few seconds."""
         now = self._clock()
         if self._began_at is None:
             self._began_at = self._next_report_at = now

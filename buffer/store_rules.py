@@ -1,8 +1,8 @@
-"""Rules and messages shared by all stores: run identity, leases, claims, and the chief broker.
+"""Rules and messages of a store: run identity, leases, claims, and the chief broker.
 
-The chief does the work that must be done only once among all brokers. Its lease makes it unique: another broker becomes
-the chief when the lease lapses, and so does a new process under the same name. Its fence proves it: every chief
-operation carries its fence, and the store rejects any other fence, or one with a lapsed lease.
+The chief is the one broker that does the work shared by all brokers. It holds a lease: when it lapses, another broker
+becomes the chief; a new process under the chief's name does so immediately. Every chief operation carries a fence,
+which the store rejects unless it is the chief's and the lease is live.
 """
 
 import json
@@ -18,7 +18,6 @@ from slipstream.configs.cluster import PLACE
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
-"""All values of RunState.phase."""
 
 MAY_CHANGE = (
     *PLACE,
@@ -27,13 +26,13 @@ MAY_CHANGE = (
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
     "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",
 )  # fmt: skip
-"""Settings that a resumed run may change: where it runs, when it ends, its workers and timeouts, and how the learner
-divides model and work, which does not affect gradients.
+"""Settings that a resumed run may change: where it runs, when it ends, workers and timeouts, and how the learner
+divides model and work without affecting gradients.
 """
 
 
 def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tuple[str, RowCount, int]) -> None:
-    """Compare (config_json, num_rows, seed). Raises RunConflictError for the first setting that differs."""
+    """Compare (config_json, num_rows, seed). Raises RunConflictError for a setting that must not differ."""
     before, now = _settings(*stored), _settings(*opened)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "absent"), now.get(key, "absent")
@@ -68,19 +67,19 @@ def _flatten(value: Any, path: str) -> dict[str, Any]:
 
 # --- leases ----------------------------------------------------------------------------------------------------------
 def asked_answers(rows: list[int], *, samples: int) -> list[str]:
-    """Return the answers of an evaluation, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
-    # Samples of a row are consecutive, so the engine may still have its prompt in the prefix cache.
+    """Return the answers to ask for, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
+    # Samples of a row are consecutive, for the engine's prefix cache.
     numbers = [""] if samples == 1 else [f".{sample}" for sample in range(samples)]
     return [f"{row}{number}" for row in dict.fromkeys(rows) for number in numbers]
 
 
 def evaluation_group_id(evaluation_id: str, answer: str) -> str:
-    """Return `<evaluation id>:<answer>`. Ids of training groups have no colon."""
+    """Return `<evaluation id>:<answer>`; ids of training groups have no colon."""
     return f"{evaluation_id}:{answer}"
 
 
 def evaluation_sequence(version: int, number: int) -> int:
-    """Sort key of a pending answer: by version first, so that a lease can select one version."""
+    """Sort key of a pending answer, by version first, so that a lease can select a version."""
     return version << 32 | number
 
 
@@ -92,8 +91,8 @@ def is_evaluation(group_id: str) -> bool:
 def make_lease(
     group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: RowCount, seed: int
 ) -> Lease:
-    """Build the lease of a group, including the dataset row for its ordinal."""
-    # The row follows from the ordinal and the seed, so no dataset cursor is stored.
+    """Build the lease of a group, with its dataset row."""
+    # Row from ordinal and seed: no dataset cursor is stored.
     ordinal = int(group_id.rpartition(":")[2].partition(".")[0])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(
@@ -121,7 +120,7 @@ def short_group_message(group_id: str, *, members: int, size: int, deadline: Tra
 
 # --- claims ----------------------------------------------------------------------------------------------------------
 def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Claim:
-    """Build the claim of a sample, omitting weights that are all 1 and reuse flags that are all false."""
+    """Build the claim of a sample, omitting trivial weights and reuse flags."""
     return Claim(
         step=step,
         fence=fence,
@@ -133,9 +132,9 @@ def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Cla
 
 
 def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, version: int) -> LagSplit:
-    """Convert sums over a claim's members to means.
+    """Convert sums over a claim's members, as in `insert.lua`, to means.
 
-    The sums are: versions applied in flight, versions being published, and the version announced at arrival.
+    `arrived` sums the versions announced at arrival.
     """
     count = max(1, num_members)
     return LagSplit(in_flight / count, publish / count, max(0.0, version - arrived / count))
@@ -151,7 +150,7 @@ def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -
 
 # --- errors of the learner's operations ------------------------------------------------------------------------------
 def stale_claim(claim: Claim) -> StaleFenceError:
-    """Error of an operation on a claim that is not the step's live claim."""
+    """Error of an operation on a claim that is not live."""
     return StaleFenceError(
         f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
     )
@@ -196,9 +195,7 @@ def not_stored(group_id: str) -> StaleFenceError:
 
 # --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
-"""Fence of a broker that is not the chief. The store accepts it while a run has never had a chief: in a single
-process.
-"""
+"""Fence of a broker that is not the chief. Accepted as long as a run has never had a chief, as in a single process."""
 
 
 class Brokers(Record):
@@ -209,9 +206,9 @@ class Brokers(Record):
 
     chief: str
     fence: int
-    """Fence of the reporting broker if it is the chief, else NO_FENCE."""
+    """The chief's fence if this broker is the chief, else NO_FENCE."""
     living: dict[str, dict[str, Any]]
-    """Live broker -> its last reported facts."""
+    """Live broker -> its facts."""
 
 
 def stale_chief(fence: int) -> StaleFenceError:

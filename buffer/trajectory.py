@@ -11,16 +11,16 @@ from msgspec import Meta
 from slipstream.configs.base import Record
 
 SCHEMA_VERSION = 4
-"""Increment for every change that a reader of the previous schema would misread. Version 3 is still readable."""
+"""Increment when a reader of the previous schema would misread the new one. Version 3 is still readable."""
 
 Purpose = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """`train`, or the name of an evaluation, such as `greedy`."""
 ShortName = Annotated[str, Meta(min_length=1, max_length=64)]
 """Free-form name of a stop reason, metric, etc."""
 Name = Annotated[str, Meta(max_length=512)]
-"""An id. Bounded because the broker echoes it and the store builds keys from it."""
+"""An id, bounded because the broker echoes it and the store builds keys from it."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""An integer that a double represents exactly, because numbers in the store's scripts are doubles."""
+"""Exact as a double: numbers in the store's scripts are doubles."""
 
 
 def make_lease_id(group_id: str, attempt: int) -> str:
@@ -44,7 +44,7 @@ def group_of(lease_id: str) -> str:
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens from `first_token` up to the next span, all sampled by policy `version`.
+    """Tokens up to the next span, all sampled by policy `version`.
 
     Example: VersionSpan(first_token=6, version=3)
     """
@@ -52,7 +52,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     first_token: int
     """Index into `token_ids`."""
     version: int
-    """Policy version; 0 = initial weights."""
+    """0 = initial weights."""
 
 
 class Reward(Record):
@@ -62,24 +62,22 @@ class Reward(Record):
     """
 
     total: float
-    """Reward. If status is not ok, it is 0.0 and the trajectory is masked instead of being trained on as a zero."""
+    """0.0 if the status is not ok; the trajectory is then masked, not trained on."""
     parts: dict[str, float] = {}
-    """Components by name, for reports."""
+    """Components by name."""
     status: Literal["ok", "error", "timeout"] = "ok"
     is_correct: bool = False
-    """Whether the response is fully correct; counted by `accuracy`."""
+    """Fully correct; counted by `accuracy`."""
     detail: str = ""
-    """Reason of a status other than ok. Otherwise the answer that the reward function extracted, if it reports one:
-    equal answers count as the same vote in an evaluation's majority.
+    """The reason if the status is not ok. Otherwise the answer that the reward function extracted, if any: the vote in
+    an evaluation's majority.
     """
     turns: list[float] = []
-    """Share of `total` earned by each turn, in order; the remainder goes to the whole trajectory. Empty: all of it
-    does.
-    """
+    """Share of `total` earned by each turn; the remainder (all if empty) goes to the whole trajectory."""
 
 
 class Media(Record):
-    """Reference to an image, video, or sound that the model saw. The bytes do not travel with the trajectory.
+    """An image, video, or sound that the model saw, without its bytes.
 
     Example: Media(kind="image", uri="train/00017/0", checksum="9f86d081...", first_token=4, num_tokens=64)
     """
@@ -89,11 +87,10 @@ class Media(Record):
     uri: str
     """Row name and 0-based image number within the row."""
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
-    """SHA-256 of the bytes, hexadecimal. The store and the archive use it as the file's name."""
+    """SHA-256 of the bytes, hexadecimal; also their name in store and archive."""
     first_token: int
     """Index of its first token in `token_ids`."""
     num_tokens: int
-    """Number of tokens that represent it."""
 
 
 class Sampling(Record):
@@ -107,17 +104,14 @@ class Sampling(Record):
     top_p: float
     """Nucleus probability; 1 = off."""
     top_k: int
-    """Number of most likely tokens to keep; -1 = all."""
+    """Most likely tokens to keep; -1 = all."""
     max_tokens: int
-    """Maximum response length, tokens."""
     seed: int
     """Seed of this request only."""
 
 
 class TrajectoryHeader(Record):
-    """Description of a trajectory for the broker and the store, which never decode the payload.
-
-    Reward fields repeat those of the payload's Reward.
+    """Summary of a trajectory for routing, admission, and accounting.
 
     Example: TrajectoryHeader(id="17-0-3", group_id="17", index=3, purpose="train", attempt=0, lease_id="17-0",
         prompt_uid="reverse/00017", group_size=8, num_tokens=13, written_tokens=6, oldest_version=2, newest_version=3,
@@ -125,32 +119,30 @@ class TrajectoryHeader(Record):
     """
 
     id: Name
-    """Unique within the run, see `make_trajectory_id`."""
+    """See `make_trajectory_id`."""
     group_id: Name
     index: Count
     """Index in the group, 0 <= index < group_size."""
     group_size: Count
-    """Number of members in a complete group, including a greedy one."""
+    """Members of a complete group, including a greedy one."""
     purpose: Purpose
     attempt: Count
-    """Number of earlier leases of the prompt."""
+    """Earlier leases of the prompt."""
     lease_id: Name
     prompt_uid: str
     """Name of the dataset row."""
     num_tokens: Count
-    """Tokens in prompt and response."""
+    """Prompt and response."""
     written_tokens: Count
-    """Model-written tokens."""
     oldest_version: Count
-    """Oldest policy version that sampled a token."""
+    """Oldest version that sampled a token."""
     newest_version: Count
-    """Newest policy version that sampled a token."""
     reward: float
     reward_status: Literal["ok", "error", "timeout"]
     is_correct: bool
     is_greedy: bool
     payload_bytes: Count
-    """Size of the encoded Trajectory, bytes."""
+    """Size of the encoded Trajectory."""
     checksum: int
     """xxh3-64 of the encoded Trajectory."""
     schema_version: int = SCHEMA_VERSION
@@ -158,10 +150,10 @@ class TrajectoryHeader(Record):
 
 
 class Trajectory(Record):
-    """One response to one prompt, token by token, as the engine sampled it. Ids are as in TrajectoryHeader.
+    """One response to one prompt, token by token. Ids are as in TrajectoryHeader.
 
-    It holds one context or several, concatenated: those of sub-agents, or those before and after a compaction. All
-    contexts are delivered, scored, and trained on together as one group member with one reward.
+    It concatenates one or more contexts: of sub-agents, or before and after a compaction. All contexts form one group
+    member with one reward.
 
     Example: Trajectory(id="17-0-3", ..., token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11],
         model_mask=[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1], generator_logprobs=[0, 0, 0, 0, 0, 0, -0.1, ...],
@@ -174,13 +166,13 @@ class Trajectory(Record):
     prompt_uid: str
     attempt: int
     token_ids: np.ndarray
-    """int32[T], prompt tokens followed by response tokens, over all contexts."""
+    """int32[T], over all contexts; each starts with prompt tokens."""
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
     """float32[T], log-probability under the distribution actually sampled from; 0 where model_mask is false."""
     version_spans: list[VersionSpan]
-    """Policy versions that sampled the tokens, in order. The spans cover every model-written token."""
+    """In token order, covering every model-written token."""
     reward: Reward
     stop_reason: ShortName
     """`stop` (end token), `length` (max_tokens), `aborted` (by the agent loop), or defined by an agent loop, such as
@@ -188,25 +180,23 @@ class Trajectory(Record):
     """
     sampling: Sampling
     generator_id: str
-    """Logical id of the generator."""
     started_at: float
     """Seconds since 1970, generator's clock."""
     finished_at: float
-    """Seconds since 1970, generator's clock."""
     data_source: str
     """Task type, from the dataset."""
     num_turns: int = 1
-    """Runs of consecutive model-written tokens within a context."""
+    """Runs of consecutive model-written tokens within contexts."""
     extras: dict[str, Any] = {}
-    """Data that the agent loop wants stored; plain values only."""
+    """Plain values of the agent loop, for storage."""
     context_starts: list[int] = []
-    """Indices into `token_ids` where each context after the first starts."""
+    """Index into `token_ids` of each context's first token, except the first context's."""
     arrays: dict[str, np.ndarray] = {}
-    """Additional per-token data by name, [T, ...], such as the experts chosen by the engine, int16[T, layers, k]."""
+    """More per-token data by name, [T, ...], such as the engine's choice of experts, int16[T, layers, k]."""
     media: list[Media] = []
-    """Images, videos, and sounds that the model saw, in token order."""
+    """In token order."""
     metrics: dict[str, float] = {}
-    """Agent loop numbers for reports, such as `tool_calls`."""
+    """Numbers of the agent loop for reports, such as `tool_calls`."""
 
     @property
     def num_tokens(self) -> int:
@@ -214,11 +204,11 @@ class Trajectory(Record):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it was decoded greedily. A group's greedy member is its baseline and is not trained on."""
+        """Whether it was decoded greedily; in a group, that is the baseline, which is not trained on."""
         return self.sampling.temperature == 0
 
     def context_bounds(self) -> list[int]:
-        """Return the first token of each context, followed by the end of the last."""
+        """Return the first token of each context, and the end of the last."""
         return [0, *self.context_starts, self.num_tokens]
 
     def turn_starts(self) -> np.ndarray:
@@ -231,7 +221,7 @@ class Trajectory(Record):
     def token_versions(self) -> np.ndarray:
         """Return the version that sampled each token, int32[T]; -1 for tokens not written by the model."""
         versions = np.full(self.num_tokens, -1, dtype=np.int32)
-        # Spans are in order, so each one overwrites the tail of the previous one.
+        # Each span overwrites the tail of the previous one.
         for span in self.version_spans:
             versions[span.first_token :] = span.version
         versions[~self.model_mask] = -1
@@ -240,7 +230,7 @@ class Trajectory(Record):
 
 # --- checks of answers written by guests ------------------------------------------------------------------------------
 class AnswerCheck(Record):
-    """Comparison of a guest's answer with a recomputation by our own engine and reward functions.
+    """Comparison of a guest's answer with our own recomputation.
 
     Sums run over the tokens sampled by the answer's newest version.
 
@@ -250,42 +240,40 @@ class AnswerCheck(Record):
 
     id: Name
     num_tokens: Count = 0
-    """Tokens scored; 0 if the checking generator has sampled nothing with that version to compare against."""
+    """Tokens scored; 0 if the checking generator has no samples of that version to compare with."""
     logprob_diff: float = 0.0
     """Sum of absolute log-probability differences, nats."""
     own_logprob_diff: float = 0.0
-    """Mean absolute difference over our own answers with that version, nats: the policy has changed since."""
+    """Mean absolute difference over our own answers with that version, nats: the policy may have changed since."""
     surplus: float = 0.0
-    """Number of tokens that are the most likely at their position, minus the number expected of samples from the
-    policy.
-    """
+    """Number of sampled tokens that are the most likely ones, minus the number expected under the policy."""
     variance: float = 0.0
-    """Variance of `surplus` over samples from the policy."""
+    """Variance of `surplus` under the policy."""
     logprob: float = 0.0
     """Log-probability of all model-written tokens, nats."""
     digest: Annotated[str, Meta(max_length=32)] = ""
     """Hash of all model-written tokens."""
     lie: Annotated[str, Meta(max_length=1024)] = ""
-    """One sentence on a prompt or reward that differs from the answer's claim; empty: none."""
+    """One sentence on a prompt or reward that differs from the guest's claim; empty: none."""
 
 
 # --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
-    """Return the lag of model-written tokens, same shape as `versions`.
+    """Return the lag of tokens, same shape as `versions`.
 
-    Lags are negative after the learner resumes from an older checkpoint. Such tokens count as fresh.
+    Negative after the learner resumes from an older checkpoint; such tokens count as fresh.
     """
     return learner_version - versions
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """Return where a model-written token is more than `max_lag` versions old, bool[T]."""
+    """Return where model-written tokens are more than `max_lag` versions old, bool[T]."""
     too_old = lag(trajectory.token_versions(), learner_version) > max_lag
     return too_old & trajectory.model_mask
 
 
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:
-    """Return lag -> number of model-written tokens, in ascending order of lag."""
+    """Return lag -> number of model-written tokens, ascending."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
         starts = [span.first_token for span in trajectory.version_spans]

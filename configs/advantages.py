@@ -8,25 +8,25 @@ from slipstream.configs.base import ConfigError, Formula, Positive, Share, union
 
 
 class AdvantageConfig(Formula):
-    """Function of `AdvantageInputs` that returns one advantage per trajectory. A group of one has advantage 0 unless a
-    trait says otherwise."""
+    """Function of `AdvantageInputs` that returns one advantage per trajectory: 0 in a group of one, unless a trait says
+    otherwise."""
 
     module: ClassVar[str] = "advantages"
 
     has_own_baseline: ClassVar[bool] = False
-    """Whether the baseline is computed outside the group, so that a group of one has an advantage."""
+    """Whether the baseline comes from outside the group, so that a group of one has an advantage."""
     compares_groups: ClassVar[bool] = False
-    """Whether trajectories are compared beyond their group, so that a group with equal rewards has advantages."""
+    """Whether trajectories are compared across groups, so that equal rewards in a group still give advantages."""
     is_per_token: ClassVar[bool] = False
-    """Whether the function returns one advantage per token."""
+    """Whether it returns one advantage per token."""
     needs_critic: ClassVar[bool] = False
     """Whether it takes critic values; it then returns (advantages, critic targets)."""
     needs_start_logprobs: ClassVar[bool] = False
-    """Whether it takes the learner's log-probabilities at the start of the step."""
+    """Whether it takes the learner's log-probabilities from the start of the step."""
     needs_collisions: ClassVar[bool] = False
     """Whether it takes the probability that two draws of a token are equal."""
     unshaped: ClassVar[str] = ""
-    """Quantity compared instead of the shaped reward, so that reward shaping has no effect; empty = none."""
+    """Quantity compared instead of shaped rewards, for the error about reward shaping; empty = none."""
 
 
 class GrpoConfig(AdvantageConfig, tag="grpo"):
@@ -112,7 +112,7 @@ class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
     unshaped: ClassVar[str] = "right answers with wrong ones"
 
     k: Annotated[int, Meta(ge=1)] = 4
-    """Number of answers, at least one of them correct."""
+    """Number of answers of which one must be correct."""
 
 
 class GdpoConfig(AdvantageConfig, tag="gdpo"):
@@ -133,7 +133,7 @@ class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
     compares_groups: ClassVar[bool] = True
 
     decay: Annotated[float, Meta(gt=0, lt=1)] = 0.9
-    """Fraction of the previous average kept after a step."""
+    """Fraction of the average kept at each step."""
 
 
 class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
@@ -145,7 +145,7 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     needs_collisions: ClassVar[bool] = True
 
     per_turn: bool = False
-    """Align members by turn and position within the turn instead of position within the answer: for tool agents."""
+    """For tool agents: align members by turn and position in the turn instead of position in the answer."""
     epsilon: Positive = 1e-8
     """Added to the baseline's denominator."""
 
@@ -214,5 +214,5 @@ class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     """Keyword arguments of the function."""
 
 
-# msgspec decodes unions, not base classes. Below this line, the name means any of the records above.
+# msgspec decodes unions, not base classes. From here on, the name means any record above.
 AdvantageConfig = union_of(AdvantageConfig)

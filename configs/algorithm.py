@@ -1,4 +1,4 @@
-"""The objective: advantage, correction, policy loss, KL, and aggregation, each chosen independently."""
+"""The objective: advantage, correction, policy loss, KL, and aggregation, chosen independently."""
 
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(Config):
-    """Value model for the advantages that need values (`gae`, `vtrace`): a separate trunk with one output per token."""
+    """Value model for advantages that need one (`gae`, `vtrace`): a separate trunk with one output per token."""
 
     path: str | None = None
     """Initial checkpoint: a policy, or the `critic/model` folder of a checkpoint; null = `model.path`."""
@@ -42,29 +42,29 @@ class DistillationConfig(Config):
     teacher_path: str
     """Folder or hub name of the teacher, in transformers format."""
     divergence: Literal["k1", "k3", "forward_kl_topk", "jsd_topk"] = "k1"
-    """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`: forward
-    KL over the teacher's most likely tokens. `jsd_topk`: Jensen-Shannon divergence over the same tokens."""
+    """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`,
+    `jsd_topk`: forward KL or Jensen-Shannon divergence over the teacher's most likely tokens."""
     coefficient: Positive = 1.0
     """Weight relative to the task loss."""
     with_rewards: bool = True
-    """Whether rewards also count; false = only the teacher."""
+    """Whether rewards count as well; false = only the teacher."""
     bound: Positive = 10.0
     """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture; for `jsd_topk`."""
-    renormalize: bool = False
-    """Whether to renormalize over the most likely tokens; false = treat all other tokens as one additional outcome."""
+    renormalise: bool = False
+    """Whether to renormalize over the most likely tokens; false = all other tokens form one additional outcome."""
 
     @property
     def takes_candidates(self) -> bool:
-        """Whether the divergence compares the teacher's most likely tokens instead of the sampled one."""
+        """Whether it compares the teacher's most likely tokens instead of the sampled one."""
         return self.divergence in ("forward_kl_topk", "jsd_topk")
 
 
 class AdaptiveKlConfig(Config):
-    """KL coefficient that keeps the measured KL at a target, `kl.adaptive_coefficient`."""
+    """KL coefficient that steers the measured KL toward a target, `kl.adaptive_coefficient`."""
 
     target: Positive
     """Target KL, mean over the tokens of a step, nats."""
@@ -79,15 +79,14 @@ class KlConfig(Config):
     """Penalty per nat and token; the initial value of an adaptive coefficient."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "k3_off_policy", "full"] = "k3"
     """KL estimator, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: value of that
-    estimator, gradient of k2 (which is the gradient of the KL). `k3_off_policy`: k3 times the ratio learner/generator.
-    `full`: over the whole vocabulary. Only `k2`, the `+` forms, `k3_off_policy`, and `full` have the gradient of the
-    KL."""
+    estimator, gradient of k2. `k3_off_policy`: k3 times the ratio learner/generator. `full`: over the whole vocabulary.
+    Only `k2`, the `+` forms, `k3_off_policy`, and `full` have the gradient of the KL."""
     charged_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKlConfig | None = None
     """Adaptive coefficient; null = constant."""
     refresh_every_steps: Annotated[int, Meta(ge=1)] | None = None
-    """Steps after which the current learner becomes the reference; null = keep the initial policy."""
+    """Steps after which the learner's current policy becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
         if self.charged_in == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
@@ -105,7 +104,7 @@ class RewardShapingConfig(Config):
     """Reward shaping before advantages, in the order of the fields."""
 
     parts: dict[str, float] = {}
-    """Weights of named reward parts, used instead of the total; empty = the total."""
+    """Reward part -> weight in a sum that replaces the total; empty = the total."""
     overlong_buffer: Annotated[int, Meta(ge=1)] | None = None
     """Soft overlong penalty of DAPO: over the last N tokens of the longest response, the reward falls linearly by up to
     1; null = off."""
@@ -114,8 +113,8 @@ class RewardShapingConfig(Config):
     epsilon: Positive = 1e-6
     """Added to that standard deviation."""
     truncated: Literal["train", "mask"] = "train"
-    """Responses cut off at the maximum length. `train`: train on them. `mask`: exclude them from the loss; they still
-    count in the baseline of their group."""
+    """Responses cut off at the maximum length. `train`: train on them. `mask`: exclude them from the loss, but not from
+    the baseline of their group."""
 
 
 # --- correction for an older or numerically different generator -------------------------------------------------------
@@ -154,7 +153,7 @@ class RejectionConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Correction for a generator that is older or numerically different: per-token weights and masks from the ratio
+    """Correction for a generator that is older or numerically different: weights and masks per token from the ratio
     proximal/generator, without gradient, and an optional penalty toward the generator."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -169,16 +168,16 @@ class CorrectionConfig(Config):
     normalize: bool = False
     """Divide bounded weights by their batch mean: over tokens for `level=token`, otherwise over trajectories."""
     reject: list[RejectionConfig] = []
-    """Rejections; a token stays in the loss if every entry accepts it."""
+    """Rejections; a token stays in the loss only if every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
     """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
     rebaseline: bool = False
-    """Whether a completely rejected trajectory also leaves the baseline of its group."""
+    """Whether a completely rejected trajectory also leaves its group's baseline."""
     denominator: Literal["all", "kept"] = "all"
     """Tokens counted by the aggregation. `all`: all trainable tokens. `kept`: those not rejected."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of log(learner/generator)^2 in the loss of every token that is not rejected. It pulls toward the policy
-    that sampled, including where a clip or mask removes the gradient and in groups with equal rewards."""
+    """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: a pull toward the sampling
+    policy, even where a clip, a mask, or equal rewards leave no gradient."""
 
     def __post_init__(self) -> None:
         bounds = self.low is not None or self.high is not None or self.bound == "mask"
@@ -208,7 +207,7 @@ class EssLearningRateConfig(Config):
     """Learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
 
     level: Literal["token", "sequence"] = "sequence"
-    """Importance weights used, before any bound. `token`: one per token. `sequence`: one per trajectory."""
+    """Importance weights, before any bound: one per `token`, or per `sequence`."""
     power: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Exponent: scale = effective fraction ^ power."""
     floor: Share = 0.1
@@ -216,22 +215,21 @@ class EssLearningRateConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """The objective, composed of independent choices."""
+    """The objective."""
 
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = GrpoConfig()
-    """Advantage function: from shaped rewards to one advantage per trajectory or token."""
+    """Advantage per trajectory or token, from shaped rewards."""
     critic: CriticConfig = CriticConfig()
     policy_loss: PolicyLossConfig = PpoClipConfig()
-    """Policy loss function: from the ratio learner/proximal and the advantage to one loss per token."""
+    """Policy loss per token, from the ratio learner/proximal and the advantage."""
     masks: list[MaskConfig] = []
-    """Masks of tokens that leave the policy loss because the learner has moved away from the policy that sampled them.
-    """
+    """Masks of tokens that leave the policy loss because the learner has moved too far from the sampling policy."""
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
     """Proximal policy of the ratio. `recompute`: the learner at the start of the step, from a separate forward pass.
-    `reuse`: the same, from the update's own forward pass (one update per step). `auto`: `reuse` if it gives the same
-    step and no other setting needs the pass, otherwise `recompute`; `config.yaml` records the choice. `generator`: the
+    `reuse`: the same, from the update's own forward pass (needs one update per step). `auto`: `reuse` if it gives the
+    same result and no other setting needs the pass, otherwise `recompute`; recorded in `config.yaml`. `generator`: the
     generator, without correction weights (bypass). `interpolate`: between generator and learner according to the lag of
     each token (A-3PO)."""
     aggregation: Literal[
@@ -241,7 +239,7 @@ class AlgorithmConfig(Config):
     aggregation_length: Annotated[int, Meta(ge=1)] | None = None
     """Constant of `seq_mean_token_sum_norm`, tokens; null = `generators.sampling.max_tokens`."""
     distillation: DistillationConfig | None = None
-    """On-policy distillation from a teacher, in addition to or instead of rewards; null = off."""
+    """On-policy distillation, in addition to or instead of rewards; null = off."""
     kl: KlConfig = KlConfig()
     entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
@@ -254,7 +252,7 @@ class AlgorithmConfig(Config):
 
     def __post_init__(self) -> None:
         if self.proximal == "auto":
-            # The record is complete only now and not yet shared, so config.yaml records the resolved value.
+            # Allowed here: the record is not shared yet. config.yaml thus records the resolved value.
             structs.force_setattr(self, "proximal", "reuse" if self._can_reuse else "recompute")
         _check_proximal(self)
         _check_advantage(self)
@@ -262,7 +260,7 @@ class AlgorithmConfig(Config):
 
     @property
     def signal_beside_rewards(self) -> str:
-        """Setting that gives a group of equal rewards a gradient; empty = none."""
+        """Setting that gives groups with equal rewards a gradient; empty = none."""
         if self.advantage.compares_groups:
             return f"algorithm.advantage={self.advantage.kind}"
         if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
@@ -271,12 +269,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_current_logprobs(self) -> bool:
-        """Whether tokens are selected over a whole update by the learner log-probabilities at its start."""
+        """Whether tokens are selected over a whole update, by learner log-probabilities at its start."""
         return any(not mask.is_local for mask in self.masks) or bool(self.policy_loss.selector)
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the learner log-probabilities at the start of the step need a separate forward pass."""
+        """Whether the step starts with a separate forward pass for learner log-probabilities."""
         return (
             (self.proximal == "recompute" and (self.policy_loss.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)
@@ -287,14 +285,14 @@ class AlgorithmConfig(Config):
     def _can_reuse(self) -> bool:
         """Whether `reuse` gives the same step as `recompute` and saves the pass."""
         correction = self.correction
-        # Drops by the correction must be known before the gradient: masks select among the remaining tokens, and an
-        # update without any token left must not change the weights.
+        # The correction's drops must be known before the gradient: masks select among the remaining tokens, and an
+        # update with no token left must not change the weights.
         drops = correction.rejects or (correction.bound == "mask" and self.needs_current_logprobs)
         return self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
 
     @property
     def _takes_start_logprobs(self) -> bool:
-        """Whether something other than the ratio needs that forward pass."""
+        """Whether anything but the ratio needs that pass."""
         return (
             self.correction.needs_whole_batch
             or (self.kl.charged_in == "reward" and self.kl.coefficient > 0)

@@ -11,7 +11,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the key, the requirement, the value, and the reason."""
+    """A setting that cannot work. The message names key, requirement, value, and reason."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ _STORAGE_URI = re.compile(rf"({'|'.join(_OBJECT_STORES)})[^@?#]+")
 
 
 def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
-    """Raise ConfigError unless `uri` is None or names a folder of an object store, without options or credentials.
+    """Raise ConfigError unless `uri` is None or a folder of an object store, without options or credentials.
 
     `is_fit`: whether the run's mode can use one.
     """
@@ -45,21 +45,21 @@ def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
 
 
 def require_folder(key: str, archive: str) -> None:
-    """Raise ConfigError for an archive in an object store: archives are read from local folders."""
+    """Raise ConfigError for an archive in an object store; archives are read locally."""
     why = "`slipstream data fetch URI --into FOLDER` copies an archive from an object store"
     require(not archive.startswith(_OBJECT_STORES), key, "be a local folder", got="one in an object store", why=why)
 
 
 class Formula(Config, tag_field="kind"):
-    """Choice of a function in `slipstream.learner.algorithms`. The record's tag is the function name; its fields are
-    the keyword arguments.
+    """Choice of a function in `slipstream.learner.algorithms`: the tag is its name, the fields are its keyword
+    arguments.
 
-    Defining a subclass registers it: msgspec's union, Hydra's choices, the tests of every composition, and the tables
-    of docs/algorithms.md derive from the subclasses of its base, and their traits from its class variables.
+    Defining a subclass registers it: the config union, Hydra's options, the tests of all compositions, and
+    docs/algorithms.md enumerate the subclasses. Class variables are traits of the function.
     """
 
     module: ClassVar[str] = ""
-    """Module of the function; empty if the field `function` names a user-defined one."""
+    """Module of the function; empty for a user-defined one (field `function`)."""
 
     @classmethod
     def formula(cls) -> str:

@@ -14,36 +14,35 @@ FIRST_BROKER = "broker"
 """Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
 PROBE_SEQUENCES = 4
-"""Canary sequences compared after every weight update. Few, because engines reserve room for them; more than one,
-because a damaged tensor may not affect every token."""
+"""Canary sequences compared after every weight update: few, because engines reserve room for them, but several, because
+a damaged tensor may not affect every token."""
 
 
 class BrokerConfig(Config):
     """Address, limits, and timeouts of the broker."""
 
     address: str | None = None
-    """ZeroMQ endpoint that the broker binds. null: a Unix socket in the run folder, where every role of the run finds
-    it, and with `cluster.interface` also a port, shown by `status`. Otherwise a port (`tcp://127.0.0.1:5757`) on a
-    loopback address, for tunnels, or in `cluster.interface`. For a generator on another machine: the address at which
-    it reaches the broker."""
+    """ZeroMQ endpoint that the broker binds. null: a Unix socket in the run folder, and with `cluster.interface` also a
+    port, shown by `status`. Otherwise a port (`tcp://127.0.0.1:5757`) on a loopback address, for tunnels, or in
+    `cluster.interface`. For a generator on another machine: the address at which it reaches the broker."""
     shards: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Brokers that share the generators of a run. Each is a process with its own address: `address` and the ports after
+    """Brokers that share the generators of a run, each a process with its own address: `address` and the ports after
     it, or its own Unix socket and port. One broker serves a thousand generators; with several, the others continue when
     one is down."""
     token_file: str | None = None
     """File with the token that encrypts and authenticates all sockets of the run, readable only by its owner. The
     environment variable `SLIPSTREAM_TOKEN` takes precedence. Without either, a token is created in the run folder."""
     join_timeout_s: Positive = 600.0
-    """Longest time a starting role waits for the broker to admit it, seconds; the broker may start later."""
+    """Longest wait of a starting role for the broker, which may start later, seconds."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
     error. Generators started elsewhere need the same value."""
     peer_timeout_s: Positive = 8.0
-    """Silence after which a peer is considered gone, seconds. Larger values tolerate longer pauses but detect failures
+    """Silence after which a peer is considered gone, seconds. Larger values tolerate pauses but detect failures
     later."""
     lease_s: Positive = 30.0
-    """Time a generator has for a leased prompt before it is leased again, seconds. Pings renew it, so at least three
-    must fit."""
+    """Time after which a leased prompt is leased again unless its generator pings, seconds. At least three pings must
+    fit."""
 
     @property
     def names(self) -> list[str]:
@@ -53,37 +52,36 @@ class BrokerConfig(Config):
     def heartbeat_s(self) -> float:
         """Time between pings, seconds.
 
-        One second keeps leases and gauges fresh and is well below BROKER_SILENCE_S, so quiet peers don't reconnect. A
-        short peer timeout shortens the interval, so that a lost or late ping does not look like a failure.
+        One second is well below BROKER_SILENCE_S, so quiet peers don't reconnect. A short peer timeout shortens it, so
+        that a lost or late ping does not look like a failure.
         """
         return min(1.0, self.peer_timeout_s / 8)
 
 
 class WeightsConfig(Config):
-    """Publishing weights, applying them in the engines, and verifying the result."""
+    """Publication, transfer, and verification of weights."""
 
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
     """`collective`: broadcast over NCCL (GPU), Unix sockets, or Gloo (CPU). `snapshot`: each generator fetches every
     complete version and keeps generating. `delta`: each generator fetches the difference to the version it holds.
-    `memory`: handed over within one process (serial mode). A generator can choose one of the first three for itself:
-    `python -m generators weights.transport=delta`. A joining generator always fetches its first version. Generators on
-    other machines fetch deltas instead of joining broadcasts unless `cluster.trusted_network` is set."""
+    `memory`: handed over within one process (serial mode). A generator can override the first three for itself: `python
+    -m generators weights.transport=delta`. A joining generator always fetches its first version. Without
+    `cluster.trusted_network`, generators on other machines fetch deltas instead of joining broadcasts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto`: chosen whenever generators join or leave: NCCL if the learner and every generator have their own GPU,
-    otherwise `gloo` through host memory. `nccl`: rejected where it cannot work."""
+    """`auto`: `nccl` if the learner and every generator have their own GPU, otherwise `gloo` through host memory;
+    chosen again whenever generators join or leave. `nccl`: rejected where it cannot work."""
     staging: Literal["auto", "device", "host"] = "auto"
     """Memory into which a version is copied while the learner waits. `device`: on the GPU, from where it moves to the
-    host while training continues; takes the size of one version. `auto`: `device` if that is at most half of the free
-    memory at startup. `host`: always used on CPUs."""
+    host during training; takes the size of one version. `host`: always used on CPUs. `auto`: `device` if that is at
+    most half of the free memory at startup."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
     fetch_address: str | None = None
-    """ZeroMQ endpoint of the learner for generators that cannot read the run folder. null: a Unix socket in the run
+    """ZeroMQ endpoint of the learner for generators without access to the run folder. null: a Unix socket in the run
     folder, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, with the same
     number at both ends."""
     fan_out: Annotated[int, Meta(ge=1)] = 8
-    """Generators on other machines that fetch a version directly from the learner. The others fetch it from generators
-    that have it, each of which also serves this number."""
+    """Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
     transfer_timeout_s: Positive = 60.0
@@ -91,14 +89,14 @@ class WeightsConfig(Config):
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
     max_probe_diff: Positive = 1e-3
-    """Largest mean absolute difference in log-probabilities, nats: between engine and learner on the canary sequences,
+    """Largest mean absolute difference of log-probabilities, nats: between engine and learner on the canary sequences,
     and between sampled tokens and the same tokens in a prompt. A generator above it gets no work. With a `model.dtype`
-    below float32, the limit is three times the difference at the first version if that is larger. The tokens of step 1
-    stop the run if they exceed it."""
+    below float32, the limit is at least three times the difference at the first version. The run stops if the tokens of
+    step 1 exceed it."""
 
 
 class LoggingConfig(Config):
-    """Settings of the loggers of a run."""
+    """Loggers of a run."""
 
     options: dict[str, dict[str, Any]] = {}
     """Arguments by logger name, such as `{wandb: {project: digits}}`."""
@@ -109,13 +107,13 @@ class LoggingConfig(Config):
     num_samples: Annotated[int, Meta(ge=1)] = 8
     """Answers per table."""
     max_queue: Annotated[int, Meta(ge=1)] = 1000
-    """Entries queued for a slow or hanging logger, not counting rows from before its start; beyond this, the oldest
-    entry is dropped and counted."""
+    """Entries queued for a slow logger, without rows from before its start; beyond this, the oldest is dropped and
+    counted."""
     close_timeout_s: Positive = 20.0
-    """Time a logger has to process its queue after the roles have ended, seconds; then it is killed."""
+    """Time for a logger to process its queue after the roles have ended, seconds; then it is killed."""
 
     def check(self, loggers: list[str]) -> None:
-        """Raise ConfigError unless each logger is named once and all options belong to a named logger."""
+        """Raise ConfigError for repeated loggers, or options of other loggers."""
         why = "two would write the same data"
         require(len(set(loggers)) == len(loggers), "loggers", "name each once", got=loggers, why=why)
         unknown = sorted(set(self.options) - set(loggers))

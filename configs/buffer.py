@@ -1,4 +1,4 @@
-"""Settings of the replay buffer: store, limits, deadlines, and the selection of groups for a step."""
+"""Settings of the replay buffer: store, limits, deadlines, and group selection."""
 
 from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -13,15 +13,14 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
     """A Redis server owned by the run, on a Unix socket, with its data in the run folder."""
 
     durability: Literal["fast", "standard", "strict"] = "standard"
-    """`fast`: no data on disk; always used when all roles run in one process, which cannot be resumed. `standard`:
+    """`fast`: no data on disk; always used if all roles run in one process, which cannot be resumed. `standard`:
     written before every answer, synced to disk every second. `strict`: synced before every answer."""
     max_memory_mib: Annotated[int, Meta(ge=16)] = 1024
     """Memory limit above which the server rejects writes (it never evicts), MiB."""
 
 
 STORE_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-"""Environment variable of the password. A password in the config would appear in logs, command lines, and run folders.
-"""
+"""Environment variable, because settings appear in logs, command lines, and run folders."""
 
 
 class RedisConfig(Config, tag="redis", tag_field="kind"):
@@ -39,7 +38,7 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
         except ValueError as error:
             raise ConfigError(f"buffer.store.url must be an address, got one that cannot be read: {error}.") from None
         if parts.password is not None or "password" in parse_qs(parts.query):
-            # The address without user and query, which may be secret.
+            # Without user and query, which may be secret.
             shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
             raise ConfigError(
                 f"buffer.store.url must not contain a password, got one for {shown}: settings are logged and saved; "
@@ -56,7 +55,7 @@ class CapacityConfig(Config):
     """Limits of the store. At a limit, no prompt is admitted until groups have finished."""
 
     max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Unfinished groups (running, buffered, used, not yet archived); null = as many as pacing admits."""
+    """Unfinished groups (running, buffered, used) and those not yet archived; null = as many as pacing admits."""
     max_mib: Annotated[int, Meta(ge=1)] | None = None
     """Size of encoded trajectories, MiB; prompts in flight still add to it. null = the limit of the server."""
 
@@ -65,18 +64,18 @@ class ArchiveConfig(Config):
     """The archive: finished groups move from the store to Parquet shards in the run folder."""
 
     enabled: bool = True
-    """Whether finished groups are archived; otherwise they are deleted."""
+    """Whether to archive finished groups; false = delete them."""
     groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
     """Number of waiting groups that triggers writing a shard."""
     flush_s: Positive = 30.0
-    """Longest time a group waits for its shard to fill, seconds."""
+    """Longest wait of a group for its shard to fill, seconds."""
     max_gib: Positive = 100.0
     """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
 
 
 # --- groups with missing members -------------------------------------------------------------------------------------
 class RefillConfig(Config, tag="refill", tag_field="kind"):
-    """A group waits for all of its members; its prompt is leased again, up to `max_attempts` times."""
+    """A group waits for all members; its prompt is leased again, up to `max_attempts` times."""
 
 
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
@@ -85,7 +84,7 @@ class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
     after_s: Positive = 60.0
     """Deadline after the arrival of the first member, seconds."""
     min_members: Annotated[int, Meta(ge=2)] = 2
-    """Sampled members that a group needs at the deadline; with fewer, it keeps waiting."""
+    """Sampled members needed at the deadline; with fewer, a group keeps waiting."""
 
 
 class DropShortConfig(Config, tag="drop", tag_field="kind"):
@@ -115,9 +114,9 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
     """Groups with probability proportional to priority ** exponent, and an importance weight on their loss.
 
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
-    Differs: the priority is the standard deviation of the rewards of a group, rounded to powers of two from 1/256 up,
-    so groups with equal rewards are rare but never starve. The weights are exact for sampling without replacement and
-    are not divided by the maximum: with `correction=1` the expected gradient equals that of a uniform sample.
+    Differs: the priority is the standard deviation of a group's rewards, rounded to powers of two from 1/256 up, so
+    groups with equal rewards are rare but never starve. Weights are exact for sampling without replacement, and not
+    divided by their maximum: with `correction=1` the expected gradient equals that of a uniform sample.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
@@ -135,15 +134,14 @@ class KeepAllConfig(Config, tag="none", tag_field="kind"):
 
 
 KEEP_ALL = KeepAllConfig()
-"""Default of a store opened without a filter."""
 
 
 class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
     """Rejects groups with equal rewards: compared with each other, they have no advantage.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
-    Differs: compares rewards instead of correctness, and judges each group when its last member arrives, so another
-    prompt replaces it while the other groups of the step are still arriving.
+    Differs: compares rewards instead of correctness, and judges a group when its last member arrives, so that its
+    replacement starts before the rest of the batch is complete.
     """
 
     min_spread: Positive = 1e-6
@@ -181,13 +179,13 @@ class ReuseConfig(Config):
     max_uses: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Steps that may train on one group; 1 = no reuse."""
     fresh_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Fraction of the groups of a step that were never trained on, if enough are ready; used groups fill the rest."""
+    """Fraction of a step's groups that were never trained on, if enough are ready; used groups fill the rest."""
     samples_per_insert: Annotated[float, Meta(ge=1)] | None = None
     """Limit of uses per arrived group, averaged over the run; null = only `max_uses` applies."""
     max_age: Annotated[int, Meta(ge=1)] | None = None
     """Lag above which a group is not reused, versions; null = no limit."""
     max_groups: Annotated[int, Meta(ge=1)] = 4096
-    """Groups kept for reuse; above it, the groups that became ready first are released."""
+    """Groups kept for reuse; beyond it, those that became ready first are released."""
 
     def __post_init__(self) -> None:
         if 1 / self.fresh_fraction > self.max_uses:
@@ -202,13 +200,13 @@ class StalenessConfig(Config):
     """Bound on the age of trained tokens."""
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
-    """Difference between the learner's version and the version that sampled a token; 0 = synchronous."""
+    """Largest difference between the learner's version and the version that sampled a token; 0 = synchronous."""
     on_stale: Literal["mask", "drop"] = "mask"
-    """Handling of tokens beyond the bound. `mask`: they leave the loss; the reward of their trajectory stays in the
-    baseline of its group. `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
+    """Tokens beyond the bound. `mask`: they leave the loss, but their reward stays in the baseline of the group.
+    `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
     pacing_lag: Annotated[float, Meta(ge=0)] | None = None
-    """Mean lag for which pacing admits prompts, versions, at most `max_lag`; null = `max_lag`. Lower it if answer
-    lengths vary widely: `learner/stale_fraction` decreases, and so does the number of groups generated concurrently."""
+    """Mean lag for which pacing admits prompts, versions; null = `max_lag`, the maximum. Lower it if answer lengths
+    vary widely: fewer groups are generated concurrently, and `learner/stale_fraction` decreases."""
 
     def __post_init__(self) -> None:
         if self.pacing_lag is not None and self.pacing_lag > self.max_lag:
@@ -219,17 +217,17 @@ class StalenessConfig(Config):
 
     @property
     def window(self) -> float:
-        """Number of versions' worth of groups that may be generated or waiting at a time."""
+        """Groups that may be generated or waiting at a time, in versions' worth."""
         return (self.max_lag if self.pacing_lag is None else self.pacing_lag) + 1
 
 
 class MixConfig(Config):
-    """Training on stored rollouts of another run in addition to this run's own."""
+    """Training on stored rollouts of another run in addition to new ones."""
 
     archive: str = ""
     """Folder of the archive; empty = none."""
     fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Fraction of the groups of a step taken from it, sampled uniformly with the run seed and the step."""
+    """Fraction of a step's groups taken from it, sampled uniformly."""
 
     def __post_init__(self) -> None:
         require_folder("buffer.mix.archive", self.archive)
@@ -243,7 +241,7 @@ class BufferConfig(Config):
     sampler: SamplerConfig = FifoConfig()
     """Order in which ready groups are claimed."""
     filter: FilterConfig = KEEP_ALL
-    """Complete groups to reject before the learner sees them; another prompt is admitted for each."""
+    """Complete groups to reject before training; another prompt is admitted for each."""
     reuse: ReuseConfig = ReuseConfig()
     """Training on groups more than once."""
     mix: MixConfig = MixConfig()
@@ -257,8 +255,8 @@ class BufferConfig(Config):
     archive: ArchiveConfig = ArchiveConfig()
     """Archive of finished groups."""
     claim_lease_s: Positive = 120.0
-    """Lease of a claim, within which the learner commits or renews it, seconds."""
+    """Time within which the learner commits or renews a claim, seconds."""
     max_attempts: Annotated[int, Meta(ge=1)] = 5
-    """Claims (or leases) of one group before it is quarantined."""
+    """Leases of a group, or claims, before it is quarantined."""
     retry_timeout_s: Positive = 60.0
-    """Longest time a role retries operations while the store does not answer, seconds."""
+    """Longest retry of an operation while the store does not answer, seconds."""

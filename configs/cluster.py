@@ -1,4 +1,4 @@
-"""Settings for several machines: where roles listen, what they reserve, and what may cross the network between them."""
+"""Settings for several machines: where roles listen, what they reserve, and what may cross the network."""
 
 import re
 from ipaddress import IPv4Network
@@ -13,8 +13,8 @@ PLACE = (
     "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
     "weights.fetch_address", "buffer.store", "broker.shards", "loggers", "logging", "exporter",
 )  # fmt: skip
-"""Settings that describe where a run is, how it starts, and who is notified. They are not part of the run's identity,
-so a run can move."""
+"""Settings of where a run is, how it starts, and who is notified. They are not part of its identity, so a run can
+move."""
 _GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
 _PORTS = range(1024, 65536)
 """Ports that a user can bind."""
@@ -32,7 +32,7 @@ class CoreConfig(Config):
 
 
 class SeatConfig(Config):
-    """Resources of one generator, used by Ray to choose a machine."""
+    """Resources of one generator, for placement by Ray."""
 
     cpus: Positive = 1.0
     """CPU cores of the generator and its engine."""
@@ -46,13 +46,12 @@ class GuestsConfig(Config):
     """Guests: generators on machines outside the operator's control, each with its own key."""
 
     names: list[str] = []
-    """Generator ids of the guests that may join. The broker writes a token for each into `guests/` of the run folder.
-    """
+    """Generator ids of guests that may join. The broker writes a token for each into `guests/` of the run folder."""
     audit_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Fraction of a guest's groups that the run's own generators score and grade again."""
     max_logprob_diff: Positive = 0.05
-    """Largest mean absolute difference between a guest's log-probabilities and those of the run's own engine, nats, in
-    addition to twice the difference of the run's own generators."""
+    """Largest mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in
+    addition to twice the difference among the run's own generators."""
 
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")
@@ -64,8 +63,8 @@ class ClusterConfig(Config):
     """Machines of the roles, their addresses and ports, and trust in the network between them."""
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: the launcher starts all roles on its machine. `ray`: generators run on a Ray cluster and are requested
-    individually."""
+    """`local`: the launcher starts all roles on its machine. `ray`: generators are placed individually on a Ray
+    cluster."""
     address: str = "auto"
     """Address of the Ray head, `HOST:PORT`; `auto` = the cluster that this machine belongs to."""
     place_timeout_s: Positive = 600.0
@@ -77,11 +76,11 @@ class ClusterConfig(Config):
     """IPv4 network shared by the machines, such as `10.0.0.0/8`. Every role listens on the address of its machine in
     this network. Empty = only Unix sockets and loopback addresses."""
     ports: str = "20000-20999"
-    """First and last port for listening. Each role takes the first free one and keeps it. Keep the range below the
-    ephemeral ports, from which the kernel assigns one to every outgoing connection."""
+    """First and last port for listening. Each role keeps the first one that is free. Stay below the kernel's ephemeral
+    ports, which outgoing connections use."""
     trusted_network: bool = False
     """Whether TCPStore, Gloo, and NCCL, which neither encrypt nor authenticate, may listen in that network. Anyone in
-    the network can then read and change the weights and gradients they carry. Everything else uses CURVE."""
+    it can then read and change weights and gradients. Everything else uses CURVE."""
 
     def __post_init__(self) -> None:
         must, why = "be auto or HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
@@ -116,7 +115,7 @@ class ClusterConfig(Config):
     def check_ray(self, *, mode: str, num_ranks: int, device: str, num_workers: int) -> None:
         """Raise ConfigError if the other settings of the run don't fit `kind=ray`.
 
-        `num_workers`: workers of the engine; 0 for an engine without separate workers.
+        `num_workers`: workers of the engine; 0 = it has none.
         """
         if self.kind == "local":
             return
@@ -134,7 +133,7 @@ class ClusterConfig(Config):
         require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each worker needs its own GPU")
 
     def check_guests(self, *, mode: str, generators: GeneratorsConfig, router_replay: bool) -> None:
-        """Raise ConfigError if guests are named and the run's settings prevent checking their answers."""
+        """Raise ConfigError if settings prevent checking the answers of named guests."""
         own = generators.sampling
         agents = (generators.agent, *generators.agents.values())
         unfit = {
@@ -151,8 +150,7 @@ class ClusterConfig(Config):
         require(not (names and found), key, f"be empty with {found}", got=names, why=why)
 
     def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:
-        """Raise ConfigError unless the mode supports this number of brokers and each has a port, the first at
-        `broker.address`."""
+        """Raise ConfigError unless the mode supports several brokers, and each has a port."""
         must, why = f"be 1 with mode={mode}", "only mode=async runs brokers as processes"
         require(mode == "async" or brokers == 1, "broker.shards", must, got=brokers, why=why)
         port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
@@ -176,7 +174,7 @@ class ClusterConfig(Config):
 
     @property
     def is_open(self) -> bool:
-        """Whether roles listen where other machines can reach them."""
+        """Whether other machines can reach the roles."""
         return self.network is not None and not self.network.is_loopback
 
 

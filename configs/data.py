@@ -9,17 +9,17 @@ from slipstream.configs.generators import RewardConfig
 
 
 class LoraConfig(Config):
-    """Low-rank adapter, trained, checkpointed, and published instead of the model's own weights."""
+    """Low-rank adapter, trained, checkpointed, and published instead of the model's weights."""
 
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Rank of the adapter matrices; vLLM serves at most 512."""
     alpha: Positive = 32.0
     """The product of the matrices is scaled by alpha / rank."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, which keeps the update size similar across ranks."""
+    """Scale by alpha / sqrt(rank) instead: similar update sizes across ranks."""
     targets: str | Annotated[list[str], Meta(min_length=1)] = "all-linear"
-    """Names of the adapted layers, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every linear layer
-    except the head and the experts of a mixture."""
+    """Names of adapted layers, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every linear layer
+    except the head and a mixture's experts."""
 
 
 class ModelConfig(Config):
@@ -32,17 +32,17 @@ class ModelConfig(Config):
     max_length: Annotated[int, Meta(ge=2)] = 64
     """Maximum length of prompt plus response, tokens."""
     chat_template: str = ""
-    """Jinja template file for chat messages, present on every machine and copied into the final model; empty = the
-    tokenizer's template."""
+    """Jinja template file for chat messages, needed on every machine, copied into the final model; empty = the
+    tokenizer's."""
     trust_remote_code: bool = False
     """Whether code from the checkpoint may run."""
     freeze_vision: bool = False
     """Whether to freeze the visual encoder of a vision-language model instead of training it."""
     lora: LoraConfig | None = None
-    """Adapter to train on top of the frozen model: `model.lora.rank=16`; null = train all weights."""
+    """Adapter to train on the frozen model (`model.lora.rank=16`); null = train all weights."""
     router_replay: bool = False
-    """Mixtures of experts: engines record the experts chosen for each token, and the learner's forward passes use these
-    instead of choosing again. The expert weights remain the learner's own."""
+    """Mixtures of experts: engines record the experts chosen for each token, and the learner's forward passes use the
+    same ones, with its own weights for them."""
     router_aux_loss: Annotated[float, Meta(ge=0)] | Literal["checkpoint"] = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts; `checkpoint` = `router_aux_loss_coef` from its
     config; 0 = off."""
@@ -54,8 +54,8 @@ class ReplayConfig(Config):
     path: str = ""
     """Local archive folder of a run, such as `runs/mine/archive`; empty in all other modes."""
     rescore: RewardConfig | str | None = None
-    """Reward that replaces the stored ones: `module:function`, or a record with the fields of `generators.reward`; null
-    = keep the stored rewards."""
+    """Reward function instead of the stored rewards: `module:function`, or the fields of `generators.reward`; null =
+    keep the stored rewards."""
 
     def __post_init__(self) -> None:
         require_folder("replay.path", self.path)
@@ -72,28 +72,27 @@ class TrainFile(Config):
     path: str
     """Parquet file, or JSON lines according to its extension."""
     weight: Positive | None = None
-    """Relative share of prompts from this file, regardless of its length; null for every file = proportional to rows.
-    """
+    """Relative share of prompts, regardless of the file's length; null for every file = proportional to rows."""
 
 
 class CurriculumConfig(Config):
     """Skips prompts with a measured success rate outside `low` to `high`.
 
-    rate = sum over groups of the row of decay ** (later groups) * correct answers / the same sum of all answers
+    rate = sum over the row's groups of decay ** (later groups) * correct answers / the same sum of all answers
     """
 
     low: Share = 0.1
-    """Lowest success rate to train on; a row below it is too hard."""
+    """Lowest success rate to train on; rows below it are too hard."""
     high: Share = 0.9
-    """Highest success rate to train on; a row above it is too easy."""
+    """Highest success rate to train on; rows above it are too easy."""
     explore: Share = 0.1
-    """Fraction of the prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no
-    other row is left, 1 = measure rows without skipping any."""
+    """Fraction of prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no other
+    row is left, 1 = skip none."""
     decay: Share = 0.5
-    """Factor applied to the weight of a row's earlier answers for each later group; 0 = only the newest group, 1 = all
-    equal."""
+    """Factor on the weight of earlier answers with each later group of the row; 0 = only the newest group counts, 1 =
+    all equally."""
     min_answers: Annotated[int, Meta(ge=1)] = 8
-    """Minimum number of answers before a row can be skipped."""
+    """Answers needed before a row can be skipped."""
 
     def __post_init__(self) -> None:
         why = "every row that is measured would lie outside"
@@ -120,24 +119,24 @@ class HeldoutSet(Config):
 
     @property
     def before_key(self) -> str:
-        """Key of the accuracy before training in `summary.json`."""
+        """Key in `summary.json` of the accuracy before training."""
         return "accuracy_before" if self.name == "sampled" else f"accuracy_before_{self.name}"
 
 
 class DataConfig(Config):
-    """Prompts: Parquet or JSON lines files with `prompt` and `reward_model.ground_truth`, or `question` and `answer`,
-    in each row; see `docs/data.md`."""
+    """Prompts: Parquet or JSON lines files with `prompt` and `reward_model.ground_truth`, or `question` and `answer`;
+    see `docs/data.md`."""
 
     train: str | list[TrainFile]
     """Training prompts: a file, or a list of files with weights, such as `[{path: a.parquet, weight: 2}, {path:
     b.jsonl, weight: 1}]`."""
     heldout: str | list[HeldoutSet]
-    """Evaluation prompts, never trained on. A single file is answered twice, as the sets `sampled` (temperature 1) and
-    `greedy` (temperature 0). A list defines sets with their own names and settings."""
+    """Evaluation prompts, never trained on: a file, answered as the sets `sampled` (temperature 1) and `greedy`
+    (temperature 0), or a list of sets with their own settings."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
     """Longest prompt, tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Handling of a file with longer prompts: `refuse` the file, or `drop` these rows and log their number."""
+    """Longer prompts: `refuse` the file, or `drop` these rows and log their number."""
     curriculum: CurriculumConfig | None = None
     """Skip prompts that are too easy or too hard according to earlier answers; null = use every row in turn."""
 
@@ -174,14 +173,14 @@ class DataConfig(Config):
 
 
 class PrepareStep(Config):
-    """A command that creates a required file, run once before the roles start.
+    """A command that creates a required file before the roles start.
 
     Example: PrepareStep(creates="data/digits/heldout.parquet", module="slipstream.scripts.make_digits_data",
     args=["--digits=5"])
     """
 
     creates: str
-    """Path that the command creates; the command is skipped if it exists."""
+    """Path that it creates; if it exists, the command is skipped."""
     module: str
     """Module run as `python -m MODULE ARGS`."""
     args: list[str] = []
@@ -205,15 +204,15 @@ class SftConfig(Config):
     response: str = "response"
     """Column of the responses, in the same notation; an end token is appended to each."""
     unfit: Literal["refuse", "skip"] = "refuse"
-    """Handling of a row with an empty response or more than `model.max_length` tokens; skipped rows are counted."""
+    """Rows with an empty response or more than `model.max_length` tokens: refuse the file, or skip and count them."""
     trajectories_per_step: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
     epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training file; null = determined by `learner.max_steps`."""
+    """Passes over the training file; null = by `learner.max_steps`."""
     heldout_every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two measurements of the held-out loss; 0 = only before and after training."""
     heldout_rows: Annotated[int, Meta(ge=1)] | None = None
-    """Number of rows measured, from the start of the held-out file; null = all."""
+    """Rows measured, from the start of the held-out file; null = all."""
     objective: Literal["demonstrations", "pairs"] = "demonstrations"
-    """`demonstrations`: train the policy to write the responses. `pairs`: train a reward model to score the chosen
-    answer above the rejected one."""
+    """`demonstrations`: a policy that writes the responses. `pairs`: a reward model that scores the chosen answer above
+    the rejected one."""

@@ -53,8 +53,8 @@ SAFE_ARGUMENTS = frozenset({
     "jit_monitor_mode", "profiler_config", "kv_cache_metrics", "cudagraph_metrics", "enable_mfu_metrics",
     "enable_layerwise_nvtx_tracing", "otlp_traces_endpoint", "collect_detailed_traces", "shutdown_timeout",
 })  # fmt: skip
-"""vLLM arguments that change neither the model function nor how tokens are sampled and scored. Kernels may round
-differently; the probe of each version bounds the difference."""
+"""vLLM arguments that change neither the model nor how tokens are sampled and scored. Kernels may round differently,
+within the bound of each version's probe."""
 
 Quantization = Literal[
     "fp8",
@@ -65,7 +65,7 @@ Quantization = Literal[
     "mxfp8",
     "nvfp4_per_token",
 ]
-"""Kinds supported by vLLM that start from unquantized weights; the others cannot apply updates."""
+"""vLLM's kinds that start from unquantized weights; the others cannot apply updates."""
 
 
 class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
@@ -78,42 +78,41 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Groups of such GPUs that divide the layers of one engine."""
     expert_parallel: bool = False
-    """Distribute whole experts of a mixture over those GPUs instead of slices of each. For more copies of an engine,
-    use more generators: `generators.count`."""
+    """Distribute whole experts of a mixture over those GPUs, instead of slices of each. For more engines, increase
+    `generators.count`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
     """Fraction of each GPU's memory used by the engine; unused on a CPU and with `kv_cache_gib`."""
     kv_cache_gib: Positive | None = None
-    """Memory of the KV cache per GPU, GiB, regardless of other usage; unused on a CPU. null = the memory that
-    `gpu_memory_utilization` leaves, or with all roles on one GPU the memory that `slipstream plan` finds free."""
+    """KV cache per GPU, GiB, regardless of other usage; unused on a CPU. null = the memory that
+    `gpu_memory_utilization` leaves, or if all roles share a GPU, the memory that `slipstream plan` finds free."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
-    """Memory of the KV cache on a CPU, GiB."""
+    """KV cache on a CPU, GiB."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum tokens per engine step, prompts and responses together; null = chosen by vLLM."""
+    """Maximum tokens per engine step, prompts and responses together; null = vLLM's choice."""
     chunked_prefill: bool | None = None
-    """Split the prefill of long prompts over several steps, interleaved with decoding; null = chosen by vLLM. Always
-    off on a CPU."""
+    """Split the prefill of long prompts over several steps, between decoding; null = vLLM's choice. Always off on a
+    CPU."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache, such as `fp8`; `auto` = as the model."""
     quantization: Quantization | None = None
-    """Quantize the weights when they are loaded and at every update; by vLLM, on GPUs. The engine's numbers then differ
-    from the learner's: `weights.max_probe_diff` must allow the difference, and `algorithm.correction` corrects it."""
+    """Quantization of the weights at startup and at every update, by vLLM on GPUs. `weights.max_probe_diff` must allow
+    the resulting difference from the learner, which `algorithm.correction` corrects."""
     enforce_eager: bool = True
     """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """KV cache of running requests at a weight update. `keep`: requests continue with it. `recompute`: a prefill of all
-    running requests, after which every token is exactly what its version would have sampled."""
+    """KV cache of running requests at a weight update: `keep` it, or `recompute` it with a prefill, after which every
+    token has exactly the distribution of its version."""
     enable_prefix_caching: bool | None = None
-    """Compute shared prompt prefixes once; prefixes cached for one version are never used for another. null = on if an
-    agent can have several turns, since each turn starts with the previous ones."""
+    """Compute shared prompt prefixes once per version. null = on if an agent can have several turns, since each turn
+    starts with the previous ones."""
     start_timeout_s: Positive = 300.0
     """Longest startup of the engine, seconds."""
     stall_timeout_s: Positive = 120.0
-    """Longest time without an engine step while requests are open, seconds; then the generator exits and is restarted.
-    """
+    """Longest time without an engine step while requests are open, seconds; then the generator restarts."""
     extra: dict[str, Any] = {}
-    """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`. Only those
-    in `SAFE_ARGUMENTS` (configs/engines.py) are allowed: memory, scheduling, caching, parallelism, kernels, loading,
-    and logging. Arguments that could change sampled tokens or their log-probabilities are rejected."""
+    """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`: those in
+    `SAFE_ARGUMENTS` (configs/engines.py), for memory, scheduling, caching, parallelism, kernels, loading, and logging.
+    Arguments that could change sampled tokens or their log-probabilities are rejected."""
 
     def __post_init__(self) -> None:
         for name in self.extra:
@@ -128,17 +127,17 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
 
     @property
     def num_workers(self) -> int:
-        """Processes of one engine; on GPUs also its number of devices."""
+        """Processes of one engine, each on its own GPU if any."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class HfEngineConfig(Config, tag="hf", tag_field="kind"):
-    """transformers in this process: one batch at a time, deterministic. The engine of serial mode, and the faster one
-    for models with a few million parameters."""
+    """transformers in this process, one batch at a time, deterministic: for serial mode, and faster for models with a
+    few million parameters."""
 
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Maximum number of sequences decoded together. If `generators.max_concurrency` is twice this value, the next batch
-    queues up during decoding and batches stay full."""
+    """Maximum number of sequences decoded together. With `generators.max_concurrency` at twice this value, batches stay
+    full."""
 
 
 class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):

@@ -11,7 +11,7 @@ from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, Vll
 
 
 class AutoscaleConfig(Config):
-    """Limits and thresholds of automatic scaling, which changes one generator at a time."""
+    """Automatic scaling, by one generator at a time."""
 
     min: Annotated[int, Meta(ge=1)] = 1
     """Minimum number of generators."""
@@ -20,12 +20,12 @@ class AutoscaleConfig(Config):
     more_above: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Add a generator when the learner spends more than this fraction of its time waiting for groups."""
     fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Remove a generator when the generators together run less than this fraction of their capacity, and one fewer
-    could still run the load."""
+    """Remove a generator when all together run less than this fraction of their capacity, and one fewer could run the
+    load."""
     settle_s: Positive = 60.0
-    """Measuring time before each change, seconds; it starts when the learner and all generators are working."""
+    """Measuring time before each change, seconds, from when the learner and all generators are working."""
     absent_after_s: Positive = 600.0
-    """Longest wait for a generator that is not working, seconds; then the others are measured without it."""
+    """Longest wait for a generator that is not working, seconds; then it is left out of the measurement."""
 
 
 class SamplingConfig(Config):
@@ -38,7 +38,7 @@ class SamplingConfig(Config):
     top_k: Annotated[int, Meta(ge=-1)] = -1
     """Number of most likely tokens to sample from; -1 = all."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Maximum number of tokens that the model writes in an answer, over all turns."""
+    """Maximum tokens that the model writes in an answer, over all turns."""
 
 
 class RewardFunctionConfig(Config):
@@ -52,14 +52,14 @@ class RewardFunctionConfig(Config):
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to the function."""
     name: str = ""
-    """Reward part with its weighted value; empty = the name of the function."""
+    """Name of the reward part with its weighted value; empty = the function's name."""
     weight: float = 1.0
-    """Factor of its value in the sum; 0 = only measure it: the part is its value."""
+    """Factor of its value in the sum; 0 = only report it, unweighted."""
     data_sources: list[str] = []
     """Rows to score: values of `data_source`, or patterns such as `math*`; empty = every row."""
     decides: bool = False
-    """Whether an answer must be correct by this function to count in `accuracy`. If no function of a row decides, the
-    first one does."""
+    """Whether `accuracy` requires this function to judge an answer correct. If no function of a row decides, its first
+    one does."""
 
     def takes(self, data_source: str) -> bool:
         """Whether it scores rows of this data source."""
@@ -78,25 +78,25 @@ class RewardConfig(Config):
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to the function."""
     functions: list[RewardFunctionConfig] = []
-    """Several functions instead of `function`: the reward of a row is the weighted sum of those that take its
+    """Several functions instead of `function`: the reward is the weighted sum of those that take the row's
     `data_source`."""
     num_workers: Annotated[int, Meta(ge=0)] = 1
     """Worker processes; 0 = score inside the generator process without a time limit (serial mode)."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
-    """Maximum calls in flight per worker for `async def` functions; other functions take one call at a time."""
+    """Maximum calls in flight per worker of `async def` functions; others take one call at a time."""
     timeout_s: Positive = 5.0
-    """Wall-clock limit of one call, seconds. Beyond it, the call is canceled, or the worker and all processes started
-    by the function are killed, and `reward_status` is `timeout`."""
+    """Wall-clock limit of one call, seconds. Beyond it, `reward_status` is `timeout`, and the call is canceled, or the
+    worker and its processes are killed."""
     start_timeout_s: Positive = 60.0
     """Longest startup of a worker, seconds: importing the functions, loading a reward model."""
     retries: Annotated[int, Meta(ge=0)] = 0
     """Retries after an error or a timeout before the trajectory is masked."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
-    """CPU time of one call over all threads of the worker, seconds; beyond it, `reward_status` is `timeout`. Each
-    process started by the function has the same limit. null = bounded only by `timeout_s`."""
+    """CPU time of one call over all threads of the worker, and of each process that it starts, seconds; beyond it,
+    `reward_status` is `timeout`. null = bounded only by `timeout_s`."""
     max_memory_mib: Annotated[int, Meta(ge=64)] | None = 4096
-    """Memory of the worker, and of each process started by the function, MiB; allocations beyond it fail with
-    `reward_status` `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
+    """Memory of the worker, and of each process that it starts, MiB; allocations beyond it fail with `reward_status`
+    `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
 
     def __post_init__(self) -> None:
         names = [one.part for one in self.functions]
@@ -108,16 +108,14 @@ class RewardConfig(Config):
 
     @property
     def chosen(self) -> list[RewardFunctionConfig]:
-        """The functions, from `function` or `functions`."""
+        """`functions`, or the single `function` as a list."""
         return self.functions or [RewardFunctionConfig(function=self.function, arguments=self.arguments)]
 
     @property
     def summary(self) -> str:
-        """Names of the functions, for messages."""
         return " + ".join(one.function for one in self.chosen)
 
     def check_data_source(self, data_source: str, *, found_in: str) -> None:
-        """Raise ConfigError if no function takes this data source."""
         if not any(one.takes(data_source) for one in self.chosen):
             patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
             raise ConfigError(
@@ -127,7 +125,7 @@ class RewardConfig(Config):
 
 
 def with_arguments(function: str, arguments: dict[str, Any]) -> str:
-    """Describe a call for comparisons and messages: `search {"index":"data/index"}`."""
+    """Describe a call: `search {"index":"data/index"}`."""
     return f"{function} {msgspec.json.encode(arguments, order='deterministic').decode()}" if arguments else function
 
 
@@ -135,8 +133,8 @@ class AgentConfig(Config, tag_field="kind"):
     """Agent loop: from a prompt to an answer with one or more turns."""
 
     timeout_s: Positive = 600.0
-    """Longest duration of an answer, seconds; beyond it, the answer is masked in training and counted, with
-    `reward_status` `timeout`."""
+    """Longest duration of an answer, seconds; beyond it, its `reward_status` is `timeout`, and it is masked in
+    training."""
 
     @property
     def reads_text(self) -> bool:
@@ -145,12 +143,12 @@ class AgentConfig(Config, tag_field="kind"):
 
     @property
     def executed(self) -> set[str]:
-        """Code that it runs and addresses that it contacts, with their arguments."""
+        """Code that it runs and addresses that it contacts, with arguments."""
         return set()
 
     @property
     def calls(self) -> str:
-        """Tool call format for agents that use the OpenAI-compatible endpoint; empty for others."""
+        """Tool call format at the OpenAI-compatible endpoint; empty if the agent does not use it."""
         return ""
 
 
@@ -170,11 +168,11 @@ class ToolConfig(Config):
 
     function: str
     """Built-in tool (docs/agents.md), or `module:name` of a sync or async function with annotated parameters and a
-    docstring, or of a class with callable instances: one per answer, closed by its `close` method if present."""
+    docstring, or of a class: one callable instance per answer, closed by `close` if present."""
     name: str = ""
     """Name for the model; empty = the function's name."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments bound to the function or passed to the class; not visible to the model."""
+    """Keyword arguments of the function or class, hidden from the model."""
     timeout_s: Positive = 10.0
     """Longest call, seconds; beyond it, the model reads an error."""
     max_calls: Annotated[int, Meta(ge=1)] | None = None
@@ -188,11 +186,10 @@ class ToolConfig(Config):
 
 
 class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
-    """Alternating turns of the model and the tools that it calls."""
+    """Alternating turns of the model and its tools."""
 
     tools: list[ToolConfig | str]
-    """Tools; a string stands for the `function` of one. A row's `extra_info.tool_selection` (names) excludes all
-    others."""
+    """Tools; a string is short for a `function`. A row's `extra_info.tool_selection` (names) excludes all others."""
     format: str = "hermes"
     """Format of a tool call in the text: `hermes`, `json`, `react`, or `vllm:NAME` for a vLLM tool parser."""
     max_turns: Annotated[int, Meta(ge=1)] = 8
@@ -200,7 +197,7 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     max_parallel_calls: Annotated[int, Meta(ge=1)] = 4
     """Maximum calls executed per turn; for the others, the model reads an error."""
     max_result_characters: Annotated[int, Meta(ge=1)] = 2000
-    """Longest result of a call, characters; the middle of a longer one is cut out."""
+    """Longest result, characters; longer ones lose their middle."""
 
     @property
     def executed(self) -> set[str]:
@@ -214,8 +211,8 @@ class InteractionConfig(Config):
     """
 
     function: str
-    """`module:name` of a class with the verl methods `start_interaction`, `generate_response`, and
-    `finalize_interaction`, sync or async; described in docs/agents.md."""
+    """`module:name` of a class with verl's methods `start_interaction`, `generate_response`, and
+    `finalize_interaction`, sync or async; see docs/agents.md."""
     name: str = ""
     """Name used in `interaction_kwargs` of a row; empty = the class name."""
     arguments: dict[str, Any] = {}
@@ -223,11 +220,10 @@ class InteractionConfig(Config):
 
 
 class InteractionAgentConfig(ToolsAgentConfig, tag="interaction", kw_only=True):
-    """Alternating turns of the model and a simulated user that answers and scores each turn; tools are optional."""
+    """Alternating turns of the model and a simulated user that scores each turn; tools are optional."""
 
     interactions: list[InteractionConfig | str]
-    """Simulated users; a string stands for the `function` of one. A row without `interaction_kwargs.name` uses the
-    first."""
+    """Simulated users; a string is short for a `function`. A row without `interaction_kwargs.name` uses the first."""
     tools: list[ToolConfig | str] = []
     """Tools, as for the `tools` agent; the user reads the turns without calls."""
 
@@ -250,13 +246,13 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     max_turn_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Maximum tokens per turn; null = the rest of `sampling.max_tokens`."""
     max_observation_tokens: Annotated[int, Meta(ge=1)] = 500
-    """Maximum tokens of the passages of one search; longer ones are cut off at the end."""
+    """Maximum tokens of the passages of one search; the rest is cut off."""
     invalid_action: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
         "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try "
         "again.\n"
     )
-    """Text after a turn that neither searches nor answers; empty = the answer ends there."""
+    """Text after a turn that neither searches nor answers; empty = end the answer."""
     search_timeout_s: Positive = 10.0
     """Longest search, seconds; beyond it, the model reads an error."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
@@ -275,7 +271,7 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
     door: bool = False
-    """Whether the loop accesses the model over HTTP: `episode.door` then has an OpenAI-compatible address and a key."""
+    """Whether the loop uses the model over HTTP: `episode.door` then has an OpenAI-compatible address and a key."""
     format: str = "hermes"
     """Format of tool calls at that address: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -292,8 +288,8 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
     """Agents outside the generator that take answers over HTTP."""
 
     silence_timeout_s: Positive = 60.0
-    """Longest time between two requests of an agent, seconds. Beyond it, another agent gets the answer; if the model
-    has already written something, the answer is masked in training and counted."""
+    """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, if the model has
+    already written something, the answer is masked in training and counted."""
     format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -311,15 +307,15 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     arguments: dict[str, Any] = {}
     """Settings of the environment's task set, or keyword arguments of the function."""
     python: str = ""
-    """Python interpreter of the process, such as one in a virtual environment with the environment's libraries; empty =
-    the current one."""
+    """Python interpreter of the process, such as that of a virtual environment with its libraries; empty = the current
+    one."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model in a verifiers environment."""
     start_timeout_s: Positive = 120.0
     """Longest startup of the process, seconds."""
     silence_timeout_s: Positive = 8.0
-    """Longest time without a sign of life, seconds. Beyond it, the process is reported in log and status, killed, and
-    restarted; its answers in progress are masked in training and counted."""
+    """Longest time without a sign of life, seconds. Then the process is reported, killed, and restarted; its answers in
+    progress are masked in training and counted."""
     format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -354,8 +350,8 @@ class GeneratorsConfig(Config):
     group_size: Annotated[int, Meta(ge=1)] = 8
     """Sampled trajectories per prompt lease."""
     baseline: Literal["none", "greedy"] = "none"
-    """`greedy`: one additional answer to each training prompt at temperature 0. It is not trained on; its reward is the
-    baseline of the sampled answers (`algorithm/advantage=remax`)."""
+    """`greedy`: one more answer per training prompt, at temperature 0. It is not trained on; its reward is the baseline
+    of the sampled ones (`algorithm/advantage=remax`)."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
     """Maximum trajectories in flight per generator; fewer if its engine lacks room."""
     sampling: SamplingConfig = SamplingConfig()
@@ -373,7 +369,7 @@ class GeneratorsConfig(Config):
 
     @property
     def executed(self) -> set[str]:
-        """Code that agents and tools run and addresses that they contact, with their arguments."""
+        """Code that agents and tools run and addresses that they contact, with arguments."""
         return {each for agent in (self.agent, *self.agents.values()) for each in agent.executed}
 
     @property

@@ -8,7 +8,7 @@ from msgspec import Meta
 from slipstream.configs.base import Config, Positive, require
 
 SHARD_SIZE = r"^[0-9]+(\.[0-9]+)?[KMGT]B\Z"
-"""File sizes as the hub library parses them."""
+"""File size as the hub library parses it."""
 
 
 class MetricBound(Config):
@@ -36,34 +36,33 @@ class MetricBound(Config):
 
 
 class EvaluationConfig(Config):
-    """Evaluation on held-out prompts, answered by the generators alongside training."""
+    """Evaluation on held-out prompts, answered by the generators during training."""
 
     every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two monitored evaluations; 0 = only before and after training. The next version is published when
-    all answers have arrived, so every answer comes from the evaluated version."""
+    """Steps between two monitored evaluations; 0 = only before and after training. The next version is published once
+    all answers have arrived, so all of them come from the evaluated version."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
     only: bool = False
     """Evaluate the initial policy and exit without training."""
     lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Maximum fraction of the answers of a lease used for evaluations while training prompts are available."""
+    """Maximum fraction of a lease for evaluations while training prompts are available."""
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
-    """Number of rows from the start of the held-out file that are evaluated during training and for early stopping. A
-    file with fewer rows than `monitor_prompts` + `final_prompts` is split in that proportion."""
+    """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
+    than `monitor_prompts` + `final_prompts` is split in that proportion."""
     final_prompts: Annotated[int, Meta(ge=1)] = 512
-    """Number of subsequent rows, evaluated once before and once after training."""
+    """Rows after them, evaluated before and after training."""
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
     timeout_s: Positive = 600.0
-    """Longest wait for the evaluations before and after training while answers arrive, seconds. If no answer can
-    arrive, the wait ends earlier: `learner.dead_end`."""
+    """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
+    (`learner.dead_end`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
-        """Split a file with `num_rows` rows into those monitored during training and those evaluated before and after
-        it.
+        """Split the rows of a file into those monitored during training and those evaluated before and after it.
 
-        No row is in both, unless the file has only one row: early stopping must not select on the reported numbers.
+        No row is in both (except the only row of a file): early stopping must not select on reported numbers.
         """
         wanted = self.monitor_prompts + self.final_prompts
         if num_rows >= wanted:
@@ -89,9 +88,9 @@ class OptimizerConfig(Config):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Decoupled weight decay; one-dimensional parameters (norms, biases) are excluded."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
+    """Learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Length of the linear warm-up, in steps of `algorithm.updates_per_step` optimizer updates."""
+    """Length of the linear warm-up, in steps (of `algorithm.updates_per_step` updates)."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
 
@@ -150,32 +149,31 @@ class CheckpointConfig(Config):
     max_shard_size: Annotated[str, Meta(pattern=SHARD_SIZE)] = "50GB"
     """Largest safetensors file of a saved model, such as `5GB`."""
     best: BestConfig | None = None
-    """Metric for keeping one more checkpoint regardless of its age, exported as `best_model` at the end. Every
-    monitored evaluation then writes a checkpoint. null = none."""
+    """Metric by which to keep one more checkpoint, exported as `best_model` at the end. Every monitored evaluation then
+    writes a checkpoint. null = none."""
 
 
 class DeadEndConfig(Config):
     """Detection of waits that cannot end."""
 
     policy: Literal["fail", "wait"] = "fail"
-    """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: continue once the cause is
-    removed; status, live view, and log show it until then."""
+    """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: until the cause, shown in status,
+    live view, and log, is removed."""
     after_s: Positive = 120.0
     """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory."""
     start_after_s: Positive = 600.0
-    """The same limit while a live generator starts or fetches weights, seconds; for a vLLM startup at least
-    `generators.engine.start_timeout_s` + `after_s`. Also the limit for training without any generator applying newer
-    weights."""
+    """The same limit while a live generator starts or fetches weights, and for training without any generator applying
+    newer weights, seconds. With vLLM at least `generators.engine.start_timeout_s` + `after_s`."""
 
 
 PAUSE_REQUEST = "pause"
-"""Subject of a persistent request to the learner; no step starts while it exists."""
+"""Subject of a standing request to the learner; no step starts while it exists."""
 PROFILE_REQUEST = "profile"
-"""Subject of a request to the learner, and name of its gauge. The value is the first and last step."""
+"""Subject of a request to the learner, and its gauge. Value: first and last step."""
 
 
 class ProfileConfig(Config):
-    """Recording of a few steps with all roles on one timeline."""
+    """Recording of a few steps, with all roles on one timeline."""
 
     steps: list[int] | None = None
     """First and last step, such as `[20, 22]`; written to `profile/trace.json.gz`. null = none."""
@@ -187,37 +185,36 @@ class LearnerConfig(Config):
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     """Number of learner processes."""
     rank_timeout_s: Positive = 60.0
-    """Silence of a rank or its machine after which the other ranks exit, seconds. A thread in each rank sends signs of
-    life regardless of the step duration."""
+    """Silence of a rank or its machine after which the other ranks exit, seconds. Ranks also send signs of life during
+    long steps."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
-    """Number of processes that share each sequence, one slice each. The resulting groups divide the batch. Must divide
-    `num_ranks` and the model's attention heads. 1 = off."""
+    """Processes that share each sequence, one slice each; these groups share the batch. Must divide `num_ranks` and the
+    model's attention heads. 1 = off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; `auto` = `cuda` if available."""
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
     """Training engine, which holds parameters and optimizer."""
     compile: bool = False
-    """Compile the layers of the trained model (torch.compile): faster steps on GPUs after a minute or more of
-    compilation. Not available with ZeRO stage 3, `sequence_parallel`, or mixtures of experts."""
+    """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. Not available with ZeRO stage 3,
+    `sequence_parallel`, or mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
     groups_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
-    """Maximum input tokens of a microbatch, including padding. Larger values need more memory and fewer passes."""
+    """Maximum tokens of a microbatch, including padding. Larger: more memory, fewer passes."""
     packing: bool = True
-    """Pack several sequences into a row if the model computes each as if it were alone; false = one per row."""
+    """Pack several sequences into a row, if the model keeps them apart; false = one per row."""
     stop: list[MetricBound] | None = None
-    """Conditions for early stopping, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`: training ends before
-    `max_steps` once a monitored evaluation meets all of them. null = always run `max_steps`."""
+    """Conditions for early stopping, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`: training ends once a
+    monitored evaluation meets all of them. null = always run `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
-    """Disk space for the learner's log-probability ratio and entropy of each trained token, shown in the trajectory
-    views, GiB; about 4 bytes per token, oldest steps deleted first. 0 = not recorded."""
+    """Disk space for the learner's log-ratio and entropy of each trained token, for the trajectory views, GiB; about 4
+    bytes per token, oldest steps deleted first. 0 = none."""
     wait_timeout_s: Positive = 1800.0
-    """Longest wait for a batch while trajectories arrive, seconds. If no batch can become complete, the wait ends
-    earlier: `dead_end`."""
+    """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`dead_end`)."""
     dead_end: DeadEndConfig = DeadEndConfig()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Compose presets and command line overrides into a RunConfig, and convert it back to text."""
+"""Compose presets and command line overrides into a RunConfig, and render it as text."""
 
 import hashlib
 import math
@@ -48,10 +48,7 @@ _TYPE_NAMES = {
 
 
 def load(overrides: list[str]) -> RunConfig:
-    """Compose the presets with `overrides` (`a.b=c`, `group=option`) and convert the result to records.
-
-    Raises ConfigError.
-    """
+    """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError."""
     arguments = hydra_arguments(overrides)
     groups()  # registers the generated options before Hydra looks them up
     try:
@@ -73,22 +70,22 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Render all values of the run as YAML, including defaults."""
+    """Render all values as YAML, including defaults."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Convert all values of the run to dicts, lists, strings, and numbers, including defaults."""
+    """Convert to dicts, lists, strings, and numbers, including defaults."""
     return msgspec.json.decode(msgspec.json.encode(config))
 
 
 def config_hash(config: RunConfig) -> str:
-    """Hash of the settings that determine the results, 16 hex digits; unchanged when a run is resumed."""
+    """Hash of the settings that determine the results, 16 hex digits."""
     return hashlib.sha256(msgspec.json.encode(identity(config), order="sorted")).hexdigest()[:16]
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """All values of the run as plain data, except the settings that describe where it runs."""
+    """All values as plain data, without `PLACE`."""
     plain = to_plain(config)
     for key in PLACE:
         first, _, second = key.partition(".")
@@ -124,8 +121,7 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 
 
 def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
-    """Map each leaf of `run` (dotted key) to its origin: preset file, `command line a.b=c`, or `default`. Raises
-    ConfigError."""
+    """Map the dotted key of each leaf to its origin: preset file, `command line a.b=c`, or `default`."""
     origins: dict[str, str] = {}
     for origin, values in [*_preset_layers(overrides), *_command_line_layers(overrides)]:
         origins.update(dict.fromkeys((key for key, _ in leaves(values)), origin))
@@ -133,7 +129,7 @@ def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of everything except non-empty dicts; a list is one leaf."""
+    """Yield (dotted key, value) of all leaves; a list is one leaf."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -142,7 +138,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (origin, values) of the chosen options in Hydra's merge order."""
+    """Yield (origin, values) of the chosen options, in merge order."""
     with initialize_config_dir(str(PRESETS), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list(PRIMARY, hydra_arguments(overrides), RunMode.RUN)
@@ -166,7 +162,7 @@ def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _file(path: str) -> Path:
-    """File of a preset or of a user's own YAML file (`preset_of_file`)."""
+    """File of a preset, or a user's (`preset_of_file`)."""
     group, _, option = path.rpartition("/")
     return Path(option.replace("|", "/")) if option.endswith(".yaml") else PRESETS / group / f"{option}.yaml"
 
@@ -192,8 +188,8 @@ def _nest(package: str, value: Any) -> dict[str, Any]:
 def hydra_arguments(overrides: list[str]) -> list[str]:
     """Convert `overrides` to the form that Hydra accepts. Raises ConfigError.
 
-    Keys are always forced in: the records know which keys exist, the YAML files don't. So a key that no preset mentions
-    needs no `+`, and the conversion gives hints for a misspelled one.
+    Keys are forced in with `++`, because the records know which keys exist, the YAML files don't. So users need no `+`,
+    and `convert` reports misspelled keys.
     """
     return [_hydra_argument(text, override) for text, override in zip(overrides, parse(overrides), strict=True)]
 
@@ -213,7 +209,7 @@ def parse(overrides: list[str]) -> list[Override]:
 
 
 def _parse_one(parser: OverridesParser, text: str) -> Override | None:
-    """Return None for text that is not `key=value`, including options with dashes."""
+    """Return None for text that is not `key=value`, such as `--option`."""
     try:
         override: Override = parser.parse_override(text)
     except HydraException:
@@ -222,7 +218,7 @@ def _parse_one(parser: OverridesParser, text: str) -> Override | None:
 
 
 def _advice(texts: list[str], index: int) -> str:
-    """Error message for the argument at `index`, which is not an override, with the likely intended one."""
+    """Error message for the argument at `index`, with the override probably meant."""
     text, previous = texts[index], texts[index - 1] if index else ""
     if "=" in text and not text.startswith("-"):
         return (
@@ -265,7 +261,7 @@ def _hydra_argument(text: str, override: Override) -> str:
 
 
 def _refuse_whole_record(text: str, key: str, value: object) -> None:
-    """Reject setting only the `kind` of a variant, which would leave the fields of the old one in place."""
+    """Reject a value for a whole record, or for the `kind` of a variant, which would keep the old one's fields."""
     node = key.removesuffix(".kind").replace(".", "/")
     if node in groups():
         options = groups()[node]
@@ -281,9 +277,9 @@ def _refuse_whole_record(text: str, key: str, value: object) -> None:
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------
 def convert(data: object, record: type[C]) -> C:
-    """Build `record` from `data`. Types are strict, except that an integer can stand for a float.
+    """Build `record` from `data`. Types are strict, but an integer can stand for a float.
 
-    Raises ConfigError with one sentence for each unknown key, missing key, and unknown choice, or for the first wrong
+    Raises ConfigError with a sentence for every unknown key, missing key, or unknown choice, else for the first wrong
     value.
     """
     if errors := [*_errors(type_info(record), data, ""), *_infinite(data, "")]:
@@ -295,7 +291,7 @@ def convert(data: object, record: type[C]) -> C:
 
 
 def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
-    """Errors for which msgspec would not name the alternatives."""
+    """Errors in which msgspec would not name the alternatives."""
     if isinstance(expected, UnionType) and isinstance(value, dict):
         yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
@@ -316,7 +312,7 @@ def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
 
 
 def _infinite(value: object, path: str) -> Iterator[str]:
-    """Errors of numbers that JSON would turn into null on the way to the roles."""
+    """Errors of numbers that JSON would turn into null."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{path} must be a finite number, got {value}."
     elif isinstance(value, dict | list):
@@ -356,8 +352,7 @@ def _first_leaf(path: str, value: object) -> str:
 
 
 def _sentence(error: msgspec.ValidationError, data: object) -> str:
-    """Turn a message of msgspec (`Expected `int` >= 1, got `str` - at `$.a.b``) into `a.b must be an integer >= 1, got
-    'x'.`."""
+    """Turn `Expected `int` >= 1, got `str` - at `$.a.b`` into `a.b must be an integer >= 1, got 'x'.`."""
     if isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)
     message, _, place = str(error).partition(" - at `$")
@@ -395,10 +390,11 @@ _OWN_SETTINGS = (
     "generators.agent.",
     "generators.agents",
 )
-"""Settings that concern the local machine. They include the code to execute, which never comes from the broker."""
+"""Settings that a generator reads from its own command line, among them the code to execute. All others come from the
+broker."""
 _OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
 
 
 def own_settings(overrides: list[str]) -> list[str]:
-    """Select the overrides that the run's generators need on any machine, above all those that name code."""
+    """Select the overrides that a generator needs on any machine, above all those that name code."""
     return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]

@@ -17,17 +17,16 @@ class PolicyLossConfig(Formula):
     has_ratio: ClassVar[bool] = True
     """Whether the loss depends on the proximal policy."""
     selector: ClassVar[str] = ""
-    """Function of `MaskInputs` that computes `LossInputs.is_selected` from all tokens of an update; empty = none."""
+    """Function of `MaskInputs` that computes `LossInputs.is_selected` over a whole update; empty = none."""
 
     @property
     def needs_equal_advantages(self) -> bool:
-        """Whether advantages must be equal within a sequence, because all of its tokens share one ratio."""
+        """Whether advantages must be equal within a sequence, because its tokens share a ratio."""
         return False
 
     @property
     def counts_length(self) -> bool:
-        """Whether each token carries the loss of its whole sequence, so that a mean over tokens would count lengths
-        twice."""
+        """Whether each token carries the loss of its whole sequence: a mean over tokens would count lengths twice."""
         return False
 
 
@@ -209,13 +208,13 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
 
 
 class MaskConfig(Formula):
-    """Function of `MaskInputs` that selects the tokens of an update that stay in the policy loss."""
+    """Function of `MaskInputs` that selects the tokens of the policy loss."""
 
     module: ClassVar[str] = "token_masks"
 
     is_local: ClassVar[bool] = False
-    """Whether the mask of a token depends only on its own sequence, so that it can be applied per microbatch. Other
-    masks need a forward pass over the whole update first."""
+    """Whether a token's mask depends only on its own sequence. Other masks need a forward pass over the whole update
+    first."""
 
 
 class OpsmConfig(MaskConfig, tag="opsm"):
@@ -234,6 +233,6 @@ class M2poConfig(MaskConfig, tag="m2po"):
     """Largest mean of the squared log-ratios of the remaining tokens."""
 
 
-# msgspec decodes unions, not base classes. Below this line, the names mean any of the records above.
+# msgspec decodes unions, not base classes. From here on, the names mean any record above.
 PolicyLossConfig = union_of(PolicyLossConfig)
 MaskConfig = union_of(MaskConfig)

@@ -1,4 +1,4 @@
-"""RunConfig: all settings of a run, one field per role, and the checks that span roles."""
+"""RunConfig: all settings of a run, and the checks that span roles."""
 
 from math import ceil
 from pathlib import Path
@@ -19,11 +19,11 @@ from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig, ProfileConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
-"""Name of a run. Excludes `.`, `..`, and separators because the name is the last part of a path."""
+"""Excludes `.`, `..`, and separators, because the name becomes a folder."""
 
 
 class RunConfig(Config):
-    """All settings of a run, one field per role."""
+    """All settings of a run."""
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN)]
     """Name of the run folder and prefix of its keys in the store: up to 80 of `A-Z a-z 0-9 . _ -`, not starting with a
@@ -48,9 +48,9 @@ class RunConfig(Config):
     archive, and models, with credentials from the environment; the run folder is then scratch space. null = only the
     run folder."""
     storage_timeout_s: Positive = 1800.0
-    """Duration of object store failures after which the learner exits, seconds."""
+    """Longest failure of the object store before the learner exits, seconds."""
     prepare: list[PrepareStep] = []
-    """Commands that create missing inputs before the roles start, in this order."""
+    """Commands that create missing inputs before the roles start, in order."""
     generators: GeneratorsConfig = GeneratorsConfig()
     cluster: ClusterConfig = ClusterConfig()
     broker: BrokerConfig = BrokerConfig()
@@ -72,17 +72,16 @@ class RunConfig(Config):
 
     @property
     def is_one_process(self) -> bool:
-        """Whether all roles run in one process."""
         return self.mode in ("serial", "replay")
 
     @property
     def profile_lead_steps(self) -> int:
-        """Number of steps before the first recorded one in which its trajectories may be leased."""
+        """Steps before the first recorded one in which its trajectories may already be leased."""
         return (self.buffer.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the trained model scores answers instead of writing them."""
+        """Whether the trained model scores answers."""
         return self.mode == "sft" and self.sft.objective == "pairs"
 
     @property
@@ -106,7 +105,7 @@ _NO_ROOM = "a full prompt with a full response would not fit"
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read the resolved configuration of a run folder. Raises ConfigError if it is missing or unreadable."""
+    """Read a run folder's resolved configuration. Raises ConfigError if it is missing or unreadable."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: pass one such as runs/digits_cpu.")
@@ -130,7 +129,7 @@ def _check_bounds(run: RunConfig) -> None:
     why = "the optimizer updates of a step would see unequal batches"
     require(groups % updates == 0, "learner.groups_per_step", must, got=groups, why=why)
     every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
-    # A run resumed within a version would count its steps twice: for that version and for the next.
+    # A run resumed within a version would count its steps for that version and for the next.
     must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"
     require(every % publish == 0, "learner.checkpoint.every_steps", must, got=every, why=why)
 
@@ -270,12 +269,12 @@ def _check_buffer(run: RunConfig) -> None:
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
-        # Pacing admits one prompt per trained fresh group, so a run converges to this ratio.
+        # Pacing admits a prompt per trained fresh group, so a run converges to this ratio.
         key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
         require(got >= least, key, must, got=got, why=why)
-    # The groups of a step must fit together with those not yet covered by a checkpoint.
+    # A step's groups must fit in addition to those not yet covered by a checkpoint.
     limit = run.buffer.capacity.max_groups
     uncovered = run.learner.checkpoint.every_steps * per_step
     kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0

@@ -1,8 +1,8 @@
-"""The tree of settings: keys, groups with their options, and suggestions for misspelled names.
+"""The tree of settings: keys, groups with options, and suggestions for misspelled names.
 
-A field that holds one of several tagged records is a group, and each tag is an option: `BufferConfig.store` becomes
+A field that holds one of several tagged records is a group with the tags as options: `BufferConfig.store` becomes
 `buffer/store=embedded | redis`. A generated option holds only the tag; defaults stay in the records. YAML presets are
-further options of these groups (`buffer/store=embedded_large`) or form their own groups (`recipe=dapo`).
+more options (`buffer/store=embedded_large`) or form their own groups (`recipe=dapo`).
 """
 
 import ast
@@ -25,25 +25,25 @@ from slipstream.configs.run import RunConfig
 PRESETS = Path(__file__).resolve().parent / "presets"
 """Folder of the YAML presets; each subfolder is a group."""
 _SIMILAR_KEY = 0.8
-"""Minimum similarity of the last parts of two keys for one to be a misspelling of the other."""
+"""Minimum similarity of the last parts of two keys."""
 _IN_LIST = 0.5
 """Penalty for keys within list entries."""
 _SIMILAR_SIBLING = 0.7
-"""Minimum similarity within one record or group, where fewer names compete."""
+"""The same within one record or group, where fewer names compete."""
 
 
 class Setting(NamedTuple):
-    """One key of the tree. Records and groups of variants are keys too.
+    """One key of the tree, which can be a value, a record, or a group.
 
     Example: Setting(key="learner.engine.zero_stage", field=..., record=DeepSpeedEngineConfig,
     variant="learner/engine=deepspeed")
     """
 
     key: str
-    """Dotted; a list entry is written `prepare[]`."""
+    """Dotted; entries of a list are `prepare[]`."""
     field: Field
     record: type
-    """Record that declares the field."""
+    """Declares the field."""
     variant: str
     """`group=option` that selects the record; empty outside groups."""
 
@@ -54,7 +54,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Left side of an override: the group of variants, otherwise the key."""
+        """Left side of an override: the group, if it is one, otherwise the key."""
         return self.group if self.tags else self.key
 
     @property
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Every key of every variant, in the order of the records. A key of several variants appears once for each."""
+    """Every key of every variant, in the order of the records."""
     root = type_info(RunConfig)
     assert isinstance(root, StructType)
     return tuple(_walk(root, prefix="", variant=""))
@@ -104,13 +104,13 @@ def _alternatives(expected: Type) -> tuple[Type, ...]:
 
 @cache
 def variants() -> dict[str, tuple[str, ...]]:
-    """Group -> tags of its records, for every field that holds one of several tagged records."""
+    """Group -> tags of its records."""
     return {setting.group: setting.tags for setting in settings() if setting.tags}
 
 
 @cache
 def field_docstrings(record: type) -> dict[str, str]:
-    """Field -> the string literal below it in the source, including inherited fields."""
+    """Field -> the string literal below it, including inherited fields."""
     found: dict[str, str] = {}
     for base in reversed([base for base in record.__mro__ if base.__module__.startswith("slipstream.")]):
         (declared,) = ast.parse(inspect.getsource(base)).body
@@ -124,7 +124,7 @@ def field_docstrings(record: type) -> dict[str, str]:
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Group -> its options, sorted. The first call registers the generated options in Hydra's ConfigStore."""
+    """Group -> its options, sorted. The first call registers generated options with Hydra."""
     options: dict[str, set[str]] = {}
     for group, tags in variants().items():
         options[group] = set(tags)
@@ -136,9 +136,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def preset_of_file(group: str, file: Path) -> str:
-    """Register a user's YAML file as an option of the group; returns the option name.
+    """Register a user's YAML file as an option of the group; return the option's name.
 
-    The file has the format of the presets: settings, and optional `defaults`. Raises ConfigError.
+    The file has the format of the presets. Raises ConfigError.
     """
     try:
         node = OmegaConf.load(file)
@@ -155,7 +155,7 @@ def preset_of_file(group: str, file: Path) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Error message for `key`, with the intended key, the variants that have it, or its siblings."""
+    """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
@@ -165,9 +165,9 @@ def unknown_key(key: str) -> str:
 
 
 def unknown_option(group: str, option: object) -> str:
-    """Error message for `group=option`, with the intended option (also of another group), or all options."""
+    """Error message for `group=option`, with the option meant (also of another group), or all options."""
     options = groups()[group]
-    # A prefix of an option in this group wins over the same name in another: experiment=gsm8k does not mean data=gsm8k.
+    # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:
@@ -181,9 +181,9 @@ def unknown_option(group: str, option: object) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Key or group anywhere in the tree that `wrong` most likely means; None if nothing is similar.
+    """Key or group that `wrong` most likely means; None if nothing is similar.
 
-    Candidates need a similar last part (`max_step`, `lr` for `learning_rate`, `kl_coef`); the whole path ranks them.
+    Candidates have a similar last part (`max_step`, `lr`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
     names = {name.replace("/", "."): name for name in groups()}
@@ -198,7 +198,7 @@ def _similarity(wrong: str, key: str) -> float:
     wrong_parent, _, end = wrong.rpartition(".")
     parent, _, last = key.rpartition(".")
     if wrong_parent == parent and end.startswith(f"{last}_"):
-        # A key of an older version, or with a unit added: nearer than the same name elsewhere.
+        # Such as a unit added: nearer than the same name elsewhere.
         return 2.0
     similarity = max(_end_similarity(end, last), _end_similarity(end, f"{parent.rpartition('.')[2]}_{last}"))
     needed = _SIMILAR_SIBLING if wrong_parent == parent else _SIMILAR_KEY

@@ -1,7 +1,7 @@
-"""Archive: reads a folder of shards, even while a run adds to it. ArchiveMirror: copies an archive to an object store.
+"""Archive: reads a folder of shards, even during a run. ArchiveMirror: copies an archive to an object store.
 
-The mirror sends shards and the ledger before the manifest that names them, so a reader of the object store finds
-everything that the manifest lists. A run that is resumed on another machine starts from the object store's copy.
+The mirror sends shards and ledger before the manifest, so that the object store has everything the manifest lists. A
+run resumed on another machine starts from this copy.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ IMAGES = "images"
 
 
 def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
-    """Write images that the archive lacks; durable on return. Raises OSError."""
+    """Write missing images durably. Raises OSError."""
     for name, data in images.items():
         path = folder / IMAGES / name
         if not path.exists():
@@ -61,19 +61,15 @@ class ArchiveCheck(Record):
     """Result of checking an archive. Example: ArchiveCheck(shards=4, groups=4096, trajectories=32768, steps=128)."""
 
     shards: int
-    """Number of shards in the manifest."""
     groups: int
-    """Groups in all shards, by the manifest."""
     trajectories: int
-    """Rows in readable shards."""
     steps: int = 0
-    """Number of steps in the ledger."""
     damaged: int = 0
-    """Shards that are missing or damaged, plus 1 for a damaged ledger."""
+    """Missing or damaged shards, plus 1 for a damaged ledger."""
     duplicated: int = 0
-    """Trajectories beyond the first with each id."""
+    """Trajectories beyond the first per id."""
     missing: int = 0
-    """Trajectories of the ledger's steps that no shard has."""
+    """Trajectories in the ledger but in no shard and not in the overflow."""
     problems: list[str] = []
     """One sentence per defect."""
 
@@ -83,7 +79,6 @@ class ArchiveCheck(Record):
 
 
 def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[str]:
-    """Return the trajectories of a step that no shard has. Groups in the overflow are not missing."""
     return [
         name
         for group, names in zip(entry.group_ids, entry.trajectory_ids, strict=True)
@@ -105,7 +100,7 @@ def _raise(error: ShardError) -> None:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 class Archive:
-    """The shards listed in the manifest, in the order written.
+    """The shards in the manifest, in the order written.
 
     Example: for stored in Archive(Path("runs/mine/archive")).read(TrajectoryFilter(outcome="retired")): ...
     """
@@ -118,10 +113,10 @@ class Archive:
         """Shards in the manifest when the archive was opened."""
         self._ledger = manifest.ledger
         self.note = _unfinished(folder, manifest)
-        """One sentence on a manifest that is incomplete after a crash or damage; else empty."""
+        """One sentence if the manifest is incomplete after a crash or damage; else empty."""
 
     def steps(self) -> list[StepEntry]:
-        """Return the ledger, in order; empty if the archive has none. Raises ArchiveError if it is damaged."""
+        """Return the ledger; empty if absent. Raises ArchiveError if it is damaged."""
         return read_ledger(self.folder, self._ledger)
 
     def read(
@@ -133,14 +128,14 @@ class Archive:
     ) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories in the order archived; members of a group are adjacent.
 
-        A filter on text needs `decode`. `on_refused` is called for each unreadable shard, which is skipped unless it
-        raises.
+        Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
+        skipped unless it raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
         for shard in filter(selected.may_be_in, self.shards):
             try:
-                # The ids are a hundredth of a shard. Reading them first avoids opening all shards but one.
+                # Ids are 1 % of a shard; reading them first skips the rest of all shards but one.
                 if selected.id is not None and selected.id not in read_column(self.folder, shard, "id"):
                     continue
                 for stored in read_shard(self.folder, shard, where=where):
@@ -150,7 +145,7 @@ class Archive:
                 on_refused(error)
 
     def check(self) -> ArchiveCheck:
-        """Read every byte; check checksums, uniqueness, and that the ledger's trajectories are present.
+        """Check all checksums, the uniqueness of ids, and that the ledger's trajectories are present.
 
         Raises ArchiveError if the manifest cannot be read.
         """
@@ -160,7 +155,7 @@ class Archive:
             steps = self.steps()
         except ArchiveError as error:
             damages.append(str(error))
-        # Read after the ledger: a live run writes the shards of a step first.
+        # Read after the ledger: a live run writes the shards of a step before its ledger line.
         shards = read_manifest(self.folder).shards
         for shard in shards:
             try:
@@ -193,22 +188,22 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
 
 # --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
-"""Append-only files, always sent as a whole, in this order. All other files never change."""
+"""Append-only files, sent whole and in this order. Other files never change."""
 
 
 class ArchiveMirror:
-    """Mirror of an archive, owned by the archive's writer. Life: fetch -> send*."""
+    """Mirror owned by the archive's writer. Life cycle: fetch -> send*."""
 
     def __init__(self, folder: Path, remote: ObjectFolder) -> None:
         self._folder = folder
         self._remote = remote
         self._sent = dict[str, int | bytes]()
-        """Size of each file in the object store; for append-only files, the content."""
+        """Size of each object; for append-only files, the content."""
 
     def fetch(self) -> None:
-        """Bring the folder up to date with the object store. Raises StorageError, ArchiveError, OSError."""
+        """Bring the folder up to date with the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
         found = self._remote.objects()
-        # Read the manifest first: the ledger may be longer than it says, but not shorter.
+        # Manifest first: the ledger may be longer than it says, but not shorter.
         grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
         self._sent = {name: info.size for name, info in found.items()} | grown
         remote, local = grown[MANIFEST], _whole_lines(self._folder / MANIFEST)
@@ -227,13 +222,13 @@ class ArchiveMirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             if name not in found or not path.exists() or path.stat().st_size != found[name].size:
                 self._remote.fetch(name, path, expected=shards.get(name, ""))
-        # Manifest last: a writer removes shards without a line, but lines without their shards are damage.
+        # Manifest last, so that an interrupted fetch is repeated; a line without its shard would be damage.
         for name in _WHOLE_FILES:
             write_durably(self._folder / name, grown[name])
         log.info("archive_fetched", uri=self._remote.uri, shards=len(shards))
 
     def send(self) -> None:
-        """Send everything that the object store lacks. Can be retried after a StorageError."""
+        """Send what the object store lacks. Can be retried after a StorageError."""
         for path, shard in self._unchanging():
             name = str(path.relative_to(self._folder))
             if self._sent.get(name) != (size := path.stat().st_size):
@@ -250,12 +245,11 @@ class ArchiveMirror:
             yield self._folder / shard.file, shard
         for kind in (IMAGES, OVERFLOW):
             for path in sorted((self._folder / kind).glob("*")):
-                # Files with this suffix are still being written.
                 if path.suffix != ".tmp":
                     yield path, None
 
 
 def _whole_lines(path: Path) -> bytes:
-    """Return a file's complete lines, dropping a partial last line from a crash; empty if the file is missing."""
+    """Return a file's complete lines (a crash can cut the last one short); empty if missing."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]

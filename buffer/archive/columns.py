@@ -1,6 +1,6 @@
-"""Columns of a shard: converts finished groups to an Arrow table, and rows back to trajectories.
+"""Converts finished groups to an Arrow table, and its rows back to trajectories.
 
-One row per trajectory. Re-encoding a trajectory read from a row gives the exact bytes that were archived.
+One row per trajectory. Re-encoding a trajectory read from a row gives the archived bytes exactly.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 2
-"""Increment for every change of the columns that an older reader would misread."""
+"""Increment when an older reader would misread the columns."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
 _LISTS: dict[str, pa.DataType] = {
@@ -52,7 +52,7 @@ _ADDED = {
     "media": pa.list_(_MEDIA),
     "metrics": pa.map_(pa.string(), pa.float64()),
 }
-"""Columns missing from archives of schema 1, where they read as null."""
+"""Absent from archives of schema 1."""
 SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -89,7 +89,7 @@ SCHEMA = pa.schema(
     },
     metadata={_ARCHIVE_KEY: str(ARCHIVE_SCHEMA), _TRAJECTORY_KEY: str(SCHEMA_VERSION)},
 )
-"""Every column; `schema_version` is the trajectory's."""
+"""`schema_version` is the trajectory's."""
 
 _PLAIN = ["id", "group_id", "index", "prompt_uid", "attempt", "stop_reason", "generator_id", "started_at"]
 _PLAIN += ["finished_at", "data_source", "num_turns"]
@@ -97,9 +97,9 @@ _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is
 
 
 def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
-    """Build a table with one row per payload, keeping the order of groups; `archived_at` in seconds since 1970.
+    """Build a table with one row per payload; `archived_at` in seconds since 1970.
 
-    Raises RecordRefusedError for an invalid payload, and the errors of `tabulate`.
+    Raises RecordRefusedError for an invalid payload, and as `tabulate`.
     """
     return tabulate(
         [
@@ -127,7 +127,7 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
-    """Yield the rows of a batch that passed `missing_columns`, in order. Arrays are views into the batch."""
+    """Yield the rows of a batch without `missing_columns`. Arrays are views into the batch."""
     lists = {name: _split(batch.column(name)) for name in _LISTS}
     others = [name for name in batch.schema.names if name not in lists]
     rows = batch.select(others).to_pylist()
@@ -136,18 +136,18 @@ def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
-    """Return the archive columns present in this schema, in order."""
+    """Return the archive's columns that this schema has."""
     return [name for name in SCHEMA.names if name in schema.names]
 
 
 def missing_columns(schema: pa.Schema) -> str:
-    """Return a requirement and the missing columns if this schema lacks required ones; empty otherwise."""
+    """Return an error phrase if this schema lacks required columns; else empty."""
     missing = sorted(set(SCHEMA.names) - set(_ADDED) - set(schema.names))
     return f"must have the columns of an archive, but lacks {', '.join(missing)}" if missing else ""
 
 
 def newer_schema(schema: pa.Schema) -> str:
-    """Return a requirement and the actual version if a newer Slipstream wrote this schema; empty otherwise."""
+    """Return an error phrase if a newer Slipstream wrote this schema; else empty."""
     metadata = schema.metadata or {}
     for key, newest in ((_ARCHIVE_KEY, ARCHIVE_SCHEMA), (_TRAJECTORY_KEY, SCHEMA_VERSION)):
         written = int(metadata.get(key, b"0"))
@@ -194,7 +194,7 @@ def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """Return one array per row. Only booleans, which Arrow packs into bits, are copied."""
+    """Return one array per row, without copying except for booleans, which Arrow stores as bits."""
     offsets = lists.offsets.to_numpy()
     values = lists.flatten().to_numpy(zero_copy_only=False)
     starts = (offsets - offsets[0]).tolist()

@@ -1,8 +1,8 @@
-"""Index of an archive: the manifest of its shards, and the ledger of its steps. Both are append-only.
+"""Index of an archive: the manifest of its shards and the ledger of its steps, both append-only.
 
 The ledger records what each step trained on, so that the archive alone suffices to replay the run batch by batch. A
-line is a step that a durable checkpoint covers and with all of its groups archived. If the store lost its last seconds,
-a step may run again: the second line replaces the first and every line after the first.
+step gets its line once a durable checkpoint covers it and all of its groups are archived. If the store lost its last
+seconds, a step may run again: its second line replaces the first and every line in between.
 """
 
 import re
@@ -19,16 +19,15 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 MANIFEST = "manifest.jsonl"
-"""File name in the archive's folder."""
 LEDGER = "ledger.jsonl"
-"""File name of the step ledger in the archive's folder."""
 _SCHEMA = 1
-"""Increment for every change of ShardEntry that an older reader would misread."""
+"""Increment when an older reader would misread a ShardEntry."""
 _SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
 
 
 class ShardEntry(Record):
-    """A complete, durable shard, or the ledger up to a size (the newest entry counts; the file may be longer).
+    """A complete, durable shard. For the ledger: its state up to a size; the last such entry counts, and the file may
+    be longer.
 
     Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
         bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
@@ -36,23 +35,21 @@ class ShardEntry(Record):
 
     file: str
     rows: int
-    """Number of trajectories."""
+    """Trajectories; in the ledger, steps."""
     groups: int
-    """Number of groups with at least one trajectory."""
+    """Groups with at least one trajectory."""
     first_step: int | None
-    """First step that trained on one of its groups; None if none did."""
+    """First step that trained on one of the groups; None if none did."""
     last_step: int | None
-    """Last step that trained on one of its groups; None if none did."""
+    """The last such step."""
     bytes: int
-    """File size, bytes."""
     checksum: str
-    """xxh3-64 of the file, hexadecimal."""
+    """xxh3-64 of these bytes, hexadecimal."""
     archived_at: float
-    """Seconds since 1970."""
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard, counted from 1."""
+    """Return the file name of shard `number`, from 1."""
     return f"shard-{number:08d}.parquet"
 
 
@@ -76,9 +73,8 @@ class Manifest(NamedTuple):
     content: bytes
     """Complete lines."""
     unnamed: set[str]
-    """At most one shard without a line, left by a crash between writing the two."""
+    """Shards without a line: at most one, left by a crash between writing the two."""
     is_cut: bool
-    """Whether the last line is cut short."""
 
 
 def is_archive(folder: Path) -> bool:
@@ -87,8 +83,8 @@ def is_archive(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises ArchiveError if it is missing or damaged, or lacks shards that are in the folder."""
-    # List shards before reading the manifest, because a live writer adds a line after its shard.
+    """Read the manifest. Raises ArchiveError if it is missing, damaged, or omits more shards than a crash explains."""
+    # List shards before reading the manifest: a live writer adds a shard before its line.
     found = _shards_in(folder)
     path = folder / MANIFEST
     if not path.is_file():
@@ -99,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
     manifest = parse_manifest(path.read_bytes(), where=path)
-    # A crash between shard and line leaves exactly one file, with the next number. Its groups will come again.
+    # A crash between shard and line leaves one file, with the next number. The store offers its groups again.
     unnamed, expected = found - {shard.file for shard in manifest.shards}, next_shard(manifest.shards)
     if unnamed - {expected}:
         raise ArchiveError(
@@ -111,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
-    """Parse the lines of a manifest, ignoring a last line that a crash cut short. Raises ArchiveError."""
+    """Parse a manifest, ignoring a truncated last line. Raises ArchiveError."""
     entries, whole = parse_lines(content, lambda line: _parse_line(line, where), where=where, rule="name a shard")
     shards = [entry for entry in entries if entry.file != LEDGER]
     ledger = next((entry for entry in reversed(entries) if entry.file == LEDGER), None)
@@ -119,7 +115,7 @@ def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
 
 
 class ManifestWriter:
-    """The manifest, opened by its single writer."""
+    """The single writer of a manifest."""
 
     def __init__(self, folder: Path) -> None:
         """Create or read the manifest. Raises ArchiveError as `read_manifest` does."""
@@ -130,7 +126,7 @@ class ManifestWriter:
         self._file = LineFile(folder / MANIFEST, content=found.content, schema=_SCHEMA)
 
     def append(self, entry: ShardEntry) -> None:
-        """Append a line, durable on return. Can be retried after an OSError."""
+        """Append a line durably. Can be retried after an OSError."""
         self._file.append([entry])
         if entry.file == LEDGER:
             self.ledger = entry
@@ -146,7 +142,7 @@ def _shards_in(folder: Path) -> set[str]:
 def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
     entry = parse_line(line, ShardEntry, schema=_SCHEMA, where=where)
     if entry is None:
-        # Lines in archives of earlier versions have no checksum.
+        # Archives of earlier versions have lines without checksums.
         try:
             entry = msgspec.json.decode(line, type=ShardEntry)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -156,11 +152,11 @@ def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
 
 # --- the step ledger --------------------------------------------------------------------------------------------------
 LEDGER_SCHEMA = 1
-"""Increment for every change of StepEntry that an older reader would misread."""
+"""Increment when an older reader would misread a StepEntry."""
 
 
 def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
-    """Return the steps in order. `sealed` is the manifest's ledger entry, if any.
+    """Return the ledger's steps. `sealed` is the manifest's ledger entry, if any.
 
     Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
     """
@@ -168,10 +164,10 @@ def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
 
 
 class LedgerWriter:
-    """The single writer of an archive's ledger, which records size and checksum in the manifest.
+    """The single writer of a ledger. Records size and checksum in the manifest.
 
     Lines are durable before the manifest records them. After a crash in between, the ledger is longer than recorded,
-    never shorter, and the next start records the rest.
+    and the next start records the rest.
     """
 
     def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
@@ -184,16 +180,15 @@ class LedgerWriter:
 
     @property
     def last_step(self) -> int:
-        """Newest step; 0 before the first."""
         return max(self._entries, default=0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
-        """Return the first of `entries` (in order) that is missing or different here, and all after it."""
+        """Return the first of `entries` that is missing or different here, and all after it."""
         first = next((entry.step for entry in entries if self._entries.get(entry.step) != entry), None)
         return [] if first is None else [entry for entry in entries if entry.step >= first]
 
     def append(self, entries: list[StepEntry]) -> None:
-        """Append steps in order, durable on return. Can be retried after an OSError."""
+        """Append steps durably. Can be retried after an OSError."""
         self._file.append(entries)
         for entry in entries:
             _enter(self._entries, entry)
@@ -214,7 +209,7 @@ class LedgerWriter:
 
 
 def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
-    # A repeated step invalidates every later step.
+    # A repeated step invalidates all later ones.
     for step in [step for step in entries if step >= entry.step]:
         del entries[step]
     entries[entry.step] = entry
@@ -229,7 +224,7 @@ def _parse_ledger(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, Step
         where=path,
         rule="hold a step",
     )
-    # Each line has its own checksum. Only this one detects missing lines.
+    # The checksums of single lines do not detect missing lines.
     if sealed and xxhash.xxh3_64_hexdigest(whole[: sealed.bytes]) != sealed.checksum:
         raise ArchiveError(
             f"{path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} steps, up to "

@@ -1,8 +1,8 @@
 """Replay: stored groups as an endless, seeded sequence, and the plan of a replay run.
 
-Each epoch yields every group once. It visits shards in random order and the groups within a shard in random order, so
-only one shard is in memory at a time. The groups of a step depend on the seed and the step only, so a resumed run
-continues where it stopped.
+Each epoch yields every group once, shard by shard, in random order within and across shards, so only one shard is in
+memory at a time. The groups of a step depend only on the seed and the step, so a resumed run continues where it
+stopped.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.run import RunConfig
 
 _STREAM = 3
-"""Separates these random numbers from those of `sampling.py`, which use the same seed."""
+"""Random stream, distinct from those of `sampling.py`."""
 
 
 class Rollouts:
@@ -34,7 +34,7 @@ class Rollouts:
     """
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        """Read the group ids. Raises ArchiveError if there are none, or a shard is damaged."""
+        """Read the group ids. Raises ArchiveError if there are none, ShardError for a damaged shard."""
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
@@ -50,12 +50,11 @@ class Rollouts:
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
-        """Return ids and encoded trajectories (by index) of `count` groups of the sequence from `first` on."""
+        """Return ids and encoded trajectories (by index) of `count` groups, from position `first` of the sequence."""
         found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
 
     def images(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return name -> bytes of the named images that the archive has."""
         return read_images(self._folder, names)
 
     def _group_at(self, number: int) -> tuple[str, list[bytes]]:
@@ -69,12 +68,12 @@ class Rollouts:
         raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
-        # Raw draws and a stable sort: numpy keeps the streams of its bit generators stable, but not `permutation`.
+        # Across versions, numpy keeps the streams of bit generators stable, but not `permutation`.
         draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
         return np.argsort(draws, kind="stable").tolist()
 
     def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
-        # Consecutive groups are in the same shard, so one shard is cached.
+        # Consecutive groups share a shard, so cache one.
         if self._loaded[0] != shard.file:
             rows = read_shard(self._folder, shard, where=TRAINABLE)
             groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
@@ -91,21 +90,20 @@ class ReplayPlan(Record):
     """
 
     groups: list[FinishedGroup]
-    """Ordered by the first step that trained on them, then (without a known step) by archive order."""
+    """By the first step that trained on them; groups without a known step come last, in archive order."""
     samples: dict[int, Sample]
-    """Step -> its claim according to the ledger; empty if groups are claimed in the order of `groups`."""
+    """Step -> its claim by the ledger; empty to claim in the order of `groups`."""
 
 
 def plan_replay(run: RunConfig) -> ReplayPlan:
     """Read the archive that the run replays.
 
-    Steps repeat the ledger's batches if these have the replay's step size. Otherwise they claim the same groups in the
-    same order. Raises ArchiveError, or ConfigError if the archive holds too few steps.
+    Steps repeat the ledger's batches if all of them have the replay's batch size. Otherwise, they claim the stored
+    groups in order. Raises ArchiveError, or ConfigError if the archive holds too few steps.
     """
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()
     if any(len(entry.group_ids) != per_step for entry in steps):
-        # Batches of another size cannot be repeated, so fall back to the order of groups.
         steps = []
     num_steps = len(steps) or len(groups) // per_step
     if run.learner.max_steps > num_steps:
@@ -119,14 +117,14 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
 
 
 def stored_groups(archive: Path) -> list[FinishedGroup]:
-    """Return the retired groups: trained on by the stored run, or imported. Raises ArchiveError."""
+    """Return the retired groups (trained on, or imported). Raises ArchiveError."""
     rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
     groups = []
     for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
         group = sorted(members, key=lambda stored: stored.trajectory.index)
         payloads = [encode(stored.trajectory) for stored in group]
         groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
-    # Stable: groups of one step keep the order of the archive, in which they were retired.
+    # Stable: groups of one step keep the archive's order.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 
@@ -136,7 +134,7 @@ def _sample(entry: StepEntry) -> Sample:
 
 
 def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
-    """Raise ArchiveError if a trajectory of a batch is missing: the step would train on a different batch."""
+    """Raise ArchiveError if a step would train on an incomplete batch."""
     stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
     for entry in steps:
         for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):

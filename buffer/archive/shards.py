@@ -1,8 +1,8 @@
-"""Shards: finished groups as Parquet files that are complete and durable, or absent.
+"""Shards: Parquet files of finished groups, each complete and durable, or absent.
 
-Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
-line leaves a file that the manifest does not list: the next start deletes it, and the store, which still has its
-groups, offers them again. If the crash comes after the line, the store offers archived groups, which `has` detects.
+Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. After a crash before
+the line, the next start deletes the unlisted file, and the store, which still has its groups, offers them again. After
+a later crash, the store offers groups that are already archived, which `has` detects.
 """
 
 import fcntl
@@ -32,14 +32,14 @@ from slipstream.buffer.records import FinishedGroup
 log = structlog.get_logger(__name__)
 
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
-"""Groups that may be trained on: not quarantined, not rejected, and not evaluation answers."""
+"""Rows of groups that may be trained on."""
 _BATCH_ROWS = 256
-"""Bounds the rows held in memory."""
+"""Rows in memory at once."""
 
 
 @contextmanager
 def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
-    """Open a shard to read its columns. Maps all defects, including those found while reading, to ShardError."""
+    """Open a shard. Maps all defects, including those found while reading, to ShardError."""
     try:
         yield _open(folder, shard)
     except (pa.ArrowException, OSError) as error:
@@ -48,7 +48,7 @@ def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
 
 
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
-    """Yield the trajectories that satisfy `where` (over the columns), in order. Raises ShardError."""
+    """Yield the trajectories that satisfy `where`, in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         columns = known_columns(dataset.schema)
         for batch in dataset.to_batches(columns=columns, filter=where, batch_size=_BATCH_ROWS, use_threads=False):
@@ -56,7 +56,7 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 
 def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
-    """Return a text column of the trajectories that satisfy `where`, in order. Raises ShardError."""
+    """Return a text column of the rows that satisfy `where`, in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
 
@@ -85,18 +85,16 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
 
 @cache
 def _checksum(path: Path, _size: int, _modified_ns: int) -> str:
-    """Checksum of a file, cached as long as size and modification time stay the same."""
+    """Cached until size or modification time change."""
     return checksum(path)
 
 
 LOCK = "writer.lock"
-"""Lock file held by the writer of an archive."""
 
 # --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
 OVERFLOW = "overflow"
-"""Subfolder of the archive for these groups."""
 _FOLDERS = (OVERFLOW, "set_aside")
-"""Folders to read. The first archives used the second name."""
+"""The first archives used the second name."""
 _PREFIX, _SUFFIX = "group-", ".msgpack"
 
 
@@ -109,9 +107,9 @@ def overflow_groups(archive: Path) -> set[str]:
 # --- shards ----------------------------------------------------------------------------------------------------------
 _ROWS_PER_ROW_GROUP = 1024
 _REMEMBERED_SHARDS = 16
-"""A restarted store may offer groups again that it had deleted in its last two seconds."""
+"""A restarted store may again offer groups that it deleted in its last two seconds."""
 _LOGPROBS = "generator_logprobs.list.element"
-"""All values differ, so a dictionary would not help, but their exponents compress well when split off."""
+"""Distinct values, so a dictionary does not help; a byte-stream split groups their exponents, which compress well."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
 
@@ -125,8 +123,8 @@ class ShardWriter:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Create the folder if missing, and remove the leftovers of a crash.
 
-        `clock` returns seconds since 1970. Raises ArchiveError if another process writes here, or for shards that no
-        crash explains; OSError.
+        `clock` returns seconds since 1970. Raises OSError, or ArchiveError if another process writes here or a crash
+        cannot explain the folder's state.
         """
         self._folder = folder
         self._clock = clock
@@ -148,14 +146,14 @@ class ShardWriter:
         return any(group_id in groups for groups in self._recent)
 
     def groups_since(self, step: int) -> set[str]:
-        """Return the archived groups of every shard with a group that `step` or a later step trained on."""
+        """Return the groups of all shards that hold a group trained on at `step` or later, plus the overflow."""
         shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
         return overflow_groups(self._folder).union(*map(self._groups_in, shards))
 
     def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
-        """Write one shard, durable on return. Groups that do not fit the columns go to the overflow.
+        """Write one shard durably. Groups that do not fit the columns go to the overflow.
 
-        Returns None if no group fits. Can be retried after an OSError.
+        Returns None if no row remains. Can be retried after an OSError.
         """
         now = self._clock()
         table, groups = self._tabulate(groups, archived_at=now)
@@ -173,14 +171,13 @@ class ShardWriter:
             checksum=xxhash.xxh3_64_hexdigest(data),
             archived_at=now,
         )
-        # Write the shard before its line: a line without its shard would mean lost data.
+        # Shard before line: a line without its shard means lost data.
         write_durably(self._folder / shard.file, data)
         self.manifest.append(shard)
         self._recent.append({group.id for group in groups})
         return shard
 
     def close(self) -> None:
-        """Release the lock, so that another process can write here."""
         self._lock.close()
 
     def _recover(self) -> ManifestWriter:
@@ -200,14 +197,13 @@ class ShardWriter:
             return set()
 
     def _tabulate(self, groups: list[FinishedGroup], *, archived_at: float) -> tuple[pa.Table, list[FinishedGroup]]:
-        """Return (table, the groups in it), moving groups that do not fit to the overflow."""
         try:
             return to_table(groups, archived_at=archived_at), groups
         except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
             if len(groups) == 1:
                 self._write_overflow(groups[0], error)
                 return SCHEMA.empty_table(), []
-        # Bisect: one bad group among N costs about log N more conversions instead of N.
+        # Bisect: one bad group among N costs about 2 log2(N) conversions instead of N.
         half = len(groups) // 2
         parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]

@@ -1,4 +1,4 @@
-"""StepTokens: per-token numbers that the learner computed in a step, one Parquet file per step in the run folder.
+"""StepTokens: per-token numbers computed by the learner, one Parquet file per step in the run folder.
 
 token_stats/step-00000012.parquet   a row per trajectory: `id`, and `log_ratio` and `entropy` with one entry per token,
                                     null where it was not trained on; 4 bytes per trained token
@@ -17,22 +17,21 @@ import pyarrow.parquet as pq
 from slipstream.buffer.durable_files import write_durably
 
 FOLDER = "token_stats"
-"""Within the run folder."""
+"""Subfolder of the run folder."""
 _PREFIX = "step-"
 
 TokenNumbers = dict[str, list[float | None]]
-"""Name -> one number per token of a trajectory; None if missing."""
+"""Name -> one number per token; None where not trained on or not finite."""
 
 
 class StepTokens(NamedTuple):
-    """Numbers of the N tokens that a step trained on, concatenated over trajectories.
+    """Numbers of the N tokens that a step trained on, over all trajectories.
 
     Example: StepTokens(["17-0-3"], lengths=[12], positions=[np.arange(6, 12)], columns={"entropy": np.array([...])})
     """
 
     ids: list[str]
     lengths: list[int]
-    """Tokens per trajectory, trained on or not."""
     positions: list[np.ndarray]
     """int64[W] per trajectory: indices of the tokens trained on."""
     columns: dict[str, np.ndarray]
@@ -53,7 +52,7 @@ class StepTokens(NamedTuple):
 
 
 def write_step(folder: Path, step: int, tokens: StepTokens) -> int:
-    """Write the file of a step atomically; return its size in bytes. Raises OSError."""
+    """Write a step's file atomically; return its size in bytes. Raises OSError."""
     folder.mkdir(exist_ok=True)
     sink = pa.BufferOutputStream()
     pq.write_table(tokens.to_table(), sink, compression="zstd")
@@ -75,21 +74,20 @@ def keep_newest(folder: Path, *, max_bytes: float) -> None:
 
 
 def drop_steps(folder: Path, *, after: int) -> None:
-    """Delete the files of steps after `after`, which a rollback has undone. Raises OSError."""
+    """Delete the files of steps undone by a rollback to `after`. Raises OSError."""
     for file in _files(folder):
         if file > _file(folder, after):
             file.unlink()
 
 
 def read_steps(folder: Path, last_steps: Mapping[str, int | None]) -> dict[str, TokenNumbers]:
-    """Return id -> numbers, named `learner_...`, from the last step that trained on each trajectory.
+    """Return trajectory id -> numbers of its last step, under names prefixed with `learner_`.
 
-    Trajectories with a missing or damaged file are left out.
+    Omits trajectories with a missing or damaged file.
     """
     found: dict[str, TokenNumbers] = {}
     for step in {step for step in last_steps.values() if step is not None}:
         ids = [name for name, last_step in last_steps.items() if last_step == step]
-        # The trajectory can still be shown without these numbers.
         with suppress(OSError, pa.ArrowException):
             table = pq.read_table(_file(folder, step), filters=pc.field("id").isin(ids), partitioning=None)
             for row in table.to_pylist():

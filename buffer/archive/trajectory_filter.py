@@ -22,7 +22,7 @@ GROUP_STATES: tuple[str, ...] = (*get_args(get_args(GroupState)[0]), *get_args(O
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
-    """One trajectory and the state of its group, in a live store or an archive.
+    """A trajectory in a live store or an archive.
 
     Example: StoredTrajectory(Trajectory(id="17-0-3", ...), state="retired", reason="", steps=[12])
     """
@@ -31,7 +31,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
     state: GroupState
     """State or outcome of its group."""
     reason: str
-    """Reason of the group's outcome; empty for retired and unfinished groups."""
+    """Reason of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     archived_at: float | None = None
@@ -39,18 +39,16 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def versions(self) -> list[int]:
-        """Policy versions that sampled its model-written tokens, ascending."""
+        """Policy versions that sampled its tokens, ascending."""
         trajectory = self.trajectory
         return np.unique(trajectory.token_versions()[trajectory.model_mask]).tolist()
 
     @property
     def oldest_version(self) -> int:
-        """Version that determines its lag."""
         return self.versions[0]
 
     @property
     def newest_version(self) -> int:
-        """Newest version of a token, usually of the last ones."""
         return self.versions[-1]
 
     @property
@@ -59,67 +57,57 @@ class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
 
 
 Decode = Callable[[np.ndarray], str]
-"""Turns token ids into text."""
 
 
 _EQUAL = ("id", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason")
-"""Filter fields that are compared for equality with the trajectory's fields."""
+"""Fields compared for equality with the trajectory's."""
 
 
 class TrajectoryFilter(Record):
-    """Conditions on a trajectory. All that are set must hold.
+    """Conditions on a trajectory, all of which must hold. Bounds are inclusive; None = no condition.
 
     Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")
     """
 
     id: str | None = None
     min_reward: float | None = None
-    """Minimum total reward, inclusive."""
     max_reward: float | None = None
-    """Maximum total reward, inclusive."""
     min_tokens: int | None = None
-    """Minimum number of prompt and response tokens, inclusive."""
+    """Prompt and response tokens together."""
     max_tokens: int | None = None
-    """Maximum number of prompt and response tokens, inclusive."""
     version: int | None = None
-    """Policy version that sampled at least one token."""
+    """Version that sampled at least one token."""
     min_version: int | None = None
-    """First version of a range, inclusive; a version in the range must have sampled a token."""
+    """A version in the range min_version to max_version must have sampled a token."""
     max_version: int | None = None
-    """Last version of this range, inclusive."""
     step: int | None = None
-    """Step that trained on it."""
     min_step: int | None = None
-    """First step of a range, inclusive; a step in the range must have trained on it."""
+    """A step in the range min_step to max_step must have trained on it."""
     max_step: int | None = None
-    """Last step of this range, inclusive."""
     group_id: str | None = None
     prompt_uid: str | None = None
-    """Full name of the prompt's row."""
+    """Name of the dataset row."""
     generator_id: str | None = None
     data_source: str | None = None
-    """Full name of the task type."""
     outcome: str | None = None
     """State or outcome of its group."""
     reward_status: str | None = None
-    """Reward status: `ok`, `error` or `timeout`."""
     stop_reason: str | None = None
-    """Reason for the end of the response, such as `stop` or `length`."""
     text: str | None = None
     """Substring of the decoded prompt and response."""
 
     @property
     def steps(self) -> tuple[int | None, int | None] | None:
-        """Range of steps that must include one that trained on it, inclusive; None: any or none."""
+        """Required range of training steps; None: trained on or not."""
         return _narrowed(self.step, self.min_step, self.max_step)
 
     @property
     def versions(self) -> tuple[int | None, int | None] | None:
-        """Range of versions that must include one that sampled a token, inclusive; None: any."""
+        """Required range of versions; None: any."""
         return _narrowed(self.version, self.min_version, self.max_version)
 
     def matches(self, stored: StoredTrajectory, *, decode: Decode | None) -> bool:
-        """Whether the trajectory meets all conditions. `decode` is required if `text` is set."""
+        """Whether the trajectory meets all conditions. `text` is ignored without `decode`."""
         trajectory = stored.trajectory
         equal = {name: getattr(trajectory, name) for name in _EQUAL} | {
             "outcome": stored.state,
@@ -135,7 +123,7 @@ class TrajectoryFilter(Record):
         )
 
     def may_be_in(self, shard: ShardEntry) -> bool:
-        """Whether the shard may hold a matching trajectory, judging by its manifest line."""
+        """Whether a shard may hold a match, judging by the steps in its manifest line."""
         if self.steps is None:
             return True
         if shard.first_step is None or shard.last_step is None:
@@ -144,7 +132,7 @@ class TrajectoryFilter(Record):
         return (first is None or first <= shard.last_step) and (last is None or last >= shard.first_step)
 
     def expression(self) -> pc.Expression | None:
-        """Return the conditions that can be evaluated on columns; `matches` evaluates the rest."""
+        """Return the conditions that columns can express; `matches` evaluates all."""
         least, greatest = self.versions or (None, None)
         equal = {name: getattr(self, name) for name in (*_EQUAL, "outcome", "reward_status")}
         bounds = [
@@ -162,9 +150,8 @@ def _is_within(value: float, low: float | None, high: float | None) -> bool:
 
 
 def _narrowed(value: int | None, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
-    """Intersect `value` (if given) with [low, high]; None for no condition."""
+    """Intersect `value` (if given) with [low, high]; bounds cross if nothing remains. None = no condition."""
     if value is not None:
-        # A value outside the range yields bounds that cross.
         low, high = (value if low is None else max(low, value)), (value if high is None else min(high, value))
     return None if low is None and high is None else (low, high)
 
@@ -193,7 +180,7 @@ _CONDITION = re.compile(r"(\w+)(>=|<=|=)(.+)", re.DOTALL)
 
 
 def parse_conditions(line: str) -> TrajectoryFilter:
-    """Parse conditions that must all hold: `NAME=VALUE`, and `>=`, `<=` for numbers. Raises ConfigError."""
+    """Parse conditions such as `reward>=0.5 source=math`. Raises ConfigError."""
     fields: dict[str, str] = {}
     try:
         words = shlex.split(line)

@@ -1,4 +1,4 @@
-"""RedisStore, learner side: claims, commits, checkpoints, rollbacks, the step ledger."""
+"""RedisStore, learner side: claims, commits, checkpoints, rollbacks, ledger."""
 
 import time
 from collections import Counter
@@ -24,29 +24,26 @@ from slipstream.buffer.store_rules import (
 from slipstream.buffer.trajectory import Trajectory, make_lease_id
 
 _FETCHED_AT_ONCE = 16
-"""Groups whose payloads are buffered by the connection at once."""
+"""Groups (or ledger entries) per round trip; bounds the client's buffer."""
 _LONGEST_BLOCK_S = 1.0
-"""Maximum duration of a blocking call. Another waiter may take the bell's only element, so recheck the queue after
-it.
-"""
+"""Another waiter may take the bell's only element, so check the queue at least this often."""
 _SHORTEST_BLOCK_S = 0.01
-"""Redis truncates to milliseconds and treats 0 as "forever"; 6.2 truncates even 0.001 to 0."""
+"""Redis truncates timeouts to milliseconds (6.2 even 0.001 to 0), and 0 blocks forever."""
 _CLAIM_TRIES = 8
-"""Attempts before reporting another claimer of the same groups."""
+"""Attempts before reporting another claimer."""
 
 
 class RedisBatches(RedisConnection):
     """Operations on the learner's batches, see `Store`."""
 
     _planned: Mapping[int, Sample] = {}
-    """Step -> its groups, in a replay."""
+    """Step -> its groups in a replay."""
 
     def load(self, groups: list[FinishedGroup], *, samples: Mapping[int, Sample]) -> None:
-        """Load groups of an earlier run as ready, in the order given. They count as accepted and admitted.
+        """Load groups of an earlier run as ready, in this order. They count as accepted and admitted.
 
-        Ordinals between them are marked as finished, so no prompt is leased. `samples`: the groups that these steps
-        claim, overriding the sampler. Call it in the process that opened the run, before any other uses it. Raises
-        RecordRefusedError for a damaged payload.
+        Ordinals between theirs are marked as finished. `samples`: claims of these steps, in place of the sampler's. Not
+        atomic: call it before anything else uses the run. Raises RecordRefusedError for a damaged payload.
         """
         self._planned = samples
         for start in range(0, len(groups), _FETCHED_AT_ONCE):
@@ -77,7 +74,7 @@ class RedisBatches(RedisConnection):
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        # Sampling happens between two scripts. The claim is refused if one of the groups moved in between.
+        # Sampling happens between two scripts; the second refuses groups that moved in between.
         for _ in range(_CLAIM_TRIES):
             newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
             if step <= newest:
@@ -130,7 +127,7 @@ class RedisBatches(RedisConnection):
         return groups
 
     def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
-        # Not in a script: payloads never change, and megabytes in a script would block every other client.
+        # Not a script: payloads never change, and reading megabytes would block all clients.
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
@@ -159,8 +156,8 @@ class RedisBatches(RedisConnection):
             raise out_of_order(claim, newest=newest)
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        # Set the pointer first, then retire one step per script, so that a long checkpoint interval does not block the
-        # server. If a crash interrupts this, the next checkpoint retires the remaining steps.
+        # Retire one step per script, so that the server is not blocked for long. After a crash, the next checkpoint
+        # retires the remaining steps.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
         if pointer.step > step:
             raise not_yet_committed(pointer, step=step)
@@ -177,16 +174,16 @@ class RedisBatches(RedisConnection):
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         key, entries = self._key("ledger"), list[bytes | None]()
         with self._mapped_errors():
-            # Names first: the entries of a long run take hundreds of megabytes, and most callers want the newest.
+            # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
             steps = sorted(step for name in self._client.hkeys(key) if (step := int(name)) >= first_step)
             for start in range(0, len(steps), _FETCHED_AT_ONCE):
                 entries += self._client.hmget(key, steps[start : start + _FETCHED_AT_ONCE])
-        # A rollback may have removed some in between.
+        # A rollback may have removed some.
         return [decode(entry, StepEntry) for entry in entries if entry is not None]
 
 
 def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
-    """Return the fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them, without lag."""
+    """Return a group's fields as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]
     rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]

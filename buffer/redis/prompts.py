@@ -34,7 +34,7 @@ from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
 
 _REAPED_AT_ONCE = 500
-"""Bounds how long one script blocks the server."""
+"""Bounds the time that one script blocks the server."""
 _BEATS_AT_ONCE = 64
 
 
@@ -73,7 +73,7 @@ class RedisPrompts(RedisConnection):
     def put_images(self, images: Mapping[str, bytes]) -> None:
         key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
         with self._mapped_errors():
-            # Check first: images are large, and a full server refuses even a write that would change nothing.
+            # Check first: images are large, and a full server refuses even redundant writes.
             for name in images:
                 pipeline.hexists(key, name)
             for name, is_stored in zip(images, pipeline.execute(), strict=True):
@@ -141,7 +141,7 @@ class RedisPrompts(RedisConnection):
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[Packed], *, guest: str = "") -> list[Insertion]:
-        # Training trajectories share calls. Evaluation answers are few and sent one by one.
+        # Training trajectories share calls; the few evaluation answers are sent one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
         words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk, guest))
         return [
@@ -168,14 +168,14 @@ class RedisPrompts(RedisConnection):
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
     def _insert_chunk(self, chunk: list[Packed], guest: str) -> list[str]:
-        """Insert in one call, which blocks the server and checks only once whether memory is full."""
+        """Insert in one call. It checks only once whether memory is full."""
         arguments = (argument for header, payload in chunk for argument in (_header_argument(header), payload))
         try:
             return text(self._run("insert", guest, *arguments)).split()
         except StoreUnavailableError as error:
             if not is_out_of_memory(error):
                 raise
-            # Not an error of the store: senders keep the trajectories until the learner has made room.
+            # Not an outage: senders keep the trajectories until the learner has made room.
             return ["store_full"] * len(chunk)
 
     def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> str:
@@ -209,7 +209,6 @@ class RedisPrompts(RedisConnection):
 
 
 def _insertion(word: str) -> Insertion:
-    """Build the outcome from a script's one-word answer."""
     if word in ("inserted", "ready"):
         return Insertion(outcome="inserted", group_is_ready=word == "ready")
     if word in ("duplicate", "superseded"):
@@ -218,7 +217,7 @@ def _insertion(word: str) -> Insertion:
 
 
 def _header_argument(header: TrajectoryHeader) -> bytes:
-    """Pack the header for `insert.lua`. Numbers are sent as text, because a script's numbers are doubles."""
+    """Pack the header for `insert.lua`, with numbers as text, because a script's numbers are doubles."""
     fields = (
         header.id,
         header.group_id,

@@ -1,4 +1,4 @@
-"""open_run_store: opens the store of a run by address or by run folder."""
+"""Open a run's store, by address or by run folder."""
 
 import ssl
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from slipstream.configs.run import RunConfig, read_config
 from slipstream.runtime.run_folder import is_held
 
 COMMAND_TIMEOUT_S = 3.0
-"""Connect and answer timeout of commands that inspect a live run."""
+"""Timeout of commands that inspect a live run."""
 
 
 def open_run_store(
@@ -34,16 +34,16 @@ def open_run_store(
     starts_server: bool = False,
     idle_timeout_s: float | None = None,
 ) -> RedisStore:
-    """Open the store of a run: of `run_id` at the address `where`, or of the run folder `where`.
+    """Open the store of `run_id` at the address `where`, or of the run folder `where`.
 
-    Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: how long each operation is retried while
-    the server is unreachable or refuses writes. A role that must not block leaves it at 0 and sets `answer_timeout_s`.
-    `max_attempts`: leases or claims per group before it is quarantined. `starts_server`: start the embedded server of a
-    finished run, and stop it when the store is closed and no process holds the run. With `idle_timeout_s` it exits on
-    its own after this time without connections.
+    Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: retries of each operation while the
+    server is unreachable or refuses writes; a role that must not block leaves it at 0 and sets `answer_timeout_s`.
+    `max_attempts`: leases or claims of a group before it is quarantined. `starts_server`: start the embedded server of
+    a finished run; on close, stop it unless a process holds the run. With `idle_timeout_s`, it instead exits after this
+    time without connections.
 
-    For a run folder, raises ConfigError if it is not one or its run kept no data, and RunConflictError if the run is
-    stored under another key layout. Always raises StoreUnavailableError as `await_usable_server` does.
+    Raises StoreUnavailableError as `await_usable_server` does; for a run folder also ConfigError if it is not one or
+    its run kept no data, and RunConflictError for another key layout.
     """
     if isinstance(where, Path):
         run = read_config(where)
@@ -59,7 +59,7 @@ def open_run_store(
         on_close = partial(_stop_unless_held, server) if server and idle_timeout_s is None else None
         store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
         if isinstance(where, Path):
-            # Fail here if this version would misread the key layout.
+            # Fails if this version would misread the key layout.
             store.run_state()
         return store
     except Exception:
@@ -69,7 +69,7 @@ def open_run_store(
 
 
 def begin_run(store: Store, run: RunConfig, *, num_rows: RowCount) -> RunState:
-    """Create the run in its store with its settings, or find the existing one. Raises as `Store.open_run`."""
+    """Call `Store.open_run` with the run's settings."""
     return store.open_run(
         run.name,
         config_json=msgspec.json.encode(run).decode(),
@@ -90,9 +90,9 @@ def open_own_store(
     max_attempts: int = 5,
     clock: Callable[[], float] | None = None,
 ) -> RedisStore:
-    """Start a server for this process only, which keeps nothing on disk, and open a store on it.
+    """Start a server for this process only, without data on disk, and open a store on it.
 
-    Closing the store stops the server. `clock` as for `RedisConnection`. Raises StoreUnavailableError.
+    Closing the store stops the server. Raises StoreUnavailableError.
     """
     server = EmbeddedRedis(directory, durability="fast", max_memory_mib=max_memory_mib)
     server.start()
@@ -100,7 +100,7 @@ def open_own_store(
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Return the address of the run's store. Raises ConfigError if it has none, or keeps it private to its process."""
+    """Return the address of the run's store. Raises ConfigError if it has none, or one private to its process."""
     config = run.buffer.store
     if run.mode == "sft":
         raise ConfigError(
@@ -117,7 +117,7 @@ def store_url(run: RunConfig, folder: Path) -> str:
 
 
 def _with_authority(url: str, path: Path) -> str:
-    """Add the CA file in the form that redis-py reads. Raises ConfigError."""
+    """Add the CA file as redis-py reads it. Raises ConfigError."""
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
@@ -128,7 +128,7 @@ def _with_authority(url: str, path: Path) -> str:
 
 
 def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeout_s: float) -> EmbeddedRedis | None:
-    """Start the run's embedded server; None if it is running, or if the run uses an external server."""
+    """Start the embedded server; None if it is running or external."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
@@ -147,6 +147,6 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeou
 
 
 def _stop_unless_held(server: EmbeddedRedis) -> None:
-    # A run that was resumed in the meantime keeps using the server.
+    # The run may have been resumed.
     if not is_held(server.directory.parent):
         server.stop()

@@ -34,7 +34,7 @@ from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, Ze
 from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
-"""Increment when the meaning of a key changes. A run stored under another layout is refused."""
+"""Increment when the meaning of a key changes. Other layouts are refused."""
 
 _STATE_FIELDS = (
     "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
@@ -45,19 +45,18 @@ _READ_AT_ONCE = 32
 
 
 class GroupPlace(NamedTuple):
-    """Location of a group. Every change of a group changes it, except new members. Example: ("used", 12)."""
+    """Place of a group, which changes with every transition, but not with new members. Example: ("used", 12)."""
 
     state: GroupState | None
-    """None: the group is finished, and its record has the outcome."""
+    """None: finished, the record has the outcome."""
     step: int
-    """Step that holds or last used it; 0 in other states."""
+    """Step that claims or last used it; 0 in other states."""
 
 
 class RedisStore(RedisPrompts, RedisBatches):
-    """Every operation of `buffer.store.Store`. Thread-safe.
+    """Implements `buffer.store.Store`. Thread-safe.
 
-    Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` closes the connections. This
-    process caches only constants: the run's seed and number of rows.
+    Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` disconnects.
     """
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         _check_layout(run_id, int(layout))
         stored = (text(stored_config), decode_row_count(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
-        # Only settings that may change differ here. Keep the config of the newest start.
+        # Only settings that may change can differ here. Keep the newest config.
         if stored[0] != config_json:
             self._run("replace_config", stored[0], config_json)
         return self.run_state()
@@ -93,7 +92,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, *admission = fields
         if phase is None:
             raise no_run(self._run_id)
-        # Check before any other field, which may have another meaning under another layout.
+        # Before any other field, which may mean something else in another layout.
         _check_layout(self._run_id, int(layout))
         return RunState(
             run_id=self._run_id,
@@ -139,7 +138,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
-        # Another archiver may have deleted one in between.
+        # Another archiver may have deleted one.
         return [
             FinishedGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
             for group_id, (outcome, reason, steps), payloads in found
@@ -150,7 +149,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return self._run_as_chief("forget", fence, *group_ids)
 
     def audit(self) -> Audit:
-        # Fail on another key layout before counting.
+        # Fails on another key layout.
         self.run_state()
         next_ordinal, max_uses, accepted, done, states, outcomes, ledger = self._run("snapshot")
         sized = {text(state): list(zip(*[iter(flat)] * 3, strict=True)) for state, flat in states}
@@ -168,10 +167,10 @@ class RedisStore(RedisPrompts, RedisBatches):
         return audit(snapshot)
 
     def groups(self, *, group_ids: Collection[str] | None = None, state: str | None = None) -> Iterator[StoredGroup]:
-        """Yield all groups, or those with these ids or in a state; finished groups come first.
+        """Yield all groups, or those with these ids or this state; finished ones first.
 
-        For inspection. It does not block writers: a group that moves in the meantime is found in one of its states, and
-        a group that leaves the store is left out.
+        For inspection: it does not block writers. A group that moves is found in one of its states; one that leaves the
+        store is omitted.
         """
         found = {
             name: place.state
@@ -198,12 +197,12 @@ class RedisStore(RedisPrompts, RedisBatches):
         return places | dict.fromkeys(self._sorted("open"), GroupPlace("open", 0))
 
     def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
-        """Return the members of a sorted set, or its first `limit`."""
+        """Return the first `limit` members of a sorted set; 0 = all."""
         with self._mapped_errors():
             return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
 
     def _read_groups(self, group_ids: list[str]) -> tuple[list[tuple[str, str, list[int]]], list[list[bytes]]]:
-        """Return (outcome, reason, steps) of each group, and its payloads by index."""
+        """Return each group's (outcome, reason, steps), and its payloads by index."""
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
@@ -292,19 +291,19 @@ class RedisStore(RedisPrompts, RedisBatches):
     def full_disk(self) -> str:
         with self._mapped_errors():
             info = self._client.info("persistence")
-        # The first failed write sets it; the server clears it once it can write again.
+        # Set by a failed write, until the next success.
         if info.get("aof_last_write_status", "ok") == "ok":
             return ""
         return describe_store_disk(self._client)
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:
-    """Convert a script's hash (name, number, name, number) to a dict."""
+    """Convert a script's flat hash to a dict."""
     return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
 
 
 def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
-    """Return (kind, low, high) as stored by the run; unused bounds are 0."""
+    """Return (kind, low, high) as stored; unused bounds are 0."""
     match group_filter:
         case ZeroSignalConfig(min_spread=least):
             return "zero_signal", least, 0.0

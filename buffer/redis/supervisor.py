@@ -1,7 +1,7 @@
-"""RedisSupervisor: restarts the embedded server if it dies and makes its log durable. Fsyncer: does the latter.
+"""RedisSupervisor: restarts the embedded server if it dies. Fsyncer: makes its log durable.
 
-The fsync happens outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it has
-written while an fsync is in progress: docs/decisions/0008-what-survives-a-killed-store.md.
+The fsync happens outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it
+writes during an fsync: docs/decisions/0008-what-survives-a-killed-store.md.
 """
 
 import os
@@ -15,19 +15,19 @@ from slipstream.buffer.errors import StoreLostError, StoreUnavailableError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 
 SYNC_EVERY_S = 1.0
-"""From the end of one sync to the start of the next."""
+"""From the end of a sync to the next."""
 _SLOW_S = 2.0
-"""Longer syncs are reported, because their duration is the amount of data that a machine crash may lose."""
+"""Longer syncs are reported: a machine crash may lose the writes during a sync."""
 
 
 class Fsyncer:
-    """Syncs the append-only files of a data folder about once a second, in its own thread because the disk may be slow.
+    """Syncs the append-only files of a data folder about once a second, in its own thread.
 
-    A log rewrite replaces files. They are tracked by inode, and their folder is synced after a change.
+    A log rewrite replaces files, so they are tracked by inode; new ones also sync their folder.
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is the server's data folder; the files need not exist yet."""
+        """`directory`: the server's data folder; files need not exist yet."""
         self._directory = directory
         self._open: dict[int, int] = {}
         self._warnings: deque[str] = deque()
@@ -38,7 +38,7 @@ class Fsyncer:
         self._thread.start()
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """Stop after the current sync; block for at most `timeout_s`."""
+        """Stop after the current sync, blocking for at most `timeout_s`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s)
@@ -87,10 +87,10 @@ _WITHIN_S = 60.0
 
 
 class RedisSupervisor:
-    """Owner of an embedded server, which restarts it with its data whenever it dies.
+    """Owner of an embedded server; restarts it with its data when it dies.
 
-    Life cycle: start -> (death -> restart)* -> stop. A store without data on disk (`fast`), or one that keeps dying, is
-    not restarted, and every later `poll` raises StoreLostError.
+    Life cycle: start -> (death -> restart)* -> stop. A `fast` store, or one that keeps dying, is not restarted, and
+    every later `poll` raises StoreLostError.
     """
 
     def __init__(self, server: EmbeddedRedis, *, start_timeout_s: float = 60.0) -> None:
@@ -107,11 +107,10 @@ class RedisSupervisor:
 
     @property
     def url(self) -> str:
-        """Address for `open_run_store`."""
         return self._server.url
 
     def start(self) -> None:
-        """Start the server, or adopt a running one, and supervise it. Raises StoreUnavailableError."""
+        """Start or adopt the server, and supervise it. Raises StoreUnavailableError."""
         self._server.start(timeout_s=self._start_timeout_s)
         self._thread.start()
         if self._fsyncer:
@@ -125,7 +124,7 @@ class RedisSupervisor:
         return events + (self._fsyncer.take_warnings() if self._fsyncer else [])
 
     def release(self) -> None:
-        """Stop supervising; the server keeps running for its other users."""
+        """Stop supervising; the server keeps running."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=self._start_timeout_s)
@@ -133,7 +132,7 @@ class RedisSupervisor:
             self._fsyncer.stop()
 
     def stop(self) -> None:
-        """Stop supervising and stop the server, which writes its data first."""
+        """Stop supervising, and stop the server."""
         self.release()
         self._server.stop()
 

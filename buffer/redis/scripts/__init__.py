@@ -9,8 +9,8 @@ from importlib import resources
 def load_script(name: str) -> str:
     """Return the text of `<name>.lua` after the prelude, as the server runs it.
 
-    Comment lines are blanked to keep the text short, because the server writes it to its log and sends it to replicas.
-    They are not removed, so that line numbers in error messages match those of the concatenated files.
+    Comment lines are blanked, because the server logs the text and sends it to replicas. They are not removed, so that
+    line numbers in errors match the concatenated files.
     """
     folder = resources.files(__name__)
     text = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
