@@ -54,7 +54,7 @@ class DistillationConfig(Config):
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture; for `jsd_topk`."""
-    renormalise: bool = False
+    renormalize: bool = False
     """Whether to renormalize over the most likely tokens; false = all other tokens form one additional outcome."""
 
     @property
