@@ -19,7 +19,6 @@ class Finding(Record):
     key: str
     """Metric, or phase of a role as in `times`: `learner/compute`."""
     figures: str
-    """Measured values."""
     advice: str = ""
     """Meaning and remedy, with the run's settings filled in."""
 

@@ -13,9 +13,8 @@ from slipstream.runtime.healthy_ranges import RANGES, Watched, changed, explain_
 from slipstream.runtime.run_folder import parse_row
 
 _TAIL_BYTES = 256 * 2**10
-"""Bytes at the end of the file that `read_tail` reads."""
 _DIGITS = 6
-"""Significant digits of a value in `series`: more than a screen shows."""
+"""Significant digits of a value in `series`."""
 _NESTED = ("lag/histogram", "times")
 """Keys that hold objects; only their newest value is kept."""
 
@@ -27,7 +26,7 @@ class RunChanges(Record):
 
     rows: list[Row]
     position: int
-    """Position to read from next: bytes of metrics.jsonl, or a number of rows of the store."""
+    """Offset at which to resume reading: bytes of metrics.jsonl, or rows of the store."""
     num_lost: int = 0
     """Rows that the store dropped before they were read."""
     is_restarted: bool = False
@@ -42,14 +41,14 @@ class MetricsFile:
         self._inode = 0
 
     def read(self, after: int) -> RunChanges:
-        """Return the complete rows after a position; damaged lines are skipped.
+        """Return the complete rows after a position, skipping damaged lines.
 
-        A missing file and a file system that does not respond yield the rows read so far; call again later.
+        A missing file or an I/O error yields the rows read so far; call again later.
         """
         rows: list[Row] = []
         position, is_restarted = after, False
         with suppress(OSError), self.path.open("rb") as file:
-            # Check the open file: its path may be replaced while it is read.
+            # Check the open file, because its path may be replaced.
             found = os.fstat(file.fileno())
             is_restarted = found.st_size < after or self._inode not in (0, found.st_ino)
             self._inode = found.st_ino
@@ -79,7 +78,7 @@ def read_tail(path: Path) -> list[Row]:
 class MetricsTable:
     """One array of numbers per key, with NaN where a row lacks it. Not thread-safe.
 
-    A file that is replaced, as by a run that resumes from a checkpoint, is read again; `generation` counts that.
+    If the file is replaced, as by a resume, the table is rebuilt and `generation` increases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +98,6 @@ class MetricsTable:
 
     @property
     def keys(self) -> list[str]:
-        """Keys with numbers, in alphabetical order."""
         return sorted(self._columns)
 
     def poll(self) -> list[Row]:
@@ -138,7 +136,7 @@ class MetricsTable:
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a key, which not every row has; None without one."""
+        """Return the newest value of a key; None if no row has it."""
         return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
 
 
@@ -150,7 +148,6 @@ class HealthWarning(Record):
 
     metric: str
     value: float
-    """Newest value."""
     since_step: int
     """Step of the detected violation, which may have begun a few steps earlier."""
     healthy: str
@@ -180,7 +177,7 @@ class Health:
 
     @property
     def warnings(self) -> list[HealthWarning]:
-        """Metrics that are outside their range now, the most recent violation first."""
+        """Metrics currently outside their range, most recent violation first."""
         figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [

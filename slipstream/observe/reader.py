@@ -1,7 +1,4 @@
-"""RunReader: reads a run from its store while the store answers, otherwise from its run folder.
-
-Every command, page and process that looks at a run opens it here.
-"""
+"""RunReader: reads a run from its store while the store answers, otherwise from its run folder."""
 
 import json
 import math
@@ -46,13 +43,13 @@ _START_TIMEOUT_S = 30.0
 """Limit for starting an embedded server, which loads its data first."""
 
 _UNREADABLE = (ConfigError, ReplayBufferError, OSError)
-"""Errors on opening a store. An embedded server writes to its folder, which may belong to another user."""
+"""Errors on opening a store; OSError because an embedded server writes to its folder, which may be read-only."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
 
 class RunView(Record):
-    """State of a run at one moment, from its run folder and, where the store answers, from the store."""
+    """State of a run at one moment, from its run folder and, if the store answers, from the store."""
 
     id: str
     phase: str
@@ -61,21 +58,19 @@ class RunView(Record):
     max_steps: int | None
     """None if the run's settings cannot be read."""
     max_lag: int | None
-    """buffer.staleness.max_lag; None if the settings cannot be read."""
     is_live: bool
     """Whether a process of this machine holds the run."""
     status: RunStatus | None
-    """As last read from the store; None if it never answered."""
+    """As last read; None if the store never answered."""
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Reason why the store is not read; empty if it is."""
+    """Why the store cannot be read; empty if it can."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
-    """StepTimes: shares of the wall time; empty before the first step."""
+    """StepTimes as a dict; empty before the first step."""
     lag_tokens: dict[str, int]
-    """Lag -> tokens of the newest step."""
     warnings: list[HealthWarning]
     num_rows: int
 
@@ -96,14 +91,10 @@ class RunLine(Record):
     time_s: float | None
     reward: float | None
     accuracies: dict[str, float]
-    """Newest held-out accuracy by set."""
 
 
 class RunReader:
-    """Reads one run without changing it. Opens the store on first use.
-
-    Threads may share a reader: `poll` and `view` each run in one thread at a time.
-    """
+    """Reads one run without changing it. Opens the store on first use. Threads may share a reader."""
 
     def __init__(
         self,
@@ -118,9 +109,8 @@ class RunReader:
     ) -> None:
         """`run_id`: defaults to the folder's name. `store`: an open store to read.
 
-        `starts_server`: start the embedded server of a run that is over. The server stops when the reader is closed or,
-        with `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running
-        server; `answer_timeout_s`: limit for one answer.
+        `starts_server`: start the embedded server of a run that is over. It stops when the reader is closed or, with
+        `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running server.
         """
         self.folder = folder
         self.id = run_id or folder.resolve().name
@@ -136,10 +126,10 @@ class RunReader:
         self._file = MetricsFile(folder / "metrics.jsonl")
         self.table = MetricsTable(self._file.path)
         self.events_seen: list[Event] = []
-        """The store's events when `view` last read it."""
+        """Events as of the last `view`."""
         self._health = Health(self._known_config)
         self._generation = 0
-        # Separate locks, so that a store that does not answer does not delay the metrics.
+        # Separate locks: `view` may block on the store without delaying `poll`.
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
@@ -174,14 +164,12 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty before the end of the run."""
         with suppress(OSError, ValueError):
             return json.loads((self.folder / "summary.json").read_bytes())
         return {}
 
     @property
     def is_live(self) -> bool:
-        """Whether a process of this machine holds the run."""
         return is_held(self.folder)
 
     @property
@@ -209,7 +197,7 @@ class RunReader:
     # --- the store -----------------------------------------------------------------------------------------------
     @property
     def has_store(self) -> bool:
-        """Whether other processes can read the run's store: a run of one process keeps it to itself."""
+        """Whether other processes can read the run's store. A run in one process has a private one."""
         return self.config.mode == "async"
 
     @property
@@ -243,7 +231,7 @@ class RunReader:
             timeout_s=_START_TIMEOUT_S if is_started else self._timeout_s,
             answer_timeout_s=self._answer_timeout_s,
             starts_server=is_started,
-            # If the run is resumed, it takes the server over.
+            # A resumed run takes over the server.
             idle_timeout_s=self._idle_timeout_s,
         )
 
@@ -254,25 +242,25 @@ class RunReader:
         return self._monitor.status()
 
     def changes(self, *, after: int) -> RunChanges:
-        """Return the rows after a position, from the store or, for a run of one process, from metrics.jsonl.
+        """Return the rows after a position, from the store or, for a run in one process, from metrics.jsonl.
 
         Raises ConfigError, ReplayBufferError.
         """
         if not self.has_store:
             return self._file.read(after)
         found = self.store.metrics(after=after)
-        # A store that was emptied starts counting again.
+        # If the store was emptied, `last` is less than `after`.
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
     # --- store or archive ----------------------------------------------------------------------------------------
     def steps(self, *, first: int = 1) -> list[StepEntry]:
-        """Return the step ledger from a step on; without a store, only the steps that are archived."""
+        """Return the ledger's entries from step `first` on; without a store, only archived ones."""
         if store := self.find_store():
             return store.ledger(first_step=first)
         return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
 
     def find_step(self, step: int) -> StepEntry | None:
-        """Return the ledger's entry of a step; None without one."""
+        """Return the ledger's entry of a step, or None."""
         return next((entry for entry in self.steps(first=step) if entry.step == step), None)
 
     def versions(self) -> list[VersionEntry]:
@@ -292,10 +280,7 @@ class RunReader:
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
-        """Return the members of a group that the store holds.
-
-        Payloads leave the store when a checkpoint retires their group; the ledger keeps the ids.
-        """
+        """Return the members of a group; none once a checkpoint has retired it and dropped its payloads."""
         store = self.find_store()
         try:
             (payloads,) = store.fetch([group_id]) if store else ([],)
@@ -325,7 +310,7 @@ class RunReader:
     # --- the state, followed -------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
         """Add new rows of metrics.jsonl to `table` and return them."""
-        # A client that leaves cancels its task but not the thread that reads for it.
+        # A client that disconnects cancels its task, but its thread goes on reading.
         with self._polling:
             rows = self.table.poll()
             if self.table.generation != self._generation:
@@ -335,10 +320,10 @@ class RunReader:
             return rows
 
     def view(self) -> RunView:
-        """Read the state. A store that does not answer blocks for seconds at most."""
+        """Read the state. Blocks for seconds at most if the store does not answer."""
         with self._viewing:
             is_live = self.is_live
-            # A run that was over may have been resumed.
+            # The run may have been resumed.
             self._is_final = self._is_final and not is_live
             if not self._is_final:
                 self._read_store(is_live=is_live)
@@ -378,7 +363,7 @@ class RunReader:
             self.problem = str(error)
             self._is_final = not is_live
         if self._is_final or self.problem:
-            # An idle embedded server stops only without clients.
+            # An embedded server stops only when it has no clients.
             self.close()
 
     # --- a line of a list ----------------------------------------------------------------------------------------
@@ -400,10 +385,10 @@ class RunReader:
         )
 
     def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
-        """Return when the newest row was written, that row, and the newest accuracies."""
+        """Return (write time of the newest row, the row, newest accuracy by set)."""
         with suppress(OSError):
             found = self.table.path.stat()
-            # Every open page lists all runs every few seconds, so an unchanged file is not read again.
+            # Every open page lists all runs every few seconds, so skip unchanged files.
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)

@@ -1,7 +1,6 @@
 """Detects a drop of the reward beyond its noise and lists the metrics that changed with it, earliest first.
 
-Compares the window of steps with the best mean reward before the drop with the worst window after it. The changes are
-measurements; the module does not claim that any of them caused the drop.
+Compares the best window of steps before the drop with the worst window after it. Does not claim causes.
 """
 
 import math
@@ -66,7 +65,7 @@ class Change(NamedTuple):
     errors: float
     """Difference in standard errors."""
     begins: int | None
-    """Index of the first row beyond the previous level; None without a clear beginning."""
+    """First row beyond the previous level; None without a clear beginning."""
 
     @property
     def is_large(self) -> bool:
@@ -77,10 +76,7 @@ class Change(NamedTuple):
 def explain_reward(
     rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
 ) -> Answer:
-    """Return whether the reward fell and what changed with it.
-
-    `entries`: step ledger, which shows changed settings. `events`: sentences by step.
-    """
+    """Return whether the reward fell and what changed with it. `entries`: step ledger, which shows changed settings."""
     rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
         have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
@@ -166,13 +162,11 @@ def _since(rows: Sequence[Row], change: Change) -> str:
 
 
 def _keys(rows: Sequence[Row], windows: Windows) -> list[str]:
-    """Return the metrics that occur in the windows."""
     chosen = (row for start in (windows.before, windows.after) for row in rows[start : start + windows.width])
     return sorted({key for row in chosen for key in row})
 
 
 def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range, Change]]:
-    """Yield the watched metrics that have values in both windows."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         known = SIGNS.get(STOP_LENGTH if found and found["name"] == "stop_length" else key)
@@ -242,7 +236,6 @@ def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
 
 
 def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Yield the reward components that fell."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         if found and found["name"].startswith("part_") and all(windows.of(values := _column(rows, key))):

@@ -26,7 +26,7 @@ _BLOCKED_ON: dict[str, str] = {
     "storage": "the object store",
     "user": "whoever paused the run",
 }
-"""WaitsFor -> who can end the wait."""
+"""WaitsFor -> side that can end the wait."""
 _ENDED_PHASES = ("finished", "failed")
 
 
@@ -39,14 +39,14 @@ class Wait(Record):
     waiter: str
     """A role's name, or all roles of a kind."""
     blocked_on: str
-    """Side that can end the wait."""
+
     reason: str
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
     """Return the waits, waits for dead roles first; none once the run has ended.
 
-    `admission_reason`: why no prompt is admitted now; empty if prompts are admitted. `full_disk`: from the store.
+    `admission_reason`: why no prompt is admitted now, or empty. `full_disk`: the store's full disk, or empty.
     """
     if state.phase in _ENDED_PHASES:
         return []
@@ -63,7 +63,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end without help, as last reported; empty if it can."""
+    """Return why the learner's wait cannot end without help, as it last reported, or an empty string."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -72,7 +72,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     broker = last_heard(roles, "broker")
     if broker is None or not broker.is_alive:
         waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
-        # The other roles report through the broker: their reports are as old as its last one.
+        # The other roles report through the broker, so their reports are stale too.
         return waits
     learner = last_heard(roles, "learner")
     if learner is None or not learner.is_alive:
@@ -83,7 +83,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots learns only later why it gets no prompts, and reports no wait until then.
+    # A generator with free slots reports a wait only once it learns why it gets no prompts.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -110,17 +110,14 @@ class RunSnapshot(Record):
     rows: list[dict[str, Any]]
     """The newest metrics rows, oldest first; as many as the store keeps."""
     new_rows: list[dict[str, Any]]
-    """Rows added since the previous snapshot."""
     eta_s: float | None
-    """Seconds to `max_steps` at the current rate; None before the second step."""
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest row; empty before the first."""
         return self.rows[-1] if self.rows else {}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a metric, which not every row has; None without one."""
+        """Return the newest value of a metric; None if no row has it."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     @property
@@ -151,7 +148,6 @@ def _is_alive(gauges: dict[str, Any]) -> bool:
 _NUM_EVENTS = 8
 _NO_MEMORY = StoreMemory()
 _RECENT_STEPS = 20
-"""Steps over which the learner's wait fraction is averaged."""
 
 
 class StatusEvent(Record):
@@ -170,7 +166,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Reason why no more prompts are admitted now; empty if more may be."""
+    """Why no more prompts are admitted now; empty if more may be."""
 
 
 class RunStatus(Record):
@@ -183,11 +179,10 @@ class RunStatus(Record):
     """Cause of the phase; empty without one."""
     step: int
     max_steps: int
-    """Number of steps of the whole run."""
     version: int
-    """Newest committed policy version, which every healthy generator verified."""
+    """Newest version that every healthy generator has verified."""
     announced_version: int
-    """Newest policy version announced by the learner."""
+    """Newest version announced by the learner."""
     checkpoint: CheckpointPointer | None
     """Checkpoint that a resume starts from."""
     progress_age_s: float | None
@@ -195,7 +190,6 @@ class RunStatus(Record):
     eta_s: float | None
     """Seconds to `max_steps` at the current rate; None before the second step."""
     roles: list[RoleStatus]
-    """Every role that ever reported."""
     waits: list[Wait]
     learner_wait_fraction: float | None
     """Share of the learner's time spent waiting for groups, over the last 20 steps; None before the first."""
@@ -207,7 +201,6 @@ class RunStatus(Record):
     """Trajectories in progress / capacity of the live generators; None without any."""
     admission: Admission
     counts: StoreCounts
-    """States and outcomes of all groups and trajectories."""
     ready_by_lag: dict[int, int]
     """Lag of the oldest token, versions behind `announced_version` -> number of ready groups."""
     length_bias: float
@@ -217,9 +210,7 @@ class RunStatus(Record):
     last_row: dict[str, Any]
     """Newest metrics row (docs/metrics.md); empty before the first step."""
     events: list[StatusEvent]
-    """The latest problems, newest last."""
     memory: StoreMemory
-    """Memory of the store server."""
 
 
 class Monitor:
@@ -276,7 +267,7 @@ def make_status(
     full_disk: str = "",
     memory: StoreMemory = _NO_MEMORY,
 ) -> RunStatus:
-    """Build the status from a snapshot. `now`: seconds on the store's clock."""
+    """Build the status from a snapshot. `now`: seconds, by the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
     admission = Admission(

@@ -47,7 +47,6 @@ class LiveView:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Use the terminal for the duration of the block."""
         if not self._console.is_terminal:
             yield
             return
@@ -233,7 +232,7 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
 
 
 def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    """Name several brokers with their number of generators, and mark the chief."""
+    """List brokers with their number of generators, if the run has several."""
     brokers = [role for role in roles if role.role == "broker"]
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
     shown = [
@@ -378,7 +377,6 @@ def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
 
 @contextmanager
 def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store]]:
-    """Open the folder and the store of a run, as `read_run` does."""
     with read_run(words, command=command) as reader:
         yield reader.folder, reader.store
 
@@ -412,7 +410,7 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
 
 
 def as_json(status: RunStatus) -> str:
-    """Encode as one object with the fields of RunStatus and of its records."""
+    """Encode as one JSON object."""
     return msgspec.json.encode(status).decode()
 
 

@@ -23,7 +23,6 @@ from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_s
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
-"""Sortable columns."""
 _QUERIES_KEPT = 8
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
 """Blocks searched concurrently; each holds about a million tokens in memory."""
@@ -33,7 +32,6 @@ class CatalogQuery(Record):
     """Selection and order of rows. Example: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
 
     where: TrajectoryFilter = TrajectoryFilter()
-    """Conditions that a row must meet."""
     sort_by: str = ""
     """One of SORTABLE, unknown values last, ties in archive order; empty: archive order, then the store."""
     is_descending: bool = False
@@ -45,7 +43,6 @@ class Page(Record):
     num_rows: int
     """Rows of the whole result."""
     start: int
-    """Index of the first row in the result."""
     rows: list[CatalogRow]
 
 
@@ -70,7 +67,7 @@ class Catalog:
         self._seen: list[Block] = []
         self._unread = ""
         self.decoder = decoder
-        """Tokenizer of the model, which conditions on text require; None if not found."""
+        """Tokenizer of the model, required to search text; None if not found."""
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
@@ -84,14 +81,13 @@ class Catalog:
 
     @property
     def rows(self) -> pa.Table:
-        """All rows, with the columns of ROWS."""
         return self._snapshot.rows
 
     def refresh(self) -> bool:
         """Read new trajectories; return whether any were found. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # The store before the archive: a group that moves in between is found in both, never in neither.
+            # Read the store first: a group that moves to the archive in between is found twice instead of not at all.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
@@ -111,9 +107,9 @@ class Catalog:
         size: int = 50,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Page:
-        """Return at most `size` rows of the result, from index `start`. Raises the errors of `select`.
+        """Return at most `size` rows of the result, from index `start`. Searching gigabytes of text takes minutes.
 
-        A search through gigabytes of text takes minutes. Raises SearchCancelledError once `is_cancelled` returns true.
+        Raises the errors of `select`, and SearchCancelledError once `is_cancelled` returns true.
         """
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
@@ -175,7 +171,7 @@ class Catalog:
     def _indices(
         self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
     ) -> np.ndarray:
-        """Return the row indices of a result, in its order, int64[n]."""
+        """Return row indices in the query's order, int64[n]."""
         if query.sort_by not in ("", *SORTABLE):
             raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
         text = query.where.text
@@ -197,7 +193,7 @@ class Catalog:
         # Cache the last text's matches per block: other pages and orders reuse them, and new rows add blocks.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
-            # Compute it before the threads need it. Arrow releases the GIL, so blocks are searched in parallel.
+            # Compute the cached array before the threads share it. Arrow releases the GIL, so they run in parallel.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
@@ -259,9 +255,6 @@ def open_catalog(
     tokenizer: Path | None = None,
     starts_server: bool = True,
 ) -> Iterator[Catalog]:
-    """Open the catalog of a run and its archive, of an archive, a file, or a server. `where`: as for `open_source`.
-
-    Raises ConfigError, ReplayBufferError.
-    """
+    """Open a catalog; `where` is as for `open_source`. Raises ConfigError, ReplayBufferError."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server) as source:
         yield Catalog(source, decoder=decoder_of(source, tokenizer))

@@ -35,7 +35,6 @@ class Message(Record):
     text: str
     """Decoded text; empty without a tokenizer."""
     is_model: bool
-    """Whether the model wrote the tokens."""
     first_token: int
     """First token of the span with this message; messages between two model turns share a span."""
     num_tokens: int
@@ -64,7 +63,6 @@ class TrajectoryDetail(Record):
     texts: list[str]
     """Text of each token; empty without a tokenizer."""
     model_mask: list[bool]
-    """True where the model wrote the token."""
     versions: list[int]
     """Version that sampled each token; -1 for tokens that the model did not write."""
     numbers: dict[str, list[float | None]]
@@ -73,15 +71,12 @@ class TrajectoryDetail(Record):
     stored array with one number per token, such as `ratio` or `entropy`."""
     messages: list[Message]
     uses: list[Use]
-    """In order of the steps."""
     reward: Reward
     sampling: Sampling
     context_starts: list[int]
     """First token of each context after the first."""
     metrics: dict[str, float]
-    """Numbers of the agent loop."""
     extras: dict[str, Any]
-    """Data of the agent loop."""
 
 
 def describe(
@@ -92,11 +87,7 @@ def describe(
     step_versions: Mapping[int, int],
     recorded: TokenNumbers,
 ) -> TrajectoryDetail:
-    """Build the details of a trajectory.
-
-    `step_versions`: step -> the learner's version at its start, for known steps. `recorded`: per-token numbers of the
-    learner.
-    """
+    """Build the details of a trajectory. `recorded`: per-token numbers of the learner."""
     trajectory = stored.trajectory
     return TrajectoryDetail(
         row=row,

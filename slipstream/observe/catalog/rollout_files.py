@@ -46,9 +46,7 @@ class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An array in a line of JSON. Example: {"dtype": "int16", "values": [[3, 5], [0, 7]]}"""
 
     dtype: str
-    """Type of the elements."""
     values: list[Any]
-    """Nested lists of numbers."""
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +93,6 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     archived_at: float | None = None
     """Ignored: the import sets it."""
     prompt: str | None = None
-    """Ignored: only the token ids are read."""
     response: str | None = None
     """Ignored: only the token ids are read."""
 
@@ -112,10 +109,7 @@ class SourcedTrajectory(NamedTuple):
 
 
 def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
-    """Yield the trajectories of a .jsonl or .parquet file, in order.
-
-    Raises ConfigError with the line (or row) and its defect.
-    """
+    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError with the line (or row) and its defect."""
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
     if not path.is_file():
@@ -196,7 +190,6 @@ def refusing_parquet(path: Path) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
 FORMATS = tuple(_READERS)
-"""Suffixes of readable files."""
 
 
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
@@ -247,9 +240,7 @@ class VerlLine(msgspec.Struct, frozen=True):
     """A line of a dump. Example: {"input": "What is 3 + 4?", "output": "7", "gts": "7", "score": 1.0, "step": 12}"""
 
     input: str
-    """Decoded prompt."""
     output: str
-    """Decoded response."""
     score: float
     step: int = 0
     """Step that trained on it; 0 if none."""

@@ -40,9 +40,7 @@ class CatalogRow(Record):
     id: str
     group_id: str
     index: int
-    """Index in the group."""
     prompt_uid: str
-    """Name of the prompt's row."""
     attempt: int
     """Number of earlier leases of the prompt."""
     data_source: str
@@ -50,7 +48,6 @@ class CatalogRow(Record):
     outcome: str
     """State or outcome of its group."""
     reason: str
-    """Reason of the outcome."""
     reward_total: float
     reward_status: str
     is_correct: bool
@@ -67,15 +64,12 @@ class CatalogRow(Record):
     """Seconds since 1970, as `finished_at` and `archived_at`."""
     finished_at: float
     archived_at: float | None
-    """None if it is not archived."""
     versions: list[int]
     """Versions of its tokens, in order."""
     advantage: float | None
     """Reward minus the mean reward of its group's sampled members; None if greedy, failed, or an evaluation."""
     uses: int
-    """Number of steps that trained on it."""
     last_step: int | None
-    """Last step that trained on it."""
     lag: int | None
     """Learner's version at the start of `last_step` minus `oldest_version`; None if either is unknown."""
     seconds: float
@@ -156,6 +150,6 @@ def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: dict[int, i
     for step, version in step_versions.items():
         if 0 <= step < len(known) - 1:
             known[step] = version
-    # Index -1, of a row without a step, selects the last entry, which stays -1.
+    # Index -1 (no step) selects the last entry, which stays -1.
     versions = known[last_steps]
     return pa.array(versions - oldest, mask=versions < 0)

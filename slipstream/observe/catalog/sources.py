@@ -38,11 +38,10 @@ from slipstream.observe.metrics_rows import read_rows as read_metrics
 from slipstream.observe.reader import RunReader
 
 _STORE_TIMEOUT_S = 5.0
-"""Limit for connecting to a server."""
 
 
 class Block(NamedTuple):
-    """Whole groups: their rows and, in the same order, everything stored of them."""
+    """Rows of whole groups, and their full trajectories in the same order."""
 
     rows: pa.Table
     dataset: ds.Dataset
@@ -55,7 +54,7 @@ class ArchiveSource:
     """
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
-        """Open the archive in `folder`. `note`: why the run's store is not read. Raises ArchiveError if it is none."""
+        """`note`: why the run's store is not read. Raises ArchiveError if `folder` is not an archive."""
         self.archive = Archive(folder)
         self._note = note
         self._blocks: dict[str, Block] = {}
@@ -64,7 +63,7 @@ class ArchiveSource:
         self._ledger_bytes = -1
         self.num_unreadable = 0
         """Shards that `read` could not read; each is reported on stderr."""
-        # The answers of `slipstream evaluate` and `generate` are next to their settings.
+        # Archives of `slipstream evaluate` and `generate` contain their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
         """Folder with the run's other files, if they are still there."""
@@ -152,21 +151,18 @@ class StoreSource:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each thing that cannot be read."""
         return [*(self._archive.notes if self._archive else []), *([self._problem] if self._problem else [])]
 
     @property
     def archive(self) -> Archive | None:
-        """The run's archive; None without one."""
         return self._archive.archive if self._archive else None
 
     @property
     def num_unreadable(self) -> int:
-        """Shards of the archive that `read` could not read."""
         return self._archive.num_unreadable if self._archive else 0
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, the store's before the archive's. A condition on text needs `decode`."""
+        """Yield the selected trajectories, the store's before the archive's."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
@@ -174,7 +170,7 @@ class StoreSource:
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # The archive last: a group that moves in between is found in both, never in neither.
+        # Read the archive last: a group that moves in between is then found twice instead of not at all.
         for stored in self._archive.read(selected, decode=decode) if self._archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
@@ -207,8 +203,7 @@ class StoreSource:
         self._places = places
 
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, for the known steps."""
-        # A repeated step after a rollback, like every later step, has a new fence.
+        # After a rollback, the newest known step has no entry or one with a new fence: read the whole ledger again.
         first = self._newest.step if self._newest else 1
         entries = self.store.ledger(first_step=first)
         if self._newest and entries[:1] != [self._newest]:
@@ -218,11 +213,10 @@ class StoreSource:
         return self._versions
 
     def model_paths(self) -> list[Path]:
-        """Return folders that may hold the run's model, and so its tokenizer."""
         try:
             config = msgspec.json.decode(self.store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
-            # Another version of Slipstream began the run; its settings cannot be read.
+            # Another version of Slipstream wrote the settings.
             return [self.run_folder / "final_model"] if self.run_folder else []
         return _model_paths(config, self.run_folder)
 
@@ -245,7 +239,6 @@ class FileSource:
         return [self]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, in order. A condition on text needs `decode`."""
         found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
@@ -263,11 +256,9 @@ class FileSource:
         return [self._block]
 
     def step_versions(self) -> dict[int, int]:
-        """Return nothing: a file has no ledger."""
         return {}
 
     def model_paths(self) -> list[Path]:
-        """Return nothing: a file names no model."""
         return []
 
 

@@ -216,8 +216,7 @@ class _Totals:
         """Lag -> model-written tokens, once per step that trained on them, as in `lag/histogram`."""
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
-        # A trajectory that was trained on twice has two lags. Failed rewards are excluded, and so are greedy baselines,
-        # which would shift the mean.
+        # Exclude failed rewards, and greedy baselines, which would shift the mean.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
         is_ok = trajectory.reward.status == "ok"
@@ -239,7 +238,6 @@ class TrajectoryStats:
     """Totals of all trajectories, by outcome, by reason, and by data source."""
 
     def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
-        """Consume `found`."""
         self.all = _Totals()
         self.by_outcome: dict[str, _Totals] = {}
         self.by_reason: dict[str, _Totals] = {}

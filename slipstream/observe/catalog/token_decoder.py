@@ -116,7 +116,7 @@ def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
     """Yield the token ids of all rows, in order, in chunks of bounded size."""
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
-        # The row limit bounds chunks of short rows, this limit chunks of long rows.
+        # `batch_size` bounds batches of short rows. Split batches of long rows further.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
         yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))

@@ -45,7 +45,7 @@ from slipstream.runtime.run_folder import find_run, list_runs
 
 _CONNECT_TIMEOUT_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
-"""An embedded server that was started to be read stops after this time without clients."""
+"""An embedded server that the dashboard started stops after this time without clients."""
 
 
 class Runs:
@@ -106,7 +106,7 @@ _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
-"""Time for the streams to end after Ctrl-C; below the server's own limit."""
+"""Time for the streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
 _WATCH_EVERY_S = 0.5
 """Interval at which a search checks that its client is still connected."""
 
@@ -221,7 +221,7 @@ class Dashboard:
         feed = self._feed(request)
         await feed.refresh()
         table = feed.reader.table
-        # Copied without an await, so that the next rows follow `position`.
+        # No await from here on, so that the columns end at `position`.
         found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
         return _json(found)
 
@@ -273,7 +273,6 @@ class Dashboard:
 
     # --- actions -------------------------------------------------------------------------------------------------
     async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
-        """Decode the body as `kind` and carry out its request."""
         reader, asked = self._reader(request), await _body(request, kind)
 
         def act() -> object:

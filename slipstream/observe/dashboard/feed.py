@@ -13,7 +13,7 @@ from slipstream.observe.reader import RunReader
 _ROWS_EVERY_S = 0.25
 _VIEW_EVERY_S = 1.0
 _MAX_ROWS = 200
-"""Most rows in one message; a client that lacks more reads the columns again."""
+"""Rows per message; a client that is further behind reads the columns again."""
 _QUEUE_LENGTH = 64
 """Messages queued for a slow client before it is disconnected."""
 

@@ -106,7 +106,6 @@ class TrajectoryPage(Record):
     """One page of a list."""
 
     num_rows: int
-    """Rows in the whole result."""
     num_stored: int
     """Trajectories of the run."""
     start: int
@@ -114,7 +113,6 @@ class TrajectoryPage(Record):
     notes: list[str]
     """One sentence per source that cannot be read completely."""
     columns: list[str]
-    """Sortable columns."""
     conditions: list[str]
     """Names that a condition may start with."""
 

@@ -194,7 +194,6 @@ class Outbox:
         self._sending.start()
 
     def _send(self, endpoint: str) -> None:
-        """Send the trace. Log an error without retrying."""
         try:
             num_spans, is_whole = send_trace(self._path, run=self._run.name, endpoint=endpoint)
             log.info("spans_sent" if is_whole else "spans_refused", spans=num_spans, endpoint=endpoint)

@@ -102,7 +102,7 @@ class LoggerProcess:
         """Build the logger once the first row arrives, because the logger needs its step."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # A resume may have truncated the file: continue at its end, so that repeated steps are passed on.
+            # A resume may have truncated the file: move the cursor back to its end, so that repeated steps are logged.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
@@ -110,7 +110,7 @@ class LoggerProcess:
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         options = run.logging.options.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
-        # The backlog arrives in one read, which says nothing about the logger's speed.
+        # Make room for the backlog, which arrives in one read.
         self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))
         self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
 

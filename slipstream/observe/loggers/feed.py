@@ -24,9 +24,8 @@ from slipstream.runtime.model_files import find_file
 
 SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "reward", "ended by", "lag")
 _MAX_TEXT = 4000
-"""Characters of one cell."""
 _SLOW_S = 10.0
-"""A call that takes longer than this is reported."""
+"""Calls that take longer are reported."""
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +34,7 @@ class Delivery:
     """A bounded queue in front of a logger that may hang or raise. Life: put* -> close. Used by one thread."""
 
     def __init__(self, make: Callable[[], RunLogger], *, max_queue: int, clock: Clock = time.monotonic) -> None:
-        """`make` builds the logger and is called in the logger's thread."""
+        """`make` builds the logger, in the logger's thread."""
         self._make = make
         self._clock = clock
         self._max_queue = max_queue
@@ -172,7 +171,7 @@ class Feed:
         self.num_lost += changes.num_lost
         self._cursor = changes.position
         for row in changes.rows:
-            # After the last row, the logger has all of them.
+            # Only the last row moves the cursor: by then the logger has all rows.
             cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         if self._curve:
@@ -188,7 +187,7 @@ class Feed:
 
     def _put_samples(self, steps: list[int]) -> None:
         every = self._config.samples_every_steps
-        # Only the newest step: the store has dropped the answers of a backlog.
+        # Only the newest step: the store no longer holds the answers of a backlog.
         due = [step for step in steps if every and step % every == 0][-1:]
         for step in due:
             if rows := read_samples(self._reader, step, limit=self._config.num_samples):

@@ -21,7 +21,6 @@ class LoggedRun(Record):
     id: str
     """Unique to the run; unchanged by a restart or resume."""
     folder: Path
-    """Run folder."""
     settings: dict[str, Any]
     """Resolved settings without secrets."""
     first_step: int
@@ -63,7 +62,7 @@ class Entry(Record):
     arguments: tuple[Any, ...]
     """Arguments after the step."""
     cursor: int = 0
-    """Position after the last row that a logger has with this entry; 0 if unchanged."""
+    """Position after the last row once this entry is delivered; 0 if unchanged."""
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:

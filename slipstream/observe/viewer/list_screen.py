@@ -89,10 +89,10 @@ class RowList(ScrollView, can_focus=True):
         self._page = Page(0, 0, [])
         self._headings = ""
         self.cursor = 0
-        """Index of the row under the cursor in the result."""
+        """Index in the result."""
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result, starting with the rows of `first`, below its column headings."""
+        """Show a new result. `first`: its first rows."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
@@ -166,7 +166,6 @@ def headings(sort_by: str, *, is_descending: bool) -> str:
 
 
 _REFRESH_S = 2.0
-"""Interval between refreshes."""
 _FIRST_ROWS = 256
 
 
@@ -340,7 +339,6 @@ class ViewerApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, catalog: Catalog, *, name: str) -> None:
-        """`name`: shown as the source."""
         super().__init__()
         self._catalog = catalog
         self._source = name
@@ -374,8 +372,8 @@ def view(
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
-    Search, filter and sort; tokens coloured by advantage or lag; a group side by side. Reads alone, whichever role of
-    the run is dead.
+    Search, filter and sort; tokens coloured by advantage or lag; a group side by side. Reads only, and works while
+    roles of the run are dead.
 
     \b
     slipstream view runs/mine

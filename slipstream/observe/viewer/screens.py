@@ -19,7 +19,7 @@ from slipstream.runtime.command_line import printable
 TOKENS_AT_ONCE = 2048
 """Tokens per page; laying out more would delay key presses."""
 CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
-"""Two-sided numbers -> center value; all others are colored from minimum to maximum."""
+"""Two-sided number -> center; other numbers are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
 """Backgrounds far below and far above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
@@ -87,7 +87,6 @@ class TokenScreen(Screen[None]):
     ]
 
     def __init__(self, detail: TrajectoryDetail) -> None:
-        """`detail`: trajectory that provides the selectable numbers."""
         super().__init__()
         self._detail = detail
         self._number = next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
@@ -165,7 +164,7 @@ class DetailScreen(TokenScreen):
 
 
 def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
-    """Return lines with origin, reward, and use of a trajectory, and the color legend."""
+    """Format origin, reward, and use of a trajectory, and the color legend."""
     row, reward = detail.row, detail.reward
     parts = "".join(f", {part} {value:g}" for part, value in reward.parts.items())
     uses = [
