@@ -104,7 +104,7 @@ def _with_file(source: Path, pattern: str, *parts: str) -> Path | None:
 
 
 def _base(base: Path | None, *others: Path) -> Path:
-    """Return the folder of --base, else the first of `others` with a config."""
+    """Return `base` or the first of `others` that has a config."""
     candidates = [base] if base else others
     if found := next((folder for folder in candidates if (folder / "config.json").is_file()), None):
         return found
@@ -188,7 +188,7 @@ def _latest(source: Path) -> str:
 def _gather_zero(folder: Path) -> dict[str, Tensor]:
     """Gather the float32 master weights of a ZeRO 1-3 checkpoint with DeepSpeed, without unpickling objects."""
     before = os.environ.get(_FORCE)
-    # DeepSpeed calls torch.load with weights_only=False. This variable makes torch override that.
+    # DeepSpeed calls torch.load with weights_only=False; this variable overrides it.
     os.environ[_FORCE] = "1"
     try:
         with _reading(f"{folder} must hold a whole checkpoint of ZeRO 1, 2 or 3"):
@@ -239,7 +239,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Strip the prefix of wrapper modules, such as `module.`; a wrapper may list a weight of the model twice."""
+    """Strip the prefix of a wrapper module, such as `module.`. Wrappers may alias weights, so compare identities."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

@@ -15,7 +15,7 @@ from slipstream.configs.run import RunConfig
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
-"""Generators per core. Guards against typos; not a recommendation."""
+"""Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
 """Time for a generator to return its leases and leave before it is killed."""
 
@@ -24,8 +24,7 @@ _LEAVE_TIMEOUT_S = 30.0
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
     """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
-    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs that the driver lists. Empty for a CPU build of torch;
-    `torch_version` defaults to the installed one.
+    Without CUDA_VISIBLE_DEVICES: all GPUs that the driver lists. Empty for a CPU build of torch.
     """
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
@@ -48,7 +47,7 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi for a field, or a comma-separated list; return one line per GPU, none without a driver."""
+    """Query nvidia-smi for comma-separated fields; return one line per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -58,10 +57,9 @@ def ask_gpus(field: str, *options: str) -> list[str]:
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Assign GPUs to roles by name: first the learner's ranks, then each generator. An empty list means no GPU.
+    """Return role -> its GPUs, first the learner's; empty without GPUs. Raises ConfigError if there are too few.
 
-    All roles share a single GPU. Without GPUs the result is empty. With learner.device=cpu only vLLM gets GPUs. Raises
-    ConfigError if there are too few.
+    All roles share a single GPU. With learner.device=cpu only vLLM gets GPUs.
     """
     if not gpus:
         return {}
@@ -135,18 +133,15 @@ class GeneratorPool:
     """
 
     def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
-        """`make(name)` builds a process without starting it. `has_others` returns whether the run has generators
-        outside this pool."""
+        """`make(name)` builds a process. `has_others`: whether the run has generators outside this pool."""
         self._make = make
         self._has_others = has_others
         self._active: dict[str, RoleProcess] = {}
         self._leaving: dict[str, tuple[RoleProcess, float]] = {}
         self.target = 0
-        """Number of generators to keep running."""
 
     @property
     def active_names(self) -> set[str]:
-        """Generators that are not leaving."""
         return set(self._active)
 
     @property
@@ -159,7 +154,7 @@ class GeneratorPool:
         return [*self._active.values(), *(role for role, _ in self._leaving.values())]
 
     def set_target(self, target: int) -> list[Event]:
-        """Change the number of generators. Surplus ones are asked to leave, highest numbers first."""
+        """Change the number of generators. Asks surplus ones to leave, highest numbers first."""
         self.target = target
         surplus = sorted(self._active, key=lambda name: int(name.rpartition("-")[2]))[target:]
         for name in surplus:
@@ -178,7 +173,7 @@ class GeneratorPool:
     def _poll_active(self, name: str) -> list[Event]:
         role = self._active[name]
         if role.has_finished:
-            # The user drained it by a command or a signal, so it is not replaced.
+            # The user drained it, so do not replace it.
             self._remove(name)
             return [Event(name, f"{name} left; the target is {self.target} now")]
         try:
@@ -204,7 +199,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # A leaving generator keeps its name, because its process still holds the GPUs placed under that name.
+        # A leaving generator keeps its name, because it still holds the GPUs of that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

@@ -49,10 +49,9 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""Longest wait for one answer of the store. The launcher polls no role during that wait."""
+"""Limit for one answer of the store; the launcher polls no role meanwhile."""
 _REMIND_EVERY_S = 20.0
-"""Interval of reminders while the broker has not opened the run: it may be reading large files or waiting for disk
-space."""
+"""Interval of reminders while the broker, which may read large files, has not opened the run."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 
@@ -77,7 +76,7 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
-        # Read once, so that later generators draw GPUs from the same list.
+        # Read once, so that later generators get GPUs from the same list.
         self._places = places
         self._visible_gpus = [] if places else visible_gpus()
         self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
@@ -104,8 +103,7 @@ class Launcher:
         )
 
     def _meet_ranks(self) -> dict[str, str]:
-        """Return the rendezvous variables of the learner's ranks: an address and a port on this machine. Raises
-        ConfigError."""
+        """Return the rendezvous variables of the learner's ranks. Raises ConfigError."""
         address, port = find_last_port(self._run.cluster)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
@@ -115,13 +113,15 @@ class Launcher:
         return max(self._run.generators.count, scale.max if scale else 0)
 
     def _share_gpu(self) -> None:
-        """Set the KV cache size if learner and engines share one GPU: vLLM starts together with the learner and cannot
-        measure the free memory. Raises ConfigError if they do not fit."""
+        """Set the KV cache size if learner and engines share one GPU. Raises ConfigError if they do not fit.
+
+        vLLM cannot measure the free memory, because the learner starts at the same time.
+        """
         engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
         if not is_shared or not isinstance(engine, VllmEngineConfig) or engine.kv_cache_gib is not None:
             return
-        # Imported here because it loads torch, which the launcher otherwise does not need.
+        # Loads torch, which the launcher otherwise does not need.
         from slipstream.launch.plan import shared_cache_gib
 
         generators = msgspec.structs.replace(self._run.generators, count=self._most_generators)
@@ -140,7 +140,7 @@ class Launcher:
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
     def _generator_elsewhere(self, name: str, places: Places) -> RoleProcess:
-        """Return the process of a generator on a machine without the run folder: it gets address and token directly."""
+        """Build a generator for a machine without the run folder, so pass it the address and token."""
         own = [
             *own_settings(self._overrides),
             f"name={self._run.name}",
@@ -191,14 +191,14 @@ class Launcher:
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
         """Start all roles, watch them until the learner finishes, and stop them.
 
-        `prepare` makes missing inputs. Only generators run at the same time, to load their libraries.
+        `prepare` makes missing inputs before the brokers and the learner start, while generators load libraries.
         """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # This order lets the store outlive the roles, observers get the last rows, and the view show the end.
+            # In this order, the store outlives the roles, observers get the last rows, and the view shows the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -266,7 +266,7 @@ class Launcher:
                 raise
 
     def _end_roles(self, *, ends_at: float) -> None:
-        # Brokers end last, because the other roles say goodbye to them.
+        # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         for role in reversed(self._roles):
@@ -301,7 +301,7 @@ class Launcher:
         self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
-            # After the store, so that an outage is reported before the role deaths that it causes.
+            # After the update, so that a store outage is reported before the role deaths that it causes.
             self._publish(self._poll_roles(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
@@ -331,7 +331,7 @@ class Launcher:
             if role.pid in ready:
                 role.record_work()
         reports = [(role, snapshot.roles.get(role.name, {})) for role in self._brokers]
-        # Only from the current process: the store may hold the report of a broker on an earlier machine.
+        # The store may still hold a report of an earlier process.
         addresses = [str(report.get("address", "")) for role, report in reports if role.pid == report.get("pid")]
         if addresses and self._address not in addresses:
             self._address = addresses[0]
@@ -351,7 +351,7 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # A store that only refuses writes is waiting for disk space, and the roles wait with it.
+            # A store that only refuses writes waits for disk space, however long that takes.
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise

@@ -40,13 +40,12 @@ _FLOAT = 4
 _MAX_LIVE_ELEMENTS = 10**9
 """Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
-"""Host memory of a process after its imports."""
+"""Host memory after imports."""
 _CONTEXT_GIB = 0.8
 """CUDA context, library kernels, and NCCL buffers, per GPU."""
 _GRAPHS_GIB = 1.0
-"""CUDA graphs of an engine."""
 _BATCHED_TOKENS = 2048
-"""Tokens per vLLM step if max_num_batched_tokens is not set."""
+"""Default of max_num_batched_tokens."""
 _SHARED_FRACTION = 0.92
 """Fraction of a shared GPU that the plan assigns; the rest covers allocator fragmentation."""
 _SPARE_CACHE_GIB = 0.25
@@ -71,7 +70,7 @@ _ADVICE = {
     "published": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
-"""First word of a cause -> settings that reduce it."""
+"""Start of a cause -> settings that reduce it."""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -105,12 +104,11 @@ class Machine(msgspec.Struct, frozen=True):
         return Machine(host_gib or total / GIB, count, size or 0.0)
 
     def capacity(self, place: str) -> float:
-        """Memory of the machine or GPU, GiB."""
         return self.host_gib if place == HOST else self.gpu_gib
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Memory needs of a run and the places where they do not fit."""
+    """Memory needs of a run, and where they do not fit."""
 
     machine: Machine
     needs: list[Need]
@@ -118,7 +116,6 @@ class Plan(msgspec.Struct, frozen=True):
     """One sentence per place that is too small, and for an engine that cannot hold one sequence."""
 
     def total(self, place: str) -> float:
-        """Memory of all processes there, GiB."""
         return sum(need.gib for need in self.needs if need.place == place)
 
 
@@ -191,7 +188,7 @@ def show_plan(
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Return a table of needs by process and cause, with equal processes merged, and a table of sums by place."""
+    """Return tables of needs by process and cause, and of sums by place."""
     by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
     alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
     for name in dict.fromkeys(need.process for need in plan.needs):
@@ -215,7 +212,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
         on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
-    # Linear layers, nearly all parameters, are gathered in the compute dtype.
+    # Linear layers, which hold nearly all parameters, are gathered in the compute dtype.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
     algorithm = run.algorithm
@@ -319,7 +316,7 @@ def _cache_gib(
         taken = sum(need.gib for need in needs if need.place == where)
         return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
     left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
-    # Cap it at the size of all sequences: more would only take memory from the learner.
+    # Cap it at the size of all sequences, and leave the rest to the learner.
     most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
     return max(0.0, min(left / num_engines, most))
 
@@ -344,7 +341,7 @@ def _cache_problems(
 
 
 def _is_shared(needs: Sequence[Need], where: str) -> bool:
-    """Whether several roles use a GPU."""
+    """Return whether several roles use this GPU."""
     return where != HOST and len({need.process for need in needs if need.place == where}) > 1
 
 

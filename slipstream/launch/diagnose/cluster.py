@@ -37,12 +37,10 @@ from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find
 from slipstream.runtime.process import versions
 
 _FAILED = 1
-"""Exit code when a check has failed."""
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
-"""Limit of the bandwidth measurement."""
 _AHEAD = 8
-"""Requests in flight at a time, as for chunks of weights."""
+"""Requests in flight, as for chunks of weights."""
 
 
 def report(findings: Sequence[Finding], *, is_json: bool) -> None:
@@ -186,7 +184,7 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
 
 
 def _check_brokers(living: LivingBrokers | None) -> Finding:
-    """Connect to the other brokers of the run: a generator uses the broker that its hash selects."""
+    """Connect to the other brokers of the run, because a generator's hash selects its broker."""
     if living is None:
         return Finding("brokers", "ok", "the run has one")
     others = {name: address for name, address in living.brokers.items() if name != living.broker}

@@ -34,10 +34,7 @@ _COPY_AGAIN = "copy or download the folder again, and compare its checksums with
 
 # --- the store -------------------------------------------------------------------------------------------------------
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]:
-    """Query version, memory, and persistence of the run's server; an embedded server only while the run is live.
-
-    Raises StoreUnavailableError.
-    """
+    """Query the run's server; an embedded one only while the run is live. Raises StoreUnavailableError."""
     config = run.buffer.store
     if run.mode == "sft":
         return [Finding("store", "skipped", "mode=sft has none")]
@@ -78,7 +75,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 def check_model_folder(run: RunConfig) -> list[Finding]:
-    """Check config, tokenizer, and weights of the model without loading them. Raises ConfigError."""
+    """Check config, tokenizer, and weights without loading them. Raises ConfigError."""
     path = run.model.path
     if not Path(path).exists() and any(Path(step.creates) == Path(path) for step in run.prepare):
         return [Finding("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]

@@ -40,9 +40,9 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements; requirements of extras carry a marker.
+    """Return the tested requirements, with a marker on those of extras.
 
-    Reads the checkout's pyproject.toml, which may be newer than the installation, else the wheel's metadata.
+    Prefers a checkout's pyproject.toml, which may be newer than the installed metadata.
     """
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}

@@ -74,7 +74,7 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
 
 
 def _release(versions: Mapping[str, str]) -> str:
-    """Return Slipstream's version without the commit, which a checkout does not update after installation."""
+    """Return Slipstream's version without the commit, which is that of the installation, not of the checkout."""
     return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
@@ -89,7 +89,7 @@ def _merged(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
-    """Compare the local model with the broker's."""
+    """Compare the model with the broker's."""
     if fingerprint(path) is None:
         is_folder = Path(path).is_absolute() or Path(path).exists() or theirs is None
         fix = "copy the broker's folder here, or name it with model.path=FOLDER"
@@ -103,7 +103,7 @@ def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
 
 
 def check_token(run: RunConfig, *, is_joining: bool) -> Finding:
-    """Look for the run's token where a role would. A new run makes its own."""
+    """Look for the run's token where a role would."""
     try:
         token = find_token(run)
     except ConfigError as error:
@@ -129,7 +129,7 @@ def check_interface(cluster: ClusterConfig) -> Finding:
 
 
 def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Finding:
-    """Count the free ports in `cluster.ports` on this machine, and check for overlap with ephemeral ports."""
+    """Count the free ports of `cluster.ports`, and check for overlap with ephemeral ports."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
@@ -166,7 +166,7 @@ def check_clock(offset_s: float, *, took_s: float) -> Finding:
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
-    """Measure shared memory, which processes of vLLM and NCCL use. Docker's default is 64 MiB."""
+    """Measure shared memory, which vLLM and NCCL use. Docker's default is 64 MiB."""
     fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
     try:
         total = shutil.disk_usage(folder).total
@@ -176,7 +176,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Compare the limit of open files with the needs of an engine or of a broker with many peers."""
+    """Check the limit of open files, which engines and brokers with many peers need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
@@ -234,7 +234,7 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
 
 
 def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Check how many more processes and threads the user and container limits allow."""
+    """Check how many more processes and threads the limits allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [each.left for each in group_limits("pids", root=root, own=own)]
     # RLIMIT_NPROC does not limit root.
@@ -247,8 +247,7 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
 
 # --- disks -----------------------------------------------------------------------------------------------------------
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
-    """Check that the disk of a folder, which may not exist yet, is writable and has room, also for the checkpoints of a
-    run that is not over."""
+    """Check that a folder, which may not exist yet, is writable and has room, also for the run's checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -273,7 +272,7 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
 def count_gpus() -> int:
-    """Count the GPUs of this machine: those that the driver lists, else device files."""
+    """Count the GPUs that the driver lists, or else the device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
@@ -289,7 +288,7 @@ def _driver_cuda() -> str:
 
 
 def check_gpus(*, cuda: str, is_live: bool) -> Finding:
-    """Query the driver and compare its CUDA version with torch's `cuda`; `is_live`: this run already uses the GPUs."""
+    """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
     return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
 
