@@ -23,13 +23,13 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code of a command whose store, broker or launcher did not answer in time."""
+"""Exit code if the store, broker, or launcher did not answer."""
 BAD_INPUT = 2
 """Exit code of an error that the user can correct."""
 TRY_AGAIN = 75
 """Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that one restart may fix, but further restarts will not if the same error recurs."""
+"""Exit code of an error that one restart may fix; a second one would not."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
@@ -53,8 +53,8 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""Options of every command that takes settings. Unknown options become overrides, so that `--learner.max_steps=5`
-gets a helpful error."""
+"""Options of commands with settings. Unknown options become overrides, so that `--learner.max_steps=5` gets a helpful
+error."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
@@ -62,7 +62,7 @@ Overrides = Annotated[
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
 """Libraries that the extra `cpu` or `gpu` installs."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a path that this user cannot use."""
+"""Errors of an inaccessible path."""
 
 # Typer vendors click privately and exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -75,7 +75,7 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
 
 
 def exit_after_help(arguments: list[str], text: str | None) -> None:
-    """If the arguments ask for help, print `text` and exit with 0."""
+    """Print `text` and exit if the arguments ask for help."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print((text or "").strip())
         raise SystemExit(0)
@@ -90,10 +90,7 @@ def fail_cleanly(
     """Turn expected errors and Ctrl-C into a message and an exit code; any other exception is a bug and propagates.
 
     Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
-    library. `restartable` errors exit with 75, which asks a launcher for a restart; `restartable_once` with 76, which
-    asks for a restart unless the same error ended the previous process.
-
-    Works as a context manager and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
+    library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
     """
     try:
         yield
@@ -125,7 +122,6 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
-    """Exit for a full disk, too many open files, or an inaccessible path; return otherwise."""
     if is_disk_full(error):
         what = error.filename or "a file"
         exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
@@ -137,7 +133,7 @@ def _exit_for_path(error: OSError) -> None:
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
-            # A launcher restarts the role once, because a network disk may come back.
+            # A network disk may come back, so let a launcher restart the role once.
             code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
         )
 
@@ -170,7 +166,7 @@ def make_app(text: str) -> typer.Typer:
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a program with few options; `text` is its preformatted help."""
+    """Return a parser; `text` is its preformatted help."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
@@ -203,7 +199,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
-        # An override, a deletion (~), or an override mistyped with dashes: all belong to `run`.
+        # An override, a deletion (~), or an override mistyped with dashes.
         return ["run", *arguments]
     close = get_close_matches(first, commands, n=1)
     if close:
