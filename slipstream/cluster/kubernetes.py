@@ -1,6 +1,6 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles on machines.
+"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles.
 
-Both are plain data, dumped as YAML. They refer to the Secret with the run's token and do not contain it.
+They refer to the Secret with the run's token.
 """
 
 import re
@@ -21,25 +21,24 @@ ANY_INTERFACE = "0.0.0.0/0"
 """`cluster.interface` of a pod, which has only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""Longest name: JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
+"""JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
 _USER = 1000
 _WORKSPACE = "/workspace"
-"""Working directory of every container, with data, models, and runs."""
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Restarts of a container, with growing delays, before its pod fails; also of all pods before the run fails."""
+"""Restarts of a container before its pod fails, and of all pods before the run fails."""
 _START_S = 600
-"""Limit of a broker's start, which loads the store and the run's data."""
+"""Limit for the broker to load the store and the data."""
 _KEPT_S = 3600
 """Time before a finished job is deleted."""
 _SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INSTANCE = "app.kubernetes.io/instance"
-"""Label of all objects of a run. KubeRay services select pods by KubeRay's own labels."""
+"""Label of all objects of a run."""
 
 
 def secret_name(recipe: Recipe) -> str:
-    """Return the name of the Secret that holds the run's token."""
+    """Name the Secret with the run's token."""
     return f"{object_name(recipe)}-token"
 
 
@@ -61,16 +60,13 @@ def secret(recipe: Recipe, token: str) -> Manifest:
 
 
 def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_version: str = "") -> Manifest:
-    """Return the manifest of a run. Every pod mounts the PersistentVolumeClaim `claim`, or an empty volume without one.
-
-    Raises ConfigError.
-    """
+    """Return the manifest of a run. `claim`: PersistentVolumeClaim of every pod. Raises ConfigError."""
     pods = _Pods(recipe, image=image, claim=claim)
     return _jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=ray_version)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper without anchors: repeated values are written in full."""
+    """Dumper that repeats values instead of using anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -108,7 +104,7 @@ class _Pods:
         variables: Mapping[str, str] | None = None,
         has_token: bool = False,
     ) -> Manifest:
-        """Return a container; KubeRay adds a missing command."""
+        """Return a container. KubeRay supplies a missing command."""
         amounts = {"cpu": str(cpus)} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         given = {"HOME": _WORKSPACE} | dict(variables or {})
         variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
@@ -164,7 +160,6 @@ def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
 
 
 def _job(name: str, pods: int, template: Manifest) -> Manifest:
-    # One job of several pods, each with its index.
     count = {"completions": pods, "parallelism": pods, "completionMode": "Indexed", "backoffLimit": _RESTARTS}
     return {"name": name, "replicas": 1, "template": {"spec": count | {"template": template}}}
 
@@ -189,7 +184,7 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     learner = pods.container(
         "learner",
         _role("learner", recipe),
-        # The broker uses one.
+        # One is the broker's.
         cpus=max(1, recipe.core_cpus - 1),
         gpus=core.gpus,
         ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),
@@ -229,7 +224,7 @@ def _role(role: str, recipe: Recipe) -> list[str]:
 
 def _ranks_variables(recipe: Recipe) -> dict[str, str]:
     machines, ranks = recipe.run.cluster.core.machines, recipe.run.learner.num_ranks
-    # Without a limit, a process in a container uses all cores of its node.
+    # By default, a process in a container uses all cores of its node.
     threads = {"OMP_NUM_THREADS": str(max(1, recipe.core_cpus * machines // ranks))}
     meeting = {"MASTER_ADDR": _core_host(recipe), "MASTER_PORT": str(recipe.run.cluster.port_range[-1])}
     return threads | (meeting if machines > 1 else {})

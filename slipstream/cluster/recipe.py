@@ -1,4 +1,4 @@
-"""Recipe: the settings of a run and the overrides of its roles, from which launch manifests are built."""
+"""Recipe: the settings of a run and the overrides of its roles, for launch manifests."""
 
 from math import ceil
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from slipstream.configs.run import RunConfig
 
 
 class Recipe(NamedTuple):
-    """A run to be started by Slurm or Kubernetes.
+    """A run to start by Slurm or Kubernetes.
 
     Example: Recipe(load([...]), ["experiment=gsm8k_8gpu", "name=mine", "resume=auto"], ["experiment=gsm8k_8gpu",
         "name=mine"])
@@ -23,20 +23,16 @@ class Recipe(NamedTuple):
 
     @property
     def core_cpus(self) -> int:
-        """Whole cores per learner machine."""
         return ceil(self.run.cluster.core.cpus)
 
     @property
     def generator_cpus(self) -> int:
-        """Whole cores per generator."""
         return ceil(self.run.cluster.generator.cpus)
 
 
 def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Recipe:
-    """Resolve the settings of a run. `kind`: roles are placed by Ray (`ray`) or by the manifest (`local`).
-
-    `interface`: default of cluster.interface. Raises ConfigError.
-    """
+    """Resolve settings. `kind`: `ray`, or `local` if the manifest places the roles. `interface`: default of
+    cluster.interface. Raises ConfigError."""
     settings = [text for text in overrides if _key(text) != "cluster.kind"]
     run = load(settings)
     if interface and not run.cluster.interface:

@@ -126,7 +126,7 @@ def translate_kl(config: Translation) -> None:
 
 
 def translate_correction(config: Translation) -> None:
-    """Translate the importance correction and rejection of tokens."""
+    """Translate importance correction and rejection."""
     key = "algorithm.rollout_correction"
     level, threshold = config.take(f"{key}.rollout_is"), config.take(f"{key}.rollout_is_threshold")
     rejections, bounds = config.take(f"{key}.rollout_rs"), config.take(f"{key}.rollout_rs_threshold")
