@@ -128,12 +128,12 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Folder of the final model, which exists once the run has finished."""
+        """Folder of the final model, once the run has finished."""
         return self.folder / "final_model"
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Results of a finished run; docs/metrics.md lists them. Raises ConfigError if the run has not finished."""
+        """Results, as in docs/metrics.md. Raises ConfigError if the run has not finished."""
         path = self.folder / "summary.json"
         if not path.is_file():
             raise ConfigError(f"run {self.name!r} must have finished to have a summary: {path} does not exist.")
@@ -143,7 +143,7 @@ class Run:
     def metrics(self) -> pa.Table:
         """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""
         rows = read_rows(self.folder / "metrics.jsonl")
-        # A metric may first appear in a later step, or have a type without an Arrow column.
+        # A metric may appear in a later step, or have no Arrow type.
         names = dict.fromkeys(name for row in rows for name in row)
         plain = {name: [row.get(name) for row in rows] for name in names}
         return pa.table(
@@ -212,12 +212,12 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
 _OF_A_REPLAY = (
     "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
 )  # fmt: skip
-"""Settings that a replay does not take over from the run."""
+"""Not taken over from the run."""
 REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
 
 
 def replay_overrides(config: RunConfig) -> list[str]:
-    """Return overrides that replay a run with its settings, on one rank, without generators."""
+    """Return overrides that replay a run on one rank, without generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
     excepted = tuple(f"{key}." for key in _OF_A_REPLAY)

@@ -83,7 +83,6 @@ class Keeper:
         return code
 
     def _obey(self, requests: bytes) -> bool:
-        """Execute requests; return False at EOF."""
         if not requests:
             self._end(because="its starter is gone")
         elif b"k" in requests:
@@ -105,7 +104,7 @@ class Keeper:
             os.kill(self._role, signal.SIGTERM)
 
     def _reap(self) -> int | None:
-        """Reap all ended children; return the role's exit code once it has ended."""
+        """Reap ended children; return the role's exit code once it has ended."""
         code = None
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

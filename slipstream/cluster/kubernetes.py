@@ -82,7 +82,7 @@ def _metadata(recipe: Recipe, name: str) -> Manifest:
 
 
 class _Pods:
-    """Builds the pods and containers of a run from their common parts."""
+    """Builds pods and containers."""
 
     def __init__(self, recipe: Recipe, *, image: str, claim: str | None) -> None:
         self._image = image
@@ -140,7 +140,7 @@ class _Pods:
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store, and the first ranks, one per further machine of ranks, and one per generator."""
+    """One pod for broker, store, and first ranks, one per further machine of ranks, and one per generator."""
     name, machines = object_name(recipe), recipe.run.cluster.core.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
     jobs += [_job("ranks", machines - 1, _ranks_pod(recipe, pods))] if machines > 1 else []
@@ -236,7 +236,7 @@ def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
-    """A Ray cluster with the run's core on its head, and the job that starts the run there."""
+    """A Ray cluster with the run's core on its head, and the job that starts the run."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -249,7 +249,7 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
             "submitterPodTemplate": pods.pod(pods.container("ray-job-submitter", cpus=1), restartPolicy="Never"),
             "rayClusterSpec": {
                 "rayVersion": ray_version,
-                # KubeRay creates Ray's own token in a separate Secret and gives it to every pod.
+                # KubeRay makes Ray's own token and gives it to every pod.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
                 "autoscalerOptions": {"securityContext": _SECURITY},
@@ -269,7 +269,7 @@ def _head(recipe: Recipe, pods: _Pods) -> Manifest:
 
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
-    """One group for ranks on further machines and one for generators, with one pod each."""
+    """One group for further machines of ranks and one for generators."""
     cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
     ranks = pods.container("ray-worker", cpus=recipe.core_cpus, gpus=cluster.core.gpus)
     lends = {"weights": cluster.port_range[0]}

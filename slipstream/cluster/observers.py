@@ -23,7 +23,7 @@ _EXPORTER_TIMEOUT_S = 3.0
 
 
 def check_observers(run: RunConfig) -> None:
-    """Check the requirements of a run's observers before anything starts. Raises ConfigError."""
+    """Check the requirements of a run's observers. Raises ConfigError."""
     check_loggers(run)
     exporter = run.exporter
     if exporter.port is not None:

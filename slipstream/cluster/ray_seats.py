@@ -61,7 +61,7 @@ class Host:
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # Ray's variables contain its token, which the role and its children must not get.
+        # Ray's variables contain its token, which the role must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -72,7 +72,7 @@ class Host:
         return [str(each) for each in ray.get_gpu_ids()]
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-        """Start the role; return its process id and the address of this machine."""
+        """Start the role; return its process id and this machine's address."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus())}
         root = str(Path(slipstream.__file__).parents[1])
         if Path(root).name != "site-packages":
@@ -109,7 +109,7 @@ class Host:
     def _watch(self, raylet: int) -> None:
         while os.getppid() == raylet and time.monotonic() - self._looked_at < UNWATCHED_S:
             time.sleep(1.0)
-        # The keeper sees EOF on its pipe, asks the role to end, and kills the rest.
+        # The keeper sees EOF on its pipe and ends the role.
         os._exit(1)
 
 

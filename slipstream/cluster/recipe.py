@@ -17,7 +17,7 @@ class Recipe(NamedTuple):
 
     run: RunConfig
     settings: list[str]
-    """Overrides of broker and learner, including name and resume."""
+    """Overrides of broker and learner."""
     own: list[str]
     """Overrides of generators, without the broker's address."""
 
@@ -31,8 +31,10 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Recipe:
-    """Resolve settings. `kind`: `ray`, or `local` if the manifest places the roles. `interface`: default of
-    cluster.interface. Raises ConfigError."""
+    """Resolve settings. Raises ConfigError.
+
+    `kind`: `ray`, or `local` if the manifest places the roles. `interface`: default of cluster.interface.
+    """
     settings = [text for text in overrides if _key(text) != "cluster.kind"]
     run = load(settings)
     if interface and not run.cluster.interface:

@@ -43,7 +43,7 @@ class Cluster(Protocol):
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group, or in the bundle of a `RayBundle`."""
+        """Start a host in the first bundle of a group, or that of a `RayBundle`."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
@@ -62,7 +62,7 @@ class Cluster(Protocol):
 
 
 class RemoteSeat:
-    """A seat on a machine chosen by a cluster: a group with one bundle runs a host, which keeps the role.
+    """A seat on a machine of a cluster: a group with one bundle runs a host, which keeps the role.
 
     Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place until `stop`
     or a loss, because its machine has the role's model.
@@ -218,6 +218,6 @@ class RemoteSeat:
 
 
 def describe(bundle: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Describe required resources and labels."""
+    """Describe resources and labels."""
     resources = ", ".join(f"{amount:g} {resource}" for resource, amount in sorted(bundle.items()))
     return resources + "".join(f", label {key}={value}" for key, value in labels.items())

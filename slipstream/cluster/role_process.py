@@ -32,7 +32,7 @@ role was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
-    """A role died for good. The message names it and quotes its error or the end of its log."""
+    """A role died for good. The message quotes its error or the end of its log."""
 
 
 class RoleProcess:
@@ -123,7 +123,7 @@ class RoleProcess:
         return self._restart_later(f"died ({_describe_exit(code)}); {words}")
 
     def terminate(self) -> None:
-        """Ask the process to end, only once: a second signal would interrupt its cleanup."""
+        """Ask the process to end, once: a second signal would interrupt its cleanup."""
         if not self._is_asked_to_end:
             self._is_asked_to_end = True
             self._seat.terminate()
@@ -136,7 +136,6 @@ class RoleProcess:
         return "\n".join(self._read_log()[-num_lines:])
 
     def _describe_death(self, code: int) -> str:
-        """Quote the last error that the process printed, else the end of its log."""
         if code > 0 and (error := self._find_error()):
             return f"{self.name}: {error} (the log is {self._log})"
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"

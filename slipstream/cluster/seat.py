@@ -17,7 +17,7 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 GRACE_S = 6.0
-"""Time for a role to end after its starter is gone, before it is killed."""
+"""Time for a role to end after its starter is gone."""
 _START_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 6.0
 """Longer than the keeper's own wait for processes that hang in the kernel."""
@@ -77,7 +77,7 @@ class Places(Protocol):
 
 
 class LocalSeat:
-    """A seat on this machine. The role is a child of a keeper, which ends it whenever this process ends."""
+    """A seat on this machine. The role's keeper ends it whenever this process ends."""
 
     def __init__(
         self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
@@ -174,7 +174,7 @@ class LocalSeat:
                 self._close()
 
     def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM; only its process group is known."""
+        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM."""
         assert self._pid is not None
         is_due = time.monotonic() >= kill_at
         try:

@@ -1,4 +1,4 @@
-"""Evaluate model folders on held-out sets and compare their scores, with intervals, by set and data source."""
+"""Evaluate model folders on held-out sets and compare their scores, with intervals."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class Evaluation(Record):
     by_source: dict[str, Score] = {}
     """Scores by data source; empty unless there are several."""
     difference: dict[str, Estimate] = {}
-    """Paired difference to the first model on the same prompts, with its interval; empty for the first model."""
+    """Paired difference to the first model; empty for the first."""
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:

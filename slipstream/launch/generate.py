@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 # --- the folder ------------------------------------------------------------------------------------------------------
 class AnswerFolder:
-    """Archive of answers, written as they arrive. Reopening it resumes with the missing answers.
+    """Archive of answers, written as they arrive. Reopening it resumes.
 
     Life: (lacks | add)* -> close. Invariant: an answer is stored once, together with its whole group.
     """
@@ -68,7 +68,6 @@ class AnswerFolder:
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
         self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
-        """Answers stored by earlier calls."""
         # Settings may change until the first answer is stored.
         if self.stored:
             check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
@@ -83,7 +82,7 @@ class AnswerFolder:
         return job.prompt.lease.group_id not in self._group_ids
 
     def add(self, job: Job, trajectory: Trajectory) -> None:
-        """Keep an answer until its group is complete and can be written."""
+        """Keep an answer until its group is complete."""
         write_images(self._folder, {image_id(data): data for data in job.prompt.images})
         members = self._members.setdefault(trajectory.group_id, {})
         members[job.member] = encode(trajectory)
@@ -186,10 +185,9 @@ async def _answer(
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:
-    """Answer each training prompt `samples` times; return (answers stored before, number of new answers).
+    """Answer training prompts `samples` times each; return (answers stored before, number of new answers).
 
-    `num_prompts`: answer only the first N; None = all. Raises ConfigError, RunConflictError, ArchiveError,
-    GeneratorError.
+    `num_prompts`: only the first N. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """
     check_model_path(run.model.path)
     train, _ = open_datasets(run)

@@ -17,7 +17,7 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
 """Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""Time for a generator to return its leases and leave before it is killed."""
+"""Time for a generator to return its leases before it is killed."""
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
 
 
 def gpu_gib(name: str) -> float:
-    """Return the memory of a GPU, GiB, without loading torch. Raises ConfigError."""
+    """Return the memory of a GPU, GiB. Raises ConfigError."""
     try:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
@@ -92,7 +92,7 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
 
 
 def check_placement(run: RunConfig) -> None:
-    """Check that this machine has the GPUs that the roles need. Raises ConfigError."""
+    """Raise ConfigError if this machine lacks GPUs for the roles."""
     gpus = visible_gpus()
     if run.learner.device == "cuda" and not gpus:
         raise ConfigError(
@@ -108,7 +108,7 @@ def check_placement(run: RunConfig) -> None:
 
 
 def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
-    """Reject an implausible number of generators as a typo. Raises ConfigError."""
+    """Raise ConfigError for an implausible number of generators."""
     scale = run.generators.autoscale
     limit = max(run.generators.count, scale.max if scale else 0, _MAX_PER_CORE * num_cores)
     if target > limit:
@@ -120,7 +120,7 @@ def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
 
 # --- the pool --------------------------------------------------------------------------------------------------------
 class Event(NamedTuple):
-    """Something that happened to a role. Example: Event("generator-1", "generator-1 left")."""
+    """An event of a role. Example: Event("generator-1", "generator-1 left")."""
 
     role: str
     message: str
@@ -146,7 +146,7 @@ class GeneratorPool:
 
     @property
     def names(self) -> set[str]:
-        """All processes that may be running, leaving ones included."""
+        """All generators, including leaving ones."""
         return {*self._active, *self._leaving}
 
     @property
@@ -165,7 +165,7 @@ class GeneratorPool:
         return leaving + self._start_missing()
 
     def poll(self) -> list[Event]:
-        """Restart, reap, and start processes as needed. Raises RoleDiedError when the last generator cannot run."""
+        """Restart, reap, and start processes. Raises RoleDiedError when the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
         events += [event for name in list(self._leaving) for event in self._reap(name)]
         return events + self._start_missing()

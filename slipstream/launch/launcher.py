@@ -57,7 +57,7 @@ _STOP_TIMEOUT_S = 6.0
 
 
 class Launcher:
-    """Runs the roles as processes on this machine; with `places`, generators and learner ranks run on other machines.
+    """Runs the roles on this machine; with `places`, generators and learner ranks also run on others.
 
     Invariant: when `launch` returns or raises, every process it started has ended.
     """
@@ -133,7 +133,7 @@ class Launcher:
     def _generator(self, name: str) -> RoleProcess:
         if self._places:
             return self._generator_elsewhere(name, self._places)
-        # It reads the address and token from the run folder; the broker sends the other settings.
+        # Address and token are in the run folder; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
         # The broker starts to listen once the inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
@@ -164,7 +164,7 @@ class Launcher:
                 f"generators must be <= {self._most_generators} on the one GPU of this machine, got {count}: its "
                 "memory is divided at the start; start the run with that generators.count."
             )
-        # Never fewer than at the start, so that running generators keep their GPUs.
+        # At least as many as at the start, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -230,7 +230,7 @@ class Launcher:
 
     @contextmanager
     def _opened(self, url: str) -> Iterator[RedisStore]:
-        # No retries: the roles must be polled while the store is unavailable.
+        # No retries, because the roles must be polled during an outage.
         store = open_run_store(
             url,
             self._run.name,
@@ -246,12 +246,12 @@ class Launcher:
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # Generators first: their libraries load slowest. On other machines they need the broker's address.
+            # Generators first, because their libraries load slowest. On other machines they need the broker's address.
             if not self._places:
                 self._start_pool()
             if prepare:
                 prepare()
-            # Needs the prepared model. The broker, which starts below, sends the result to the generators.
+            # Needs the prepared model. The broker sends the result to the generators.
             self._share_gpu()
             for role in (*self._brokers, self._learner):
                 role.start()
@@ -260,7 +260,7 @@ class Launcher:
             try:
                 self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
             except KeyboardInterrupt:
-                # Second Ctrl-C: kill everything, so that no role survives into the next run in this folder.
+                # Second Ctrl-C: kill everything, so that no role survives into the next run.
                 for role in self._roles:
                     role.stop(ends_at=0.0)
                 raise
@@ -321,7 +321,7 @@ class Launcher:
         return {role.name: role.num_restarts for role in self._roles}
 
     def _record_work(self, snapshot: RunSnapshot) -> None:
-        # A rollback lowers the step. Only a rising step shows that the current learner works.
+        # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step

@@ -1,7 +1,7 @@
 """Plan: estimate the memory of every process of a run by cause, from its settings and the model's config.json.
 
-Reads no weights. Activations of a learner step are traced on meta tensors; state sizes follow from the ZeRO stage.
-Estimates exclude fragmentation and the processes of tools and rewards.
+Reads no weights: activations are traced on meta tensors, state sizes follow from the ZeRO stage. Estimates exclude
+fragmentation and the processes of tools and rewards.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from slipstream.runtime.process import group_limits
 GIB = 2**30
 HOST = "host"
 TOO_LARGE = 1
-"""Exit code of a run that does not fit."""
+"""Exit code."""
 _FLOAT = 4
 _MAX_LIVE_ELEMENTS = 10**9
 """Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
@@ -47,9 +47,9 @@ _GRAPHS_GIB = 1.0
 _BATCHED_TOKENS = 2048
 """Default of max_num_batched_tokens."""
 _SHARED_FRACTION = 0.92
-"""Fraction of a shared GPU that the plan assigns; the rest covers allocator fragmentation."""
+"""Assigned fraction of a shared GPU; the rest covers allocator fragmentation."""
 _SPARE_CACHE_GIB = 0.25
-"""KV cache beyond the size of all sequences, for partly used blocks."""
+"""Extra KV cache for partly used blocks."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
@@ -113,14 +113,14 @@ class Plan(msgspec.Struct, frozen=True):
     machine: Machine
     needs: list[Need]
     problems: list[str]
-    """One sentence per place that is too small, and for an engine that cannot hold one sequence."""
+    """Sentences on places that are too small and engines that cannot hold one sequence."""
 
     def total(self, place: str) -> float:
         return sum(need.gib for need in self.needs if need.place == place)
 
 
 def make_plan(run: RunConfig, machine: Machine) -> Plan:
-    """Estimate the needs of a run. Raises ConfigError for an unreadable model config or too few GPUs."""
+    """Estimate a run's needs. Raises ConfigError for an unreadable model config or too few GPUs."""
     placed = place(run, gpus=[str(number) for number in range(machine.gpus)])
     policy = _meta(run.model, setting="model.path")
     needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
@@ -171,7 +171,7 @@ def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
 def show_plan(
     overrides: list[str], *, gpus: int | None, gpu_gib: float | None, host_gib: float | None, is_json: bool
 ) -> None:
-    """Print needs and sizes; exit with 1 and one sentence per place that is too small. Raises ConfigError."""
+    """Print needs and sizes; exit with TOO_LARGE and the problems. Raises ConfigError."""
     run = load(overrides)
     check_model_path(run.model.path)
     plan = make_plan(run, Machine.here(host_gib=host_gib, gpus=gpus, gpu_gib=gpu_gib))
@@ -252,7 +252,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
 def _states(
     model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
 ) -> Iterator[tuple[str, bool, float]]:
-    """Yield (cause, is in host memory, number of float32 elements) of one model on one of `size` ranks."""
+    """Yield (cause, is in host memory, float32 elements) of one model on one of `size` ranks."""
     stage, offloads, keeps_parameters_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
         stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
@@ -324,7 +324,6 @@ def _cache_gib(
 def _cache_problems(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, cache: float
 ) -> list[str]:
-    """Return one sentence if an engine cannot hold one sequence."""
     if cache >= (longest := _sequence_gib(run, model)):
         return []
     problem = (
@@ -341,7 +340,6 @@ def _cache_problems(
 
 
 def _is_shared(needs: Sequence[Need], where: str) -> bool:
-    """Return whether several roles use this GPU."""
     return where != HOST and len({need.process for need in needs if need.place == where}) > 1
 
 
@@ -354,7 +352,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """Return the KV cache per engine if all roles share one GPU, GiB. Raises ConfigError if they do not fit."""
+    """Return the KV cache per engine on a GPU that all roles share, GiB. Raises ConfigError if they do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -362,7 +360,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Return KV cache bytes per token over all layers. Linear attention layers store nothing per token."""
+    """Return KV cache bytes per token. Linear attention layers store nothing per token."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)

@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import check_model_path, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
-"""Limit of one preparation step; allows a slow download."""
+"""Limit of one step; allows a slow download."""
 _STORE_TIMEOUT_S = 10.0
 
 
@@ -115,7 +115,7 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return the preparation steps that have not created their file yet."""
+    """Return the preparation steps without their file."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 

@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    """Train to the end, with one process per rank. Raises ConfigError, ArchiveError, LearnerError."""
+    """Train to the end, in this process or in one per rank. Raises ConfigError, ArchiveError, LearnerError."""
     raise_on_stop_signal()
     if run.learner.num_ranks == 1:
         _run_rank_0(run, folder)
@@ -98,7 +98,7 @@ def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
 
 
 def _device(run: RunConfig) -> torch.device:
-    """Choose the device of this rank and set DeepSpeed's environment for it."""
+    """Choose this rank's device and set DeepSpeed's environment for it."""
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     os.environ.update(deepspeed_environment(device))
     return device

@@ -72,7 +72,7 @@ def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> Non
 
 @contextmanager
 def _open_places(run: RunConfig) -> Iterator[Places | None]:
-    """Connect to the run's cluster, if any, and reserve the core on this machine. Raises ConfigError."""
+    """Connect to the run's cluster, if any, and reserve its core. Raises ConfigError."""
     if run.cluster.kind == "local":
         yield None
         return
@@ -106,7 +106,7 @@ def with_sft_preset(overrides: list[str]) -> list[str]:
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """Append a number to a default name that is in use, so that the same command can be repeated."""
+    """Append a number to a default name that is in use."""
     is_chosen = any(override.startswith("name=") for override in overrides)
     if is_chosen or run.resume:
         return run, overrides
@@ -187,7 +187,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
 
 
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
-    """Describe whether the run reached its goals (`done` without goals), with its final accuracies."""
+    """Describe whether the run reached its goals, with its final accuracies."""
     goals = run.evaluation.goals
     reached = all(goal.holds(summary["evaluation"]) for goal in goals)
     word = "done" if not goals else "learned" if reached else "NOT learned"

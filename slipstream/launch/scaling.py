@@ -24,7 +24,7 @@ from slipstream.runtime.clock import Clock
 
 _WORKING_STATES = ("ready", "updating")
 _MIN_STEPS = 5
-"""Steps in a window before the learner's waits are meaningful."""
+"""Steps before the learner's waits are meaningful."""
 
 
 class Change(Record):
@@ -117,7 +117,7 @@ class Autoscaler:
 
 
 class AbsenceTracker:
-    """Tracks absent generators and decides when the autoscaler stops waiting for them."""
+    """Decides when the autoscaler stops waiting for absent generators."""
 
     def __init__(self, *, absent_after_s: float, clock: Clock = time.monotonic) -> None:
         self._absent_after_s = absent_after_s
@@ -164,7 +164,7 @@ class LauncherReport:
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
     def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Report the end of the launcher, if the store answers."""
+        """Report the launcher's end, if the store answers."""
         with suppress(ReplayBufferError):
             self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
@@ -186,7 +186,7 @@ class Scaling:
         check_room: Callable[[int], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`check_room(count)` raises ConfigError if that many generators do not fit on this machine."""
+        """`check_room(count)` raises ConfigError if that many generators do not fit."""
         self._pool = pool
         self._report = report
         self._run = run
@@ -265,7 +265,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Reported once: repeats would push other events out of the store.
+            # Report it once: repeats would push other events out of the store.
             if previous == self._refused:
                 return []
             return [

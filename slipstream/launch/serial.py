@@ -36,7 +36,7 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Event loop rounds per turn: enough for a woken task to pass on its result within the turn."""
+"""Enough event loop rounds for a woken task to pass on its result."""
 
 
 class TurnClock:
@@ -67,7 +67,7 @@ class SerialPeer:
 
 
 class Pump:
-    """Runs broker and generator whenever the learner waits. Fulfils the learner's Inbox.
+    """The learner's Inbox, which runs broker and generator whenever the learner waits.
 
     Life: start -> (turn | get)* -> stop -> close.
     """
@@ -109,7 +109,6 @@ class Pump:
         return self._learner.received.popleft() if self._learner.received else None
 
     def stop(self) -> None:
-        """Drain the generator and end its loop."""
         assert self._generator is not None
         assert self._running is not None
         self._generator.drain("the run is over")

@@ -22,7 +22,7 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return dotted key -> value of all settings in a file; the last value of a key wins. Raises ConfigError."""
+    """Return dotted key -> value; the last value of a key wins. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:

@@ -10,7 +10,6 @@ from slipstream.configs.base import Record
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values of unused settings."""
 _WORDS = ("null", "true", "false", "inf", "nan")
 
 
@@ -51,7 +50,7 @@ class Translation:
         self.put(ours, None if value is None else convert(value))
 
     def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
-        """Clear the default experiment's task settings, and fit microbatches to the longest trajectory."""
+        """Clear the default experiment's task, and fit microbatches to the longest trajectory."""
         self.put("prepare", [])
         self.put("evaluation.goals", [])
         self._ours["learner.stop"] = "null"

@@ -27,7 +27,6 @@ class Answer(Record):
     """Answer to a question about a run."""
 
     headline: str
-    """One sentence."""
     findings: list[Finding] = []
     """Most important first."""
     facts: list[str] = []
@@ -36,7 +35,6 @@ class Answer(Record):
     """Limitation of the answer."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer as text."""
         yield self.headline
         for number, finding in enumerate(self.findings, start=1):
             yield f"{number}. {finding.key}: {finding.figures}"

@@ -64,12 +64,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all complete rows of a metrics.jsonl, in order; none without a file."""
+    """Return all complete rows of a metrics.jsonl; none without a file."""
     return MetricsFile(path).read(0).rows
 
 
 def read_tail(path: Path) -> list[Row]:
-    """Return the last rows of a metrics.jsonl without reading the rest; none without a file."""
+    """Return the last rows of a metrics.jsonl without reading the rest."""
     with suppress(OSError):
         return MetricsFile(path).read(max(0, path.stat().st_size - _TAIL_BYTES)).rows
     return []
@@ -101,7 +101,7 @@ class MetricsTable:
         return sorted(self._columns)
 
     def poll(self) -> list[Row]:
-        """Read and return the rows that were appended; all rows if the file was replaced."""
+        """Read and return appended rows, or all rows of a replaced file."""
         changes = self._file.read(self._position)
         if changes.is_restarted:
             self.generation += 1
@@ -123,7 +123,7 @@ class MetricsTable:
         self._length += 1
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
-        """Return the columns of the known keys, all of the same length; None where a row lacks the value."""
+        """Return the columns of the known keys, with None where a row lacks the value."""
         found: dict[str, list[float | None]] = {}
         for key in keys:
             if (column := self._columns.get(key)) is not None:
@@ -152,7 +152,7 @@ class HealthWarning(Record):
     """Step of the detected violation, which may have begun a few steps earlier."""
     healthy: str
     advice: str
-    """Effect on learning, and the remedy."""
+    """Effect and remedy."""
 
 
 class Health:

@@ -49,7 +49,7 @@ def is_drawn(key: str) -> bool:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw the curves of a run and return the path of the picture. Raises ConfigError if the run has no step."""
+    """Draw the curves of a run; return the picture's path. Raises ConfigError if the run has no step."""
     rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
     with mpl.rc_context(STYLE):
@@ -125,7 +125,6 @@ def _draw_rates(axes: Axes, rows: Rows) -> None:
 
 
 def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
-    """Return the x positions and values of a metric, skipping rows without it."""
     points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
     return [position for position, _ in points], [value for _, value in points]
 
@@ -143,7 +142,6 @@ class Curve:
         self._title = title
         self._rows: list[dict[str, Any]] = []
         self.has_undrawn = False
-        """Whether rows were added since the last picture."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         before = len(self._rows)

@@ -43,7 +43,7 @@ _START_TIMEOUT_S = 30.0
 """Limit for starting an embedded server, which loads its data first."""
 
 _UNREADABLE = (ConfigError, ReplayBufferError, OSError)
-"""Errors on opening a store; OSError because an embedded server writes to its folder, which may be read-only."""
+"""OSError because an embedded server writes to its folder, which may be read-only."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
@@ -53,19 +53,18 @@ class RunView(Record):
 
     id: str
     phase: str
-    """As in RunStatus; without a store running, finished, or stopped (not held by a process and without a summary)."""
+    """As in RunStatus, or as in RunLine without a store."""
     step: int
     max_steps: int | None
-    """None if the run's settings cannot be read."""
+    """None if the settings cannot be read."""
     max_lag: int | None
     is_live: bool
-    """Whether a process of this machine holds the run."""
     status: RunStatus | None
     """As last read; None if the store never answered."""
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Why the store cannot be read; empty if it can."""
+    """Why the store cannot be read, or empty."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
@@ -80,9 +79,9 @@ class RunLine(Record):
 
     id: str
     phase: str
-    """running | finished | stopped."""
+    """running | finished (has a summary) | stopped (neither)."""
     mode: str
-    """Empty if the run's settings cannot be read."""
+    """Empty if the settings cannot be read."""
     step: int
     max_steps: int | None
     changed_at: float | None
@@ -115,7 +114,7 @@ class RunReader:
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Error on opening or reading the store; empty without one."""
+        """Why the store cannot be read, or empty."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s
@@ -174,7 +173,7 @@ class RunReader:
 
     @property
     def folder_phase(self) -> Literal["running", "finished", "stopped"]:
-        """Phase without the store: held by a process, ended with a summary, or neither."""
+        """Phase without the store, as in RunLine."""
         if self.is_live:
             return "running"
         return "finished" if (self.folder / "summary.json").is_file() else "stopped"
@@ -208,14 +207,14 @@ class RunReader:
         return self._store
 
     def connect(self) -> Self:
-        """Open the store now, if the run has one and the broker has begun the run. Raises as `store`."""
+        """Open the store now, if `has_store` and the broker has begun the run. Raises as `store`."""
         if self.has_store:
             with suppress(RunConflictError):
                 self._store = self.store
         return self
 
     def find_store(self) -> Store | None:
-        """Return the store; None if it cannot be opened, with the reason in `problem`. Tries once."""
+        """Return the store; None with the reason in `problem` if it cannot be opened. Tries once."""
         if self._store is None and not self.problem:
             try:
                 return self.store
@@ -260,7 +259,6 @@ class RunReader:
         return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
 
     def find_step(self, step: int) -> StepEntry | None:
-        """Return the ledger's entry of a step, or None."""
         return next((entry for entry in self.steps(first=step) if entry.step == step), None)
 
     def versions(self) -> list[VersionEntry]:
@@ -291,7 +289,7 @@ class RunReader:
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
         """Return step -> events during that step, since the learner last started; none without a store.
 
-        Rows count seconds from the first step, events use the store's clock. The end of the last step is known in both.
+        Rows and events use different clocks. The end of the last step is known in both.
         """
         store = self.find_store()
         stepped_at = store.run_state().stepped_at if store else None
@@ -368,7 +366,7 @@ class RunReader:
 
     # --- a line of a list ----------------------------------------------------------------------------------------
     def line(self) -> RunLine:
-        """Summarize the run from its folder alone."""
+        """Summarize the run from its folder."""
         changed_at, last, accuracies = self._newest_rows()
         run = self._known_config
         return RunLine(

@@ -21,18 +21,18 @@ Row = Mapping[str, Any]
 _MIN_STEPS = 20
 _MIN_WIDTH, _MAX_WIDTH = 5, 50
 _ERRORS = 6.0
-"""Standard errors between two windows beyond which they differ. In a thousand steps of slightly correlated noise, the
-largest drop is about five standard errors."""
+"""Standard errors by which windows differ. In a thousand steps of slightly correlated noise, the largest drop is about
+five."""
 _LEAST_CHANGE = 0.2
-"""Smallest reported change of a metric, relative to the larger of both means."""
+"""Smallest reported change, relative to the larger mean."""
 _DEPARTED_STEPS = 3
-"""Consecutive steps beyond the previous level that mark the beginning of a change."""
+"""Consecutive steps beyond the previous level that begin a change."""
 _DEVIATIONS = 3.0
-"""Standard deviations from the previous level that count as beyond it."""
+"""Standard deviations beyond the previous level."""
 _REWARD = "learner/reward_mean"
 _OF_SOURCE = re.compile(r"learner/by_source/(?P<source>.+)/(?P<name>[^/]+)")
 _USUAL = ("lag/mean", "learner/idle_fraction", "learner/ess", "learner/grad_norm", "learner/entropy")
-"""Metrics that are listed even if they did not change."""
+"""Metrics to list even if unchanged."""
 _NAMED = 6
 _EVENTS_NAMED = 10
 _NOTE = (
@@ -45,9 +45,9 @@ class Windows(NamedTuple):
     """Windows before and after a drop, as row indices. Example: Windows(30, 70, width=10)."""
 
     before: int
-    """First row of the window with the best mean."""
+    """Start of the window with the best mean."""
     after: int
-    """First row of the worst window after the best one."""
+    """Start of the worst window after it."""
     width: int
 
     def of(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -143,7 +143,7 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
 
 
 def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    """Return the first of the consecutive rows beyond the previous level; None without such rows."""
+    """Return the row where a change begins, or None."""
     streak = 0
     for index in range(windows.before, windows.after + windows.width):
         beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
@@ -202,7 +202,7 @@ class _Source(NamedTuple):
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
-    """Return each task's share of the trajectories and its mean reward."""
+    """Return share of trajectories and mean reward by task."""
     counts: dict[str, float] = {}
     sums: dict[str, float] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""RunStatus: the complete status of a run, read from its store. `slipstream status` prints it."""
+"""RunStatus: the complete status of a run, read from its store."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -106,9 +106,8 @@ class RunSnapshot(Record):
     state: RunState
     counts: StoreCounts
     roles: dict[str, dict[str, Any]]
-    """Newest gauges by role name."""
     rows: list[dict[str, Any]]
-    """The newest metrics rows, oldest first; as many as the store keeps."""
+    """Newest metrics rows, oldest first; as many as the store keeps."""
     new_rows: list[dict[str, Any]]
     eta_s: float | None
 
@@ -122,11 +121,10 @@ class RunSnapshot(Record):
 
     @property
     def living_generators(self) -> set[str]:
-        """Names of the generators that are not gone."""
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """Return one line with the waiting roles and their reasons; empty if none waits."""
+        """Return the waiting roles with their reasons in one line."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
@@ -136,7 +134,7 @@ class RunSnapshot(Record):
 
 
 def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest rows with increasing steps. After a rollback, steps are trained again."""
+    """Return the rows since the last rollback, which repeats steps."""
     starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
     return rows[starts[-1] if starts else 0 :]
 
@@ -176,7 +174,7 @@ class RunStatus(Record):
     phase: str
     """starting | training | finishing | finished | failed."""
     detail: str
-    """Cause of the phase; empty without one."""
+    """Cause of the phase, or empty."""
     step: int
     max_steps: int
     version: int
@@ -186,7 +184,7 @@ class RunStatus(Record):
     checkpoint: CheckpointPointer | None
     """Checkpoint that a resume starts from."""
     progress_age_s: float | None
-    """Seconds since the newest step was committed; None before the first."""
+    """Since the newest step was committed; None before the first."""
     eta_s: float | None
     """Seconds to `max_steps` at the current rate; None before the second step."""
     roles: list[RoleStatus]
@@ -194,9 +192,9 @@ class RunStatus(Record):
     learner_wait_fraction: float | None
     """Share of the learner's time spent waiting for groups, over the last 20 steps; None before the first."""
     generators_target: int | None
-    """Number of generators that the launcher keeps running; None without a launcher."""
+    """Generators that the launcher keeps running; None without a launcher."""
     address: str
-    """Address for generators on other machines to join; empty if the broker listens on no port."""
+    """Address for generators on other machines; empty if the broker listens on no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the live generators; None without any."""
     admission: Admission
@@ -206,7 +204,7 @@ class RunStatus(Record):
     length_bias: float
     """Mean length of trained trajectories / mean length of arrived trajectories."""
     waste_fraction: float
-    """Share of the arrived tokens that were discarded untrained."""
+    """Share of arrived tokens that were discarded untrained."""
     last_row: dict[str, Any]
     """Newest metrics row (docs/metrics.md); empty before the first step."""
     events: list[StatusEvent]
@@ -214,7 +212,7 @@ class RunStatus(Record):
 
 
 class Monitor:
-    """Reads the state of one run repeatedly and keeps the newest metrics rows. Never changes the store."""
+    """Reads the state of one run repeatedly. Never changes the store."""
 
     def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
@@ -306,7 +304,6 @@ def make_status(
 
 
 def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
-    """Return the address of a live broker that listens on a port; empty without one."""
     living = [role.name for role in roles if role.role == "broker" and role.is_alive]
     return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
 

@@ -19,11 +19,11 @@ from slipstream.runtime.healthy_ranges import Range, figures_of
 Row = Mapping[str, Any]
 
 _LEAST_SHARE = 0.1
-"""Smallest share of the learner's time that makes a phase a finding."""
+"""Share of the learner's time that makes a phase a finding."""
 _LEAST_GENERATOR_SHARE = 0.2
 """The same for the generators' time, while the learner waits."""
 _SLOW = 3.0
-"""Steps longer than this multiple of the median are outliers."""
+"""Multiple of the median step time that makes an outlier."""
 _STEPS_NAMED = 5
 _EVENTS_NAMED = 3
 _CHANGED = 1.5
@@ -100,7 +100,7 @@ PHASES = {
 
 def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
     """Return where the time went. `events`: sentences by step. Raises ConfigError for rows without `times`."""
-    # Older versions wrote no `times`; a process writes none before its roles report.
+    # There are no `times` before roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:
         times = msgspec.convert(held, StepTimes) if held else None

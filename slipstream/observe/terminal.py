@@ -56,7 +56,7 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Redraw the panel or, without a terminal, print one line per new step."""
+        """Redraw the panel, or print one line per new step without a terminal."""
         if self._live:
             self._live.update(self._panel(snapshot))
             return
@@ -187,7 +187,7 @@ def duration(seconds: float) -> str:
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
 _MAX_GONE = 4
-"""Number of gone roles shown, newest first."""
+"""Gone roles shown, newest first."""
 _NOTHING = "-"
 _GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
 
@@ -232,7 +232,6 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
 
 
 def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    """List brokers with their number of generators, if the run has several."""
     brokers = [role for role in roles if role.role == "broker"]
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
     shown = [
@@ -361,7 +360,7 @@ _REFRESH_EVERY_S = 1.0
 
 @contextmanager
 def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
-    """Open the run that `words` name, as for `find_run`, without starting its store.
+    """Open a run, named as for `find_run`, without starting its store.
 
     Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
     """
@@ -382,7 +381,7 @@ def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store
 
 
 def _describe_end(reader: RunReader) -> str:
-    """Explain why the store of a run that is over does not answer; empty for a live run."""
+    """Explain why the store does not answer if the run is over."""
     name = reader.folder.name
     if (summary := reader.folder / "summary.json").is_file():
         return f"run {name!r} has ended and its store does not answer: its results are in {summary}."

@@ -31,7 +31,7 @@ TRY_AGAIN = 75
 TRY_ONCE = 76
 """Exit code of an error that one restart may fix; a second one would not."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 SETTINGS = """\b
 Most used settings:
@@ -60,9 +60,7 @@ Overrides = Annotated[
 ]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
-"""Libraries that the extra `cpu` or `gpu` installs."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of an inaccessible path."""
 
 # Typer vendors click privately and exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -139,7 +137,7 @@ def _exit_for_path(error: OSError) -> None:
 
 
 class _PanelGroup(TyperGroup):
-    """Lists the commands of a program under the headings of their `rich_help_panel`."""
+    """Lists commands under their `rich_help_panel`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
@@ -154,7 +152,7 @@ class _PanelGroup(TyperGroup):
 
 
 def make_app(text: str) -> typer.Typer:
-    """Return a typer app without commands; `text` is its help."""
+    """Return a typer app; `text` is its help."""
     return typer.Typer(
         cls=_PanelGroup,
         help=text,
@@ -172,7 +170,7 @@ def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
-    """Run a typer app as `program`; usage errors become one sentence and exit code 2."""
+    """Run a typer app; usage errors become one sentence and BAD_INPUT."""
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
@@ -213,23 +211,21 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
 
 
 def _choices(shown: Callable[..., str | None], *, ctx: object) -> str | None:
-    """Return the displayed type of an argument, if it lists choices."""
     text = shown(ctx=ctx)
     return text if text and "|" in text else None
 
 
 _PIPED_WIDTH = 180
-"""Characters per line without a terminal."""
 
 
 def make_console() -> Console:
-    """Return a console for stdout without markup, because settings, paths, and errors contain brackets."""
+    """Return a console without markup, because settings and paths contain brackets."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table without borders; columns named in `numbers` are right-aligned."""
+    """Return a table with the columns in `numbers` right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -242,5 +238,5 @@ def add_row(table: Table, *cells: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape nonprintable characters except line ends: model output may contain terminal control sequences."""
+    """Escape nonprintable characters except line ends, such as control sequences in model output."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

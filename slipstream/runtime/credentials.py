@@ -1,4 +1,4 @@
-"""Credentials: the run's token, the CURVE key pairs that both ends of every socket derive from it, and masking.
+"""Credentials: the run's token, the CURVE key pairs that sockets derive from it, and masking.
 
 Only a holder of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
 to its own run. A run stores its token in the run folder, for roles of the same user. Roles elsewhere get it in the
@@ -153,7 +153,7 @@ def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
 
 
 def guest_token(keys: Keys, name: str) -> str:
-    """Return the token of a guest: its secret key and the run's public key."""
+    """Return a guest's token: its secret key and the run's public key."""
     both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
     return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
 
@@ -211,7 +211,6 @@ _ISSUED = (
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}", r"\bxox[abprs]-[\w-]{8,}", r"\bAIza[\w-]{30,}",
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
-"""Key formats of known issuers."""
 _PATTERNS = (
     # User and password in a URL, and query parameters with a secret name.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
@@ -257,7 +256,7 @@ def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is reachable from this machine only."""
+    """Return whether only this machine can reach a host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics, with the meaning and remedy of a value outside, and alerts. Imports without torch."""
+"""Healthy ranges of metrics, with meaning and remedy of a value outside. Imports without torch."""
 
 import math
 import re
@@ -174,13 +174,12 @@ RANGES = {
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of a value outside its range; NaN uses the text for nonfinite values."""
+    """Return meaning and remedy of a value outside its range, or NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 
 STOP_LENGTH = "learner/by_source/SOURCE/stop_length"
 _NEVER = math.inf
-"""Bound that no value exceeds."""
 SIGNS = RANGES | {
     "lag/mean": Range(None, _NEVER, _OLD, _YOUNGER),
     "learner/weight_changed_fraction": Range(None, _NEVER, "the correction truncates or drops more tokens", _WIDER),
@@ -205,7 +204,7 @@ SIGNS = RANGES | {
         "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
     ),
 }  # fmt: skip
-"""RANGES, plus metrics without unhealthy values whose changes may accompany a falling reward."""
+"""RANGES, plus metrics whose changes may accompany a falling reward."""
 
 
 _STEPS_TO_RECOVER = 3
@@ -246,7 +245,7 @@ class MetricAlerts:
 
 
 class Watched:
-    """State of one metric: healthy or not, and the number of consecutive steps that contradict it."""
+    """State of one metric: healthy or not, and consecutive steps that contradict it."""
 
     def __init__(self, healthy: Range) -> None:
         self.healthy = healthy

@@ -28,7 +28,6 @@ MAX_PIXELS = 64 * 2**20
 """A few bytes can decode to gigabytes."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MAX_RATIO = 200
-"""Largest aspect ratio of these models."""
 
 Grid = tuple[int, int, int]
 """Number of patches along time, height, and width."""
@@ -41,7 +40,6 @@ class PromptImage(NamedTuple):
     grid: Grid
     data: bytes
     first_token: int
-    """Index of its first token in the prompt."""
     num_tokens: int
 
 
@@ -110,7 +108,7 @@ class VisionModel:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """Image processor settings; newer checkpoints nest them in processor_config.json."""
+        """Newer checkpoints nest them in processor_config.json."""
         nested = read_json(self._path, "processor_config.json").get("image_processor")
         return read_json(self._path, "preprocessor_config.json") or nested or {}
 
@@ -200,7 +198,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # Always the PIL version: torchvision rounds differently, and vLLM's CPU build does not include it.
+    # The PIL version: torchvision rounds differently, and vLLM's CPU build lacks it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

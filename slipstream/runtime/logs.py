@@ -42,7 +42,7 @@ class LogLimiter:
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
     def log(self, event: str, kind: str, **details: object) -> bool:
-        """Log one occurrence; return whether a line was written."""
+        """Return whether a line was written."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
         allowance.refill(now)
@@ -93,7 +93,7 @@ def make_output_lossy() -> None:
 
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Structlog processor: keep each event on one line and escape terminal control sequences from peers."""
+    """Keep each event on one line and escape control sequences from peers; a structlog processor."""
     return {key: _escape(value) if isinstance(value, str) else value for key, value in event.items()}
 
 

@@ -27,7 +27,7 @@ _HEAD = "score"
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return the modules that get an adapter. Raises ConfigError for a missing or unsupported target."""
+    """Return the modules for an adapter. Raises ConfigError for a missing or unsupported target."""
     why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]

@@ -78,7 +78,6 @@ class ModelFingerprint(Config):
 
     architectures: list[str] | None = None
     vocab_size: int | None = None
-    """Rows of the embedding."""
     hidden_size: int | None = None
     intermediate_size: int | None = None
     num_hidden_layers: int | None = None
@@ -132,7 +131,7 @@ def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
 
 
 def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, object, object] | None:
-    """Return (field, ours, theirs) for the first differing field that both know."""
+    """Return (field, ours, theirs) for the first difference."""
     # Compare tokenizer files one by one below, because either side may lack some.
     for field in ModelFingerprint.__struct_fields__[:-1]:
         here, there = getattr(ours, field), getattr(theirs, field)
@@ -178,7 +177,7 @@ def weight_map(path: str) -> dict[str, set[str]]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing or contains anything else."""
+    """Read a JSON object; empty for any other or no file."""
     found = find_file(path, name)
     try:
         content = json.loads(_read(found) or "{}") if found else {}

@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 
 class RunFolder:
-    """Paths, configuration and metrics of one run."""
+    """Paths and files of one run."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -128,7 +128,7 @@ class RunFolder:
     def begin(self) -> None:
         """Open the folder of a new or resumed run; an untrained run starts over."""
         if self.is_untrained:
-            # The store may hold rejected settings of the run. Everything else is rewritten or empty.
+            # The store may hold rejected settings. Everything else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
             print(f"{self.path} is reused: its run ended before it published weights", flush=True)
         elif not self.has_run:
@@ -137,7 +137,7 @@ class RunFolder:
         self.open()
 
     def record_training(self) -> None:
-        """Mark the run as trained, so that its name is not reused. Raises OSError."""
+        """Prevent reuse of the name. Raises OSError."""
         (self.path / _UNTRAINED).unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -276,7 +276,7 @@ def _replace(path: Path, content: bytes) -> None:
     """Write a file unless it has this content already. On OSError the old file remains."""
     if path.is_file() and path.read_bytes() == content:
         return
-    # Rename into place, so that neither a crash nor a full disk leaves a partial file.
+    # Rename into place, so that no partial file remains.
     draft = path.with_name(f"{path.name}.new")
     try:
         draft.write_bytes(content)
@@ -305,7 +305,7 @@ def short_folder(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a private folder, or restrict an existing one to its owner. Raises ConfigError if it is not ours."""
+    """Create a folder, or restrict an existing one, for its owner only. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")

@@ -1,4 +1,4 @@
-"""Trace: events of one role during profiling; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
+"""Trace: profiling events of one role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
 Roles and the profilers of torch and vLLM write to `profile/parts/` in the run folder. Timestamps come from
 `time.time_ns`, so that roles on one machine share a timeline.
@@ -166,7 +166,7 @@ def _name(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
 
 
 def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str, Any]]:
-    """Return the consecutive spans of each trajectory, where both moments were recorded."""
+    """Return the spans of each trajectory between recorded moments."""
     moments: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
     for mark, each, at_ns, arguments in (mark for part in parts for mark in part.marks):
         moments.setdefault(each, {}).setdefault(mark, (at_ns, arguments))
@@ -273,7 +273,7 @@ class TimeAccount:
 
 
 class ProcessorTime:
-    """CPU seconds of this process and its descendants, such as vLLM's engine process; never decreases.
+    """CPU seconds of this process and its descendants; never decreases.
 
     Example: processor = ProcessorTime(); processor.seconds == 41.7
     """

@@ -44,7 +44,7 @@ _AHEAD = 8
 
 
 def report(findings: Sequence[Finding], *, is_json: bool) -> None:
-    """Print findings as a table or as one JSON object; exit with 1 if any check failed."""
+    """Print findings; exit with 1 if any check failed."""
     if is_json:
         print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
     else:
@@ -165,7 +165,7 @@ def _check_schema(answer: Inspected, address: str) -> Finding:
 
 
 def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
-    """Listen on a port of this machine and ask the broker to connect to it."""
+    """Ask the broker to connect to a port of this machine."""
     if cluster.network is None:
         return Finding("way back", "ok", "not needed: the run has no cluster.interface")
     try:
@@ -200,7 +200,7 @@ def _check_brokers(living: LivingBrokers | None) -> Finding:
 
 
 def _check_weights(address: str, keys: Keys) -> Finding:
-    """Connect to the learner's weight server, from which every generator fetches its first version."""
+    """Connect to the learner's weight server, the source of a generator's first version."""
     if not address:
         fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
         return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
@@ -223,7 +223,7 @@ def _listen(cluster: ClusterConfig) -> socket.socket:
 
 
 def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
-    """Fetch one weight bucket's worth of bytes and extrapolate the time of a whole version."""
+    """Fetch the bytes of one weight bucket and extrapolate to a whole version."""
     received, took_s = link.measure(run.weights.bucket_bytes)
     if not received:
         return Finding(

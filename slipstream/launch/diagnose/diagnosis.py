@@ -134,7 +134,7 @@ def _remedy(error: str, otherwise: str) -> str:
 
 _ENDING = ".tar.gz"
 _LINES, _LOG_BYTES = 300, 2**22
-"""Lines kept of each log and of the metrics, and the bytes read for them."""
+"""Lines kept per file, and bytes read for them."""
 
 
 class Subject(NamedTuple):
@@ -155,7 +155,7 @@ def check_bundle(path: Path) -> None:
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets: from the environment, and the tokens of the run and its guests."""
+    """Return the known secrets, including the tokens of the run and its guests."""
     tokens = []
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
@@ -261,7 +261,7 @@ def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None)
 
 
 def choose(words: Sequence[str]) -> Subject:
-    """Parse the command line into the subject to check. Raises ConfigError."""
+    """Parse the command line. Raises ConfigError."""
     if options := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"no such option: {options[0]}; see `slipstream diagnose --help`.")
     runs = [word for word in words if ("=" not in word or word.startswith(_OF_A_RUN))]
@@ -292,7 +292,7 @@ def find_all(subject: Subject) -> list[Finding]:
 
 
 def list_checks(subject: Subject) -> list[Check]:
-    """Return all checks in display order."""
+    """List checks in display order."""
     run, folder = subject.run, RunFolder(subject.run)
     # A live run matters only if it is the one that the settings describe.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()

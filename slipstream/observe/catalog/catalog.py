@@ -25,7 +25,7 @@ from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
 _QUERIES_KEPT = 8
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
-"""Blocks searched concurrently; each holds about a million tokens in memory."""
+"""Each holds about a million tokens in memory."""
 
 
 class CatalogQuery(Record):
@@ -41,13 +41,13 @@ class Page(Record):
     """Consecutive rows of a result. Example: Page(num_rows=20000, start=100, rows=[CatalogRow(...), ...])."""
 
     num_rows: int
-    """Rows of the whole result."""
+    """In the whole result."""
     start: int
     rows: list[CatalogRow]
 
 
 class _Snapshot:
-    """All blocks at one moment. Immutable, so threads may share it and results may be cached with it."""
+    """All blocks at one moment. Immutable, so threads and caches may share it."""
 
     def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
         self.blocks = blocks
@@ -56,13 +56,13 @@ class _Snapshot:
 
 
 class Catalog:
-    """The trajectories of a source. Threads may share it. `refresh` reads new trajectories.
+    """The trajectories of a source. Threads may share it.
 
     Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
     """
 
     def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
-        """Read the source. Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
+        """Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
         self._source = source
         self._seen: list[Block] = []
         self._unread = ""
@@ -117,10 +117,10 @@ class Catalog:
         return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
 
     def select(self, query: CatalogQuery) -> pa.Table:
-        """Return the rows of the result, in its order.
+        """Return the rows of the result.
 
-        Raises ConfigError for a column that is not in SORTABLE and for a condition on text without a tokenizer,
-        ArchiveError for files that can no longer be read.
+        Raises ConfigError for a column outside SORTABLE and for a condition on text without a tokenizer, ArchiveError
+        for files that can no longer be read.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
@@ -179,7 +179,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Search separately from the fast conditions, so that sorting differently does not search again.
+        # Search separately from the fast conditions, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -188,9 +188,8 @@ class Catalog:
     def _find_text(
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
-        """Return whether the decoded tokens of each row contain `text`, bool[N]."""
         last, known = self._found
-        # Cache the last text's matches per block: other pages and orders reuse them, and new rows add blocks.
+        # Cache the last text's matches per block, for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
             # Compute the cached array before the threads share it. Arrow releases the GIL, so they run in parallel.
@@ -224,7 +223,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
-    """Return the rows that meet all conditions except the one on text, in the query's order, int64[n]."""
+    """Return the rows that meet all conditions except on text, in the query's order, int64[n]."""
     rows, where = snapshot.rows, query.where
     mask = np.ones(rows.num_rows, dtype=bool)
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):

@@ -36,9 +36,8 @@ class Message(Record):
     """Decoded text; empty without a tokenizer."""
     is_model: bool
     first_token: int
-    """First token of the span with this message; messages between two model turns share a span."""
+    """First token of its span. Messages between two model turns share a span."""
     num_tokens: int
-    """Tokens in that span."""
     calls: list[str] = []
     """Tool calls in the text, between `<tool_call>` tags."""
     reward: float | None = None
@@ -56,7 +55,7 @@ class Use(Record):
 
 
 class TrajectoryDetail(Record):
-    """Everything stored of a trajectory, token by token, as JSON-compatible values."""
+    """A trajectory token by token, as JSON-compatible values."""
 
     row: CatalogRow
     token_ids: list[int]

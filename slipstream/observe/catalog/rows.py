@@ -59,13 +59,11 @@ class CatalogRow(Record):
     """Smallest version that sampled one of its tokens."""
     newest_version: int
     steps: list[int]
-    """Steps that trained on it, in order."""
     started_at: float
     """Seconds since 1970, as `finished_at` and `archived_at`."""
     finished_at: float
     archived_at: float | None
     versions: list[int]
-    """Versions of its tokens, in order."""
     advantage: float | None
     """Reward minus the mean reward of its group's sampled members; None if greedy, failed, or an evaluation."""
     uses: int
@@ -77,10 +75,9 @@ class CatalogRow(Record):
 
 
 def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
-    """Return the rows of a dataset with an archive's columns, in order.
+    """Return the rows of a dataset, which must hold whole groups for correct advantages.
 
-    The dataset must hold whole groups, otherwise advantages are wrong. `step_versions`: step -> the learner's version
-    at its start. Raises pa.ArrowException, OSError.
+    `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
     """
     table = dataset.to_table(columns=_READ)
     columns = {name: table[name] for name in _AS_ARCHIVED}

@@ -48,10 +48,7 @@ class Block(NamedTuple):
 
 
 class ArchiveSource:
-    """An archive, with the metrics and settings of its run folder if they are still there.
-
-    The archive may grow while it is read. `blocks` reads each shard once.
-    """
+    """An archive, which may grow while it is read, and its run folder if that still exists."""
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
         """`note`: why the run's store is not read. Raises ArchiveError if `folder` is not an archive."""
@@ -66,7 +63,7 @@ class ArchiveSource:
         # Archives of `slipstream evaluate` and `generate` contain their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
-        """Folder with the run's other files, if they are still there."""
+        """Folder with the run's other files, if they still exist."""
 
     @property
     def parts(self) -> "list[Source]":
@@ -74,7 +71,7 @@ class ArchiveSource:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each thing that cannot be read: the store, the end of the manifest, a shard."""
+        """One sentence on each part that cannot be read."""
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
@@ -96,16 +93,16 @@ class ArchiveSource:
         return list(self._blocks.values())
 
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, for the known steps. Raises ArchiveError."""
+        """Return known step -> the learner's version at its start. Raises ArchiveError."""
         ledger = self.archive.folder / LEDGER
-        # The ledger is long and only grows: read it again only when its size changes.
+        # The ledger is long and only grows, so read it only when its size changes.
         size = ledger.stat().st_size if ledger.is_file() else 0
         if size != self._ledger_bytes:
             self._versions = {entry.step: entry.version for entry in self.archive.steps()}
             self._ledger_bytes = size
         if size:
             return self._versions
-        # A metrics row holds the version after its step, which is the version at the start of the next step.
+        # A metrics row holds the version after its step, which the next step starts with.
         rows = read_metrics(self.run_folder / "metrics.jsonl")
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
@@ -114,7 +111,7 @@ class ArchiveSource:
         try:
             return _model_paths(read_config(self.run_folder), self.run_folder)
         except ConfigError:
-            # The settings are missing or from another version of Slipstream; the archive is readable regardless.
+            # The settings are missing or from another version of Slipstream.
             return [self.run_folder / "final_model"]
 
     def _warn(self, error: ShardError) -> None:
@@ -231,7 +228,7 @@ class FileSource:
         self.path = path
         self.notes: list[str] = []
         self.is_verl = path.suffix == ".jsonl" and is_verl_dump(path)
-        """Whether it holds verl's texts, without tokens and log-probabilities."""
+        """Whether it holds texts without tokens."""
         self._block: Block | None = None
 
     @property
@@ -263,9 +260,8 @@ class FileSource:
 
 
 Source = ArchiveSource | StoreSource | FileSource
-"""`blocks` reads only new data and returns unchanged blocks as the same objects.
-
-`parts`: the sources that make up this one. A group that moves from the last to an earlier one may be in both."""
+"""`blocks` reads only new data and returns unchanged blocks as the same objects. `parts` make up a source; a group that
+moves from the last to an earlier one may be in both."""
 
 
 def _members(group: StoredGroup) -> list[StoredTrajectory]:
@@ -273,7 +269,7 @@ def _members(group: StoredGroup) -> list[StoredTrajectory]:
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer, otherwise the tokenizer of the source; None without one. Raises ConfigError."""
+    """Return the given tokenizer or that of the source; None without one. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())
@@ -283,9 +279,8 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
     """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
 
-    If a run's store does not answer, its archive is opened with a note. `starts_server`: start the embedded server of a
-    run that is over, and stop it at the end. Raises ConfigError if `where` is none of these, and the errors of
-    `open_run_store` and `Archive`.
+    If a run's store does not answer, opens its archive with a note. `starts_server`: start the embedded server of a run
+    that is over, until the end of the block. Raises ConfigError, and the errors of `open_run_store` and `Archive`.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -314,7 +309,6 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:
-    """Return a run folder, or the folder of a run of `runs_dir` by its name. Raises ConfigError."""
     for folder in (Path(where), runs_dir / where):
         if (folder / "config.yaml").is_file():
             return folder

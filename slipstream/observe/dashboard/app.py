@@ -49,7 +49,7 @@ _IDLE_TIMEOUT_S = 30.0
 
 
 class Runs:
-    """The runs named on the command line, or all runs of a folder, including later ones."""
+    """The runs named on the command line, or all runs of a folder."""
 
     def __init__(self, words: Sequence[str]) -> None:
         """`words`: any number of runs, as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
@@ -60,7 +60,6 @@ class Runs:
         self._readers: dict[str, RunReader] = {}
 
     def ids(self) -> list[str]:
-        """Return the ids, newest run first."""
         return list(self._folders())
 
     def _folders(self) -> dict[str, Path]:
@@ -101,14 +100,14 @@ class Runs:
 
 STATIC = Path(__file__).with_name("static")
 PAGES = ("pipeline", "trajectories", "events", "settings")
-"""Pages of a run in addition to its first page."""
+"""Pages of a run besides its first."""
 _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
 """Time for the streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
 _WATCH_EVERY_S = 0.5
-"""Interval at which a search checks that its client is still connected."""
+"""Interval at which a search checks for its client."""
 
 
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
@@ -152,7 +151,7 @@ def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> St
 
 
 class Dashboard:
-    """Handlers of all requests."""
+    """Request handlers."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -298,8 +297,6 @@ def _json(value: object) -> Response:
 
 # --- errors: one sentence each ---------------------------------------------------------------------------------------
 def _answering(status: int, words: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return a handler that answers with the error, after `words`."""
-
     async def answer(_: Request, error: Exception) -> Response:
         return PlainTextResponse(f"{words}{error}\n", status)
 
@@ -311,13 +308,13 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 PORT = 8420
-"""Default port. If it is in use, a free one is chosen."""
+"""Default; a free port if it is in use."""
 _STOP_TIMEOUT_S = 2
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[str]) -> None:
-    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: additional host names of this machine.
+    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: more host names of this machine.
 
     Raises ConfigError for an unusable run, token, or address.
     """
@@ -346,7 +343,6 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """Listen on a port, by default PORT or a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in (PORT, 0) if port is None else (port,):
         listening = socket.socket(family)

@@ -47,14 +47,14 @@ class Delivery:
         self.num_sent = self.num_failed = self.num_dropped = 0
         """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position after the last row that was delivered or dropped; 0 before the first."""
+        """Position after the last row delivered; 0 before the first."""
         self.error: Exception | SystemExit | None = None
-        """Exception that the logger raised on start."""
+        """Raised by the logger's start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        """Queue an entry without blocking. A full queue drops its oldest entry."""
+        """Queue an entry; a full queue drops its oldest."""
         with self._changed:
             if len(self._waiting) >= self._max_queue:
                 self._waiting.popleft()
@@ -72,7 +72,7 @@ class Delivery:
         return {**counts, "queued": len(self._waiting), "reason": reason}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Deliver the queued entries and close the logger. Return whether that took less than `timeout_s`."""
+        """Deliver the queued entries and close the logger; return whether it took less than `timeout_s`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -121,7 +121,7 @@ class Delivery:
 
 
 class Bookmark:
-    """Position after the last row that a logger has, and the run's id for the logger. Stored in the run folder."""
+    """Position after a logger's last row, and the run's id for the logger. Stored in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -133,7 +133,7 @@ class Bookmark:
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """Store a position. On a full disk the previous one stays, and a restart repeats the rows in between."""
+        """Store a position. On a full disk, the old one stays and a restart repeats rows."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -143,7 +143,7 @@ class Bookmark:
 
 
 class Feed:
-    """Passes new rows to a Delivery. Life: turn*. Used by one thread."""
+    """Passes new rows to a Delivery. Used by one thread."""
 
     def __init__(
         self,
@@ -154,7 +154,6 @@ class Feed:
         cursor: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`cursor`: position after the last row that the logger has."""
         self._reader = reader
         self._delivery = delivery
         self._config = config
@@ -195,10 +194,7 @@ class Feed:
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
-    """Return answers of a step as rows of SAMPLE_COLUMNS; none if the store has dropped them.
-
-    Raises ConfigError, ReplayBufferError.
-    """
+    """Return stored answers of a step as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
     entry = reader.find_step(step) if reader.has_store else None
     if entry is None:
         return []
@@ -218,7 +214,7 @@ def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version
 
 def _make_curve(reader: RunReader, *, cursor: int) -> Any:
     """Return a Curve that begins with the run, not with this process."""
-    # matplotlib is imported only if the curve is drawn.
+    # Import matplotlib only for the curve.
     from slipstream.observe.plot import Curve
 
     curve = Curve(title=reader.config.name)

@@ -1,4 +1,4 @@
-"""RunLogger: a destination for a run's metrics. LoggedRun: the run as loggers see it."""
+"""RunLogger: a destination for a run's metrics."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Cell = str | int | float
 
 
 class LoggedRun(Record):
-    """Run that a logger writes about.
+    """A run as loggers see it.
 
     Example: LoggedRun("digits_cpu", "digits_cpu-8f3a9c", Path("runs/digits_cpu"), settings={"seed": 0}, first_step=1)
     """
@@ -24,14 +24,14 @@ class LoggedRun(Record):
     settings: dict[str, Any]
     """Resolved settings without secrets."""
     first_step: int
-    """Step of the first row that follows: above 1 after a restart or resume."""
+    """Step of the first row: above 1 after a restart or resume."""
 
 
 class RunLogger(Protocol):
     """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It runs in a
-    thread of its own process, so it may block and raise.
+    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It may block
+    and raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,9 +46,7 @@ class RunLogger(Protocol):
         """Log a table, such as `samples`. Texts come from a model and may contain markup."""
         ...
 
-    def close(self) -> None:
-        """Flush and release resources."""
-        ...
+    def close(self) -> None: ...
 
 
 Kind = Literal["log", "image", "table"]
@@ -86,6 +84,6 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_text(text: str) -> str:
-    """Escape a text for Markdown, so that markup in a model's answer is shown literally."""
+    """Escape Markdown, so that markup in a model's answer is shown literally."""
     escaped = "".join(f"&#{ord(each)};" if each in "\\`*_{}[]()#+-.!|~" else html.escape(each) for each in text)
     return escaped.replace("\n", "<br>")

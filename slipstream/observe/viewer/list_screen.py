@@ -33,7 +33,7 @@ from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScr
 from slipstream.runtime.command_line import printable, run_app
 
 _ROWS_READ = 256
-"""Rows read per request, so that scrolling by lines rarely reads."""
+"""Rows per read, so that scrolling by lines rarely reads."""
 
 
 def _number(value: float | None, form: str = "g") -> str:
@@ -66,7 +66,7 @@ WIDTH = sum(width + 1 for _, width, _ in COLUMNS.values())
 
 
 class RowList(ScrollView, can_focus=True):
-    """Rows with a cursor. `show` sets the result; drawing reads the visible rows with `read`."""
+    """Rows with a cursor. Drawing reads the visible rows."""
 
     DEFAULT_CSS = "RowList { height: 1fr; }"
     BINDINGS = [
@@ -129,7 +129,6 @@ class RowList(ScrollView, can_focus=True):
         self._go(self.cursor + pages * max(1, self.scrollable_content_region.height - 2))
 
     def action_go(self, index: int) -> None:
-        """Move the cursor to a row; -1 is the last row."""
         self._go(self.num_rows - 1 if index < 0 else index)
 
     def action_choose(self) -> None:
@@ -157,7 +156,7 @@ def line_of(row: CatalogRow) -> str:
 
 
 def headings(sort_by: str, *, is_descending: bool) -> str:
-    """Format the headings in the same columns, with an arrow at the sort column."""
+    """Format the headings, with an arrow at the sort column."""
     arrow = "↓" if is_descending else "↑"
     names = (
         (heading + arrow if column == sort_by else heading, width) for column, (heading, width, _) in COLUMNS.items()
@@ -170,7 +169,7 @@ _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread, so keys work while a search reads gigabytes."""
+    """The list of a catalog. Queries run in a thread, so that keys work during a long search."""
 
     # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
@@ -235,7 +234,6 @@ class ListScreen(Screen[None]):
         self._tell("")
 
     def _tell(self, state: str) -> None:
-        """Show the source, the number of rows, the conditions, and `state`."""
         where = format_conditions(self._query.where)
         total = self._catalog.rows.num_rows
         parts = [self._source, f"{self._list.num_rows:,} of {total:,}", where, state, *self._catalog.notes]
@@ -319,7 +317,7 @@ class ListScreen(Screen[None]):
             self.app.push_screen(DetailScreen(found, self._find_beside, self.show_group))
 
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
-        """Move the cursor by `rows` and return that trajectory; None beyond the ends, or if it is gone."""
+        """Move the cursor by `rows` and return that trajectory; None beyond the ends."""
         index = self._list.cursor + rows
         row = self._list.row(index)
         if row is None:
@@ -383,7 +381,7 @@ def view(
         raise ConfigError(
             "slipstream view must run in a terminal, got a pipe or a file: `slipstream data ls` prints trajectories."
         )
-    # Imported here: Arrow takes half a second, which other commands do not need.
+    # Arrow takes half a second to load.
     from slipstream.observe.catalog.catalog import open_catalog
 
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:

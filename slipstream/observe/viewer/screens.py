@@ -21,14 +21,14 @@ TOKENS_AT_ONCE = 2048
 CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Two-sided number -> center; other numbers are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
-"""Backgrounds far below and far above the center; one-sided numbers use the second."""
+"""Backgrounds far below and above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
 def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = TOKENS_AT_ONCE) -> Text:
-    """Return `size` tokens starting at `first`, colored by the number `name`. Tokens of other writers are dim.
+    """Return `size` tokens from `first` on, or their ids without a tokenizer, colored by the number `name`.
 
-    Without a tokenizer, tokens are shown as ids.
+    Tokens of other writers are dim.
     """
     texts = detail.texts or [f"{token} " for token in detail.token_ids]
     numbers = detail.numbers.get(name, [None] * len(texts))
@@ -55,8 +55,6 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
 
 
 class _Scale:
-    """Maps a number to a style."""
-
     def __init__(self, name: str, numbers: Sequence[float]) -> None:
         self._centre = CENTRES.get(name, min(numbers, default=0.0))
         self._reach = max((abs(number - self._centre) for number in numbers), default=0.0) or 1.0
@@ -66,7 +64,7 @@ class _Scale:
             return Style()
         share = (number - self._centre) / self._reach
         colour = _HIGH if share > 0 else _LOW
-        # Start at a third of the color, so that small differences stay visible on light and dark terminals.
+        # Start at a third of the color, so that small differences are visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in colour)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
