@@ -69,7 +69,7 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
 
 
 def explain_version(reader: RunReader, version: int) -> Iterator[str]:
-    """Yield the step that produced a policy version and its checksum. Raises ConfigError."""
+    """Yield a version's step and checksum. Raises ConfigError."""
     entries = [entry for entry in reader.versions() if entry.version == version]
     if not entries:
         problem = missing_store(reader) or "version must have been published by this run"
@@ -155,7 +155,7 @@ def _print(console: Console, lines: Iterable[str]) -> None:
         # Names of tasks and texts of events are untrusted.
         shown = printable(line)
         if console.is_terminal:
-            # Break between words only, so that a path can be copied.
+            # Break between words, so that a path can be copied.
             indent = " " * (len(shown) - len(shown.lstrip()))
             shown = textwrap.fill(
                 shown, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -185,7 +185,6 @@ def _reward(reader: RunReader) -> Answer:
 
 
 def _health(reader: RunReader) -> Answer:
-    """Name the metrics outside their healthy range after the last step."""
     health, rows = Health(reader.config), reader.rows()
     for row in rows:
         health.add(row)

@@ -17,10 +17,10 @@ class Finding(Record):
     """
 
     key: str
-    """Metric, or phase of a role as in `times`: `learner/compute`."""
+    """Metric, or role and phase: `learner/compute`."""
     figures: str
     advice: str = ""
-    """Meaning and remedy, with the run's settings filled in."""
+    """Meaning and remedy, with the run's settings."""
 
 
 class Answer(Record):
@@ -44,7 +44,7 @@ class Answer(Record):
 
 
 def number_in(row: Mapping[str, Any], key: str) -> float:
-    """Return a metric of a row; NaN if it is absent or not a number (rows are not validated)."""
+    """Return a metric of an unvalidated row; NaN if absent."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) else math.nan
 

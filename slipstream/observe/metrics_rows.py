@@ -1,4 +1,4 @@
-"""Rows of a run's metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
+"""Rows of metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
 
 import math
 import os
@@ -16,7 +16,7 @@ _TAIL_BYTES = 256 * 2**10
 _DIGITS = 6
 """Significant digits of a value in `series`."""
 _NESTED = ("lag/histogram", "times")
-"""Keys that hold objects; only their newest value is kept."""
+"""Objects, of which only the newest is kept."""
 
 Row = dict[str, Any]
 
@@ -149,14 +149,14 @@ class HealthWarning(Record):
     metric: str
     value: float
     since_step: int
-    """Step of the detected violation, which may have begun a few steps earlier."""
+    """Step of detection; the violation may have begun a few steps earlier."""
     healthy: str
     advice: str
     """Effect and remedy."""
 
 
 class Health:
-    """Checks the rows of a run against the healthy ranges. Rows must be added in order."""
+    """Checks rows, added in order, against the healthy ranges."""
 
     def __init__(self, run: RunConfig | None = None) -> None:
         """`run`: settings that the advice quotes."""

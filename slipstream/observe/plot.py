@@ -59,7 +59,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Draw accuracy by step and by time on top; reward, lag, mismatch, and speed below."""
+    """Draw accuracy by step and time on top; reward, lag, mismatch, and speed below."""
     figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 4)
@@ -102,7 +102,7 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
-    # Lag 0 shows only the difference between the engines; the distance to it shows staleness.
+    # Lag 0 shows the difference between the engines; the distance to it shows staleness.
     found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
     # Buckets look like 3, 4-7, or 16+.
     buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
@@ -130,7 +130,7 @@ def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
 
 
 def running_mean(values: list[float], *, width: int) -> list[float]:
-    """Return the mean of each value and up to `width - 1` values before it."""
+    """Return trailing means over up to `width` values."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 

@@ -40,7 +40,7 @@ from slipstream.runtime.run_folder import is_held
 
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
-"""Limit for starting an embedded server, which loads its data first."""
+"""An embedded server loads its data first."""
 
 _UNREADABLE = (ConfigError, ReplayBufferError, OSError)
 """OSError because an embedded server writes to its folder, which may be read-only."""
@@ -49,7 +49,7 @@ _ACCURACY = "eval/accuracy_"
 
 
 class RunView(Record):
-    """State of a run at one moment, from its run folder and, if the store answers, from the store."""
+    """State of a run, from its folder and, if it answers, its store."""
 
     id: str
     phase: str
@@ -151,7 +151,7 @@ class RunReader:
     # --- the run folder ------------------------------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
-        """Settings of the run, which a resume may change. Raises ConfigError if this version cannot read them."""
+        """Settings, which a resume may change. Raises ConfigError if this version cannot read them."""
         file = self.folder / "config.yaml"
         return _read_config(self.folder, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -180,7 +180,7 @@ class RunReader:
 
     @property
     def archive(self) -> Archive | None:
-        """The run's archive, as of the first use; None without one. Raises ArchiveError for a damaged manifest."""
+        """The archive as of first use, or None. Raises ArchiveError for a damaged manifest."""
         if self._archive is None and is_archive(self.folder / "archive"):
             self._archive = Archive(self.folder / "archive")
         return self._archive
@@ -223,7 +223,7 @@ class RunReader:
         return self._store
 
     def open_store(self, *, starts_server: bool = False) -> RedisStore:
-        """Open a separate connection, which the caller closes. Raises ConfigError, ReplayBufferError."""
+        """Open a connection for the caller to close. Raises ConfigError, ReplayBufferError."""
         is_started = starts_server and not self.is_live and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
         return open_run_store(
             self.folder,

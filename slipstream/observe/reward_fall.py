@@ -114,7 +114,7 @@ def explain_reward(
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
-    """Return the two windows with the largest drop. Needs at least two widths of values."""
+    """Return the windows with the largest drop, of at least two widths of values."""
     width = max(_MIN_WIDTH, min(_MAX_WIDTH, len(values) // 8))
     means = [statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1)]
     best, found, size = 0, Windows(0, width, width), -math.inf
@@ -218,7 +218,7 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Split the drop exactly into a changed mix of tasks and changed rewards within tasks."""
+    """Split the drop exactly into changes of the mix of tasks and of rewards within tasks."""
     early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
     if len(names := sorted(early.keys() | late.keys())) < 2:
         return

@@ -190,7 +190,7 @@ class RunStatus(Record):
     roles: list[RoleStatus]
     waits: list[Wait]
     learner_wait_fraction: float | None
-    """Share of the learner's time spent waiting for groups, over the last 20 steps; None before the first."""
+    """Share of the learner's time spent waiting for groups in the last 20 steps; None before the first."""
     generators_target: int | None
     """Generators that the launcher keeps running; None without a launcher."""
     address: str
@@ -200,7 +200,7 @@ class RunStatus(Record):
     admission: Admission
     counts: StoreCounts
     ready_by_lag: dict[int, int]
-    """Lag of the oldest token, versions behind `announced_version` -> number of ready groups."""
+    """Versions of the oldest token behind `announced_version` -> ready groups."""
     length_bias: float
     """Mean length of trained trajectories / mean length of arrived trajectories."""
     waste_fraction: float

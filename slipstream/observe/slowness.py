@@ -99,7 +99,7 @@ PHASES = {
 
 
 def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
-    """Return where the time went. `events`: sentences by step. Raises ConfigError for rows without `times`."""
+    """Return where the time went. Raises ConfigError for rows without `times`."""
     # There are no `times` before roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:

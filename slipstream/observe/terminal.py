@@ -243,7 +243,7 @@ def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
 
 
 def join_command(address: str) -> str:
-    """Describe the command that starts a generator on another machine."""
+    """Show how to start a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
@@ -414,7 +414,7 @@ def as_json(status: RunStatus) -> str:
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
-    """Refresh the screen until Ctrl-C. Show the error while the store does not answer."""
+    """Refresh the screen until Ctrl-C, also while the store does not answer."""
     is_stopping = on_stop_signal(lambda: None)
     refresh_at = time.monotonic() + _REFRESH_EVERY_S
     with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:

@@ -1,4 +1,4 @@
-"""Catalog: the trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
+"""Catalog: trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
 
 import os
 import threading
@@ -76,7 +76,7 @@ class Catalog:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each source that cannot be read in full."""
+        """One sentence per source that cannot be read in full."""
         return list(dict.fromkeys([*([self._unread] if self._unread else []), *self._source.notes]))
 
     @property
@@ -84,7 +84,7 @@ class Catalog:
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read new trajectories; return whether any were found. Raises ArchiveError for a damaged manifest."""
+        """Read new trajectories; return whether there were any. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
             # Read the store first: a group that moves to the archive in between is found twice instead of not at all.
@@ -135,7 +135,7 @@ class Catalog:
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
-        """Yield the trajectories of the result, block by block. Raises the errors of `select`."""
+        """Yield the trajectories of the result. Raises the errors of `select`."""
         snapshot = self._snapshot
         indices = np.sort(self._indices(snapshot, query))
         start = 0

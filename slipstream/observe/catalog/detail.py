@@ -1,4 +1,4 @@
-"""Details of a trajectory: tokens with per-token numbers, messages, and the steps that trained on it."""
+"""Details of a trajectory: tokens with numbers, messages, and the steps that trained on it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -65,9 +65,8 @@ class TrajectoryDetail(Record):
     versions: list[int]
     """Version that sampled each token; -1 for tokens that the model did not write."""
     numbers: dict[str, list[float | None]]
-    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag` in the last step that trained on
-    it; `learner_log_ratio` and `learner_entropy` of that step, if the learner recorded them; `advantage`; and every
-    stored array with one number per token, such as `ratio` or `entropy`."""
+    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag`, `learner_log_ratio`, and
+    `learner_entropy` of the last step that trained on it; `advantage`; and stored arrays such as `ratio`."""
     messages: list[Message]
     uses: list[Use]
     reward: Reward
@@ -144,7 +143,6 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
 
 
 def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of consecutive tokens by one writer within a context."""
     borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
     starts = sorted({*borders.tolist(), *trajectory.context_bounds()})
     yield from pairwise(starts)

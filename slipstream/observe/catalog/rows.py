@@ -28,7 +28,7 @@ ROWS = pa.schema(
         "seconds": pa.float64(),
     }
 )
-"""Columns of a catalog: archive columns under the same names, then derived columns."""
+"""Archive columns, then derived columns."""
 
 
 class CatalogRow(Record):
@@ -65,7 +65,7 @@ class CatalogRow(Record):
     archived_at: float | None
     versions: list[int]
     advantage: float | None
-    """Reward minus the mean reward of its group's sampled members; None if greedy, failed, or an evaluation."""
+    """Reward minus the group's mean over sampled members; None if greedy, failed, or an evaluation."""
     uses: int
     last_step: int | None
     lag: int | None
@@ -106,7 +106,7 @@ def to_records(rows: pa.Table) -> list[CatalogRow]:
 
 
 def has_value_within(lists: pa.ChunkedArray, low: int | None, high: int | None) -> np.ndarray:
-    """Return for each list of integers whether any value is within the bounds, bool[N]."""
+    """Return whether each list has a value within the bounds, bool[N]."""
     masks = [np.empty(0, dtype=bool)]
     for chunk in lists.chunks:
         values = chunk.flatten().to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Sources of trajectories: a run's store, an archive, or a file of rollouts, with the same methods."""
+"""Sources of trajectories with the same methods: a run's store, an archive, or a file of rollouts."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -240,10 +240,7 @@ class FileSource:
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return one block. Parquet is read in place; JSON lines are checked and converted in memory.
-
-        Raises ConfigError for a file without trajectories.
-        """
+        """Return a block: Parquet in place, JSON lines in memory. Raises ConfigError if there are no trajectories."""
         if self._block is None:
             if self.path.suffix == ".parquet":
                 dataset = open_parquet(self.path)

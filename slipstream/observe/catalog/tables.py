@@ -36,7 +36,7 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (table with a line per group, number of lines). Counts and means cover the selected members."""
+    """Return (table with a line per group, number of lines), over the selected members."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
@@ -93,7 +93,7 @@ def _is_cut(kept: bytes) -> bool:
 
 # --- show ------------------------------------------------------------------------------------------------------------
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
-    """Return a table of a trajectory's origin, reward, and use in training."""
+    """Return a trajectory's origin, reward, and use in training."""
     table = make_table("", "")
     for name, value in _facts(stored, step_versions):
         add_row(table, name, value)
@@ -175,7 +175,7 @@ _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "qu
 
 
 def describe_audit(audit: Audit) -> list[str]:
-    """Return the totals of a store and its problems, one per line."""
+    """Return a store's totals and problems, one per line."""
     sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
     total = sum(getattr(audit, name) for name in _ADDENDS)
     return [
@@ -187,7 +187,7 @@ def describe_audit(audit: Audit) -> list[str]:
 
 
 def describe_check(check: ArchiveCheck) -> list[str]:
-    """Return the totals of an archive and its problems, one per line."""
+    """Return an archive's totals and problems, one per line."""
     return [
         f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
         f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",
@@ -235,7 +235,7 @@ class _Totals:
 
 
 class TrajectoryStats:
-    """Totals of all trajectories, by outcome, by reason, and by data source."""
+    """Totals by outcome, reason, and data source."""
 
     def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
         self.all = _Totals()

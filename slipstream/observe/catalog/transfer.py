@@ -1,4 +1,4 @@
-"""Exports trajectories to one file, imports such files as an archive, and copies archives from an object store."""
+"""Exports trajectories to a file, imports such files as an archive, and copies archives from an object store."""
 
 import shutil
 import tempfile
@@ -110,9 +110,9 @@ class Imported(Record):
 
 
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
-    """Create the archive `where` from all trajectories in `files`, or leave nothing behind.
+    """Create the archive `where` from `files`, or leave nothing behind.
 
-    Raises ConfigError for a folder that cannot become an archive and for the first line that is not a trajectory.
+    Raises ConfigError for an unusable folder and for the first line that is not a trajectory.
     """
     _check_no_run(where, runs_dir)
     into = Path(where)

@@ -1,11 +1,8 @@
 """The dashboard: a web application for all runs of a folder.
 
-GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, one HTML shell
-GET  /static/...                                          scripts, styles
-GET  /api/meanings  /api/runs
-GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
-GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
-POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}   .../pause {"off": false}
+GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50
+GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION
+POST /api/runs/ID/scale {"generators": 2}  .../drain {"generator": "generator-1"}  .../pause {"off": false}
 """
 
 import asyncio
@@ -73,7 +70,7 @@ class Runs:
         return found
 
     def reader(self, run_id: str) -> RunReader | None:
-        """Return the one reader of a run; None for an unknown id."""
+        """Return a run's reader; None for an unknown id."""
         folder = self._folders().get(run_id)
         return self._reader(run_id, folder) if folder else None
 
@@ -111,7 +108,7 @@ _WATCH_EVERY_S = 0.5
 
 
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to change the number of generators."""
+    """Body of a `scale` request."""
 
     generators: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -120,7 +117,7 @@ class Scale(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to pause or resume a run."""
+    """Body of a `pause` request."""
 
     off: bool
 
@@ -129,7 +126,7 @@ class Pause(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to drain a generator."""
+    """Body of a `drain` request."""
 
     generator: str
 

@@ -34,7 +34,7 @@ class Meaning(Record):
     """
 
     key: str
-    """Metric key; `<...>` stands for any text, such as a lag or a data source."""
+    """`<...>` stands for any text, such as a lag or a data source."""
     section: str
     meaning: str
     unit: str = ""
@@ -136,7 +136,7 @@ class Trajectories:
         start: int,
         is_cancelled: Callable[[], bool],
     ) -> TrajectoryPage:
-        """Return a page of the trajectories that meet the conditions. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         query = CatalogQuery(parse_conditions(conditions), sort_by=sort_by, is_descending=is_descending)
         catalog = self._catalog(reader)
         catalog.refresh()

@@ -43,7 +43,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsServer:
-    """Serves `/metrics` on its own threads. Life: set* -> close. One thread may call `set`."""
+    """Serves `/metrics` on its own threads. Life: set* -> close."""
 
     def __init__(self, host: str, port: int, *, token: str) -> None:
         """Listen on `port`; 0 chooses a free one. An empty `token` disables authentication. Raises ConfigError."""
@@ -197,7 +197,7 @@ class Outbox:
             log.warning("spans_not_sent", error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Send the trace of the last steps, which the learner writes when it ends."""
+        """Send the trace that the learner writes when it ends."""
         ends_at = time.monotonic() + _CLOSE_TIMEOUT_S
         for _ in range(2):
             self.poll()

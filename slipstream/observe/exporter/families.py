@@ -114,7 +114,7 @@ def family_of(key: str) -> tuple[Family, dict[str, str]]:
 
 
 def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
-    """Return all families with samples. Every sample has the run's name as a label."""
+    """Return all families with samples, labeled with the run's name."""
     families: dict[str, Metric] = {}
     known = dict(FAMILIES)
     for key, value in status.last_row.items():
@@ -205,7 +205,7 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
         outcome, why, *_ = f"{reason}: ".split(": ")
         ends[outcome, why] += number
     yield from (("group_ends", {"outcome": outcome, "reason": why}, number) for (outcome, why), number in ends.items())
-    # Groups that were trained on end without a reason.
+    # Trained groups end without a reason.
     yield "group_ends", {"outcome": "retired", "reason": ""}, status.counts.outcomes.get("retired", 0)
     for kind in ("accepted", "duplicates", "superseded", "trained"):
         yield "trajectories", {"kind": kind}, counts[kind]

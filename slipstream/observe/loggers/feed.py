@@ -47,7 +47,7 @@ class Delivery:
         self.num_sent = self.num_failed = self.num_dropped = 0
         """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position after the last row delivered; 0 before the first."""
+        """Position after the last row passed to the logger; 0 before the first."""
         self.error: Exception | SystemExit | None = None
         """Raised by the logger's start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
@@ -63,7 +63,7 @@ class Delivery:
             self._changed.notify()
 
     def gauges(self) -> dict[str, Any]:
-        """Return the counters and the current call of the logger if it is slow."""
+        """Return the counters and the current call if it is slow."""
         busy_s = self._clock() - self._since if self._call else 0.0
         reason = f"{self._call} has taken {busy_s:.0f} s so far" if busy_s >= _SLOW_S else ""
         counts = {"sent": self.num_sent, "failed": self.num_failed, "dropped": self.num_dropped}
@@ -106,7 +106,7 @@ class Delivery:
         self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
-        """Call the logger; return whether it succeeded. A missing method counts as success."""
+        """Return whether a call succeeded. A missing method counts as success."""
         self._since, self._call = self._clock(), name
         try:
             if call:

@@ -113,7 +113,6 @@ class RowList(ScrollView, can_focus=True):
         return self._page.rows[offset] if offset < len(self._page.rows) else None
 
     def render_line(self, y: int) -> Strip:
-        """Draw one screen line. The headings stay at the top."""
         scrolled_x, scrolled_y = self.scroll_offset
         index = scrolled_y + y - 1
         row = self.row(index) if y else None
@@ -150,7 +149,7 @@ class RowList(ScrollView, can_focus=True):
 
 
 def line_of(row: CatalogRow) -> str:
-    """Format a row in columns of fixed width, truncating longer texts."""
+    """Format a row in columns, truncating longer texts."""
     cells = ((text(row), width) for _, width, text in COLUMNS.values())
     return " ".join(f"{printable(cell)[:width]:<{width}}" for cell, width in cells)
 

@@ -17,7 +17,7 @@ from slipstream.observe.catalog.detail import Message, TrajectoryDetail
 from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
-"""Tokens per page; laying out more would delay key presses."""
+"""Per page; laying out more would delay key presses."""
 CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Two-sided number -> center; other numbers are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
@@ -43,7 +43,7 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
 
 
 def legend(detail: TrajectoryDetail, *, name: str) -> Text:
-    """Return the name and range of a number, with the background colors of both ends."""
+    """Return the name and range of a number, with the colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colours: press c to choose a number" if detail.numbers else "no numbers are stored")
