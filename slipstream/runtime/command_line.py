@@ -29,7 +29,7 @@ BAD_INPUT = 2
 TRY_AGAIN = 75
 """Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that one restart may fix; a second one would not."""
+"""Exit code of an error that one restart may fix, but not a second."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 

@@ -174,7 +174,7 @@ RANGES = {
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of a value outside its range, or NaN."""
+    """Return meaning and remedy of a value outside its range, which may be NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 

@@ -177,7 +177,7 @@ def weight_map(path: str) -> dict[str, set[str]]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """Read a JSON object; empty for any other or no file."""
+    """Read a JSON object; empty if the file is missing or invalid."""
     found = find_file(path, name)
     try:
         content = json.loads(_read(found) or "{}") if found else {}

@@ -74,7 +74,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Return the coefficient of the balancing loss. Raises ConfigError for a checkpoint without the configured one."""
+    """Return the coefficient of the balancing loss. Raises ConfigError if the checkpoint should have it but doesn't."""
     if config.router_aux_loss != "checkpoint":
         return config.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
