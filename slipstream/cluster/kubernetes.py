@@ -54,13 +54,13 @@ def object_name(recipe: Recipe) -> str:
 
 
 def secret(recipe: Recipe, token: str) -> Manifest:
-    """Return the Secret with the run's token."""
+    """Return the Secret with the token."""
     metadata = _metadata(recipe, secret_name(recipe))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {SECRET_KEY: token}}
 
 
 def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_version: str = "") -> Manifest:
-    """Return the manifest of a run. `claim`: PersistentVolumeClaim of every pod. Raises ConfigError."""
+    """Return a run's manifest. `claim`: PersistentVolumeClaim of every pod; None: empty volumes. Raises ConfigError."""
     pods = _Pods(recipe, image=image, claim=claim)
     return _jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=ray_version)
 
@@ -184,7 +184,7 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     learner = pods.container(
         "learner",
         _role("learner", recipe),
-        # One is the broker's.
+        # The broker uses one.
         cpus=max(1, recipe.core_cpus - 1),
         gpus=core.gpus,
         ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),
@@ -264,7 +264,7 @@ def _head(recipe: Recipe, pods: _Pods) -> Manifest:
     cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
     own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
     head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
-    # The job is submitted to the dashboard, which Ray's token protects.
+    # Jobs are submitted to the dashboard, which Ray's token protects.
     return {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)}
 
 

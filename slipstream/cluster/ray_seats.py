@@ -278,7 +278,7 @@ def _check_version(version: str) -> None:
 
 def _check_access(address: str) -> None:
     """Reject a cluster without authentication, where anyone could run code as this user."""
-    # With any other address, even another loopback one, Ray listens on all interfaces.
+    # With any other address, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or _answers_strangers(address):

@@ -1,4 +1,4 @@
-"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: one role over several machines."""
+"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: over several machines."""
 
 import os
 import select
@@ -47,7 +47,7 @@ class Seat(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return None while the role or a descendant runs, then the role's exit code, or minus its signal."""
+        """Return None while the role or a descendant runs, then its exit code, or minus its signal."""
         ...
 
     def terminate(self) -> None:

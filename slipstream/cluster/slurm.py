@@ -90,7 +90,7 @@ def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -
     """Return the script. `options`: sbatch options for both job parts."""
     run = recipe.run
     core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
-    # Roles use the first ports of the range. Rendezvous ports vary by job, because jobs may share a node.
+    # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]

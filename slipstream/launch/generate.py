@@ -1,4 +1,4 @@
-"""Answer prompts with a model folder, using the engine, agent, and reward of a run, and store an archive."""
+"""Answer prompts with a model, using a run's engine, agent, and reward, and store an archive."""
 
 import asyncio
 import os

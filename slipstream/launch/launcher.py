@@ -155,7 +155,7 @@ class Launcher:
         )
 
     def _check_room(self, count: int) -> None:
-        """Assign GPUs to `count` generators. Raises ConfigError if they do not fit on this machine."""
+        """Assign GPUs to `count` generators. Raises ConfigError if they do not fit."""
         if self._places:
             return
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
@@ -325,7 +325,7 @@ class Launcher:
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step
-        # A broker reports once it serves; a generator is ready once its weights are verified.
+        # A broker is ready once it serves, a generator once its weights are verified.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
         for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
@@ -338,7 +338,7 @@ class Launcher:
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
-        """Show, report, and scale the run. Raises StoreUnavailableError once the outage exceeds its limit."""
+        """Show, report, and scale the run. Raises StoreUnavailableError after too long an outage."""
         try:
             snapshot = monitor.poll()
             self._living_generators = snapshot.living_generators
@@ -356,7 +356,7 @@ class Launcher:
             if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except RunConflictError:
-            # Before the first step, the broker has not opened the run yet. Later, the store was emptied.
+            # The broker has not opened the run yet or, after the first step, the store was emptied.
             if self._step is not None:
                 raise
             if time.monotonic() > self._remind_at:

@@ -1,4 +1,4 @@
-"""Plan: estimate the memory of every process of a run by cause, from its settings and the model's config.json.
+"""Plan: estimate the memory of a run by process and cause, from its settings and the model's config.json.
 
 Reads no weights: activations are traced on meta tensors, state sizes follow from the ZeRO stage. Estimates exclude
 fragmentation and the processes of tools and rewards.
@@ -42,7 +42,7 @@ _MAX_LIVE_ELEMENTS = 10**9
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
 """Host memory after imports."""
 _CONTEXT_GIB = 0.8
-"""CUDA context, library kernels, and NCCL buffers, per GPU."""
+"""CUDA context, kernels, and NCCL buffers, per GPU."""
 _GRAPHS_GIB = 1.0
 _BATCHED_TOKENS = 2048
 """Default of max_num_batched_tokens."""

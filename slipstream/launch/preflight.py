@@ -91,7 +91,7 @@ def _check_store(run: RunConfig) -> None:
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run the missing preparation steps, then check data and model, and the archive of a replay. Raises ConfigError."""
+    """Run the missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
     prepare(run)
     train, heldout = read_data(run)
     for shortage in describe_shortages(run, heldout):

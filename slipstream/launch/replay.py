@@ -1,9 +1,5 @@
 """Replay: train on the trajectories of a stored run, in the same batches as that run.
 
-    slipstream run experiment=digits_replay replay.path=runs/mine/archive
-    slipstream run experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
-    slipstream run experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
-
 A replay is a serial run over a store filled from an archive, on one or more ranks. Its generator answers only held-out
 prompts. With the settings, seed, and initial weights of the stored run, batches repeat bit for bit, and so do the
 losses of a serial run. With another algorithm, it shows the effect on the same data.

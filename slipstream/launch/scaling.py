@@ -156,7 +156,7 @@ class LauncherReport:
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Send the queued events and the launcher's state. Raises StoreUnavailableError, RunConflictError."""
+        """Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
             # Dequeue after the call, so that a lost answer repeats an event instead of losing it.
             self._store.record_event(*self._unsent[0])
@@ -237,7 +237,7 @@ class Scaling:
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._absences.is_complete):
-            # Waits during a role's start say nothing about the number of generators.
+            # Waits during a role's start say nothing about the number needed.
             self._autoscaler.start_window()
             return events
         change = self._autoscaler.observe(

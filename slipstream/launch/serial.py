@@ -103,7 +103,7 @@ class Pump:
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Return the learner's next message; if none is queued and `timeout_s` > 0, take one turn first."""
+        """Return the learner's next message; without one, take a turn first if `timeout_s` > 0."""
         if not self._learner.received and timeout_s > 0:
             self.turn()
         return self._learner.received.popleft() if self._learner.received else None

@@ -39,7 +39,6 @@ class Wait(Record):
     waiter: str
     """A role's name, or all roles of a kind."""
     blocked_on: str
-
     reason: str
 
 

@@ -29,7 +29,7 @@ BAD_INPUT = 2
 TRY_AGAIN = 75
 """Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that one restart may fix, but not a second."""
+"""Exit code of an error that a restart may fix, unless it recurs."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 
@@ -85,7 +85,7 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn expected errors and Ctrl-C into a message and an exit code; any other exception is a bug and propagates.
+    """Turn expected errors and Ctrl-C into a message and an exit code; other exceptions are bugs and propagate.
 
     Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
     library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
@@ -112,7 +112,7 @@ def fail_cleanly(
             code=BAD_INPUT,
         )
     except KeyboardInterrupt:
-        # Interpreter teardown is slow with torch; another signal would print a traceback during it.
+        # Teardown is slow with torch; another signal would print a traceback.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
@@ -174,7 +174,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            # Newer typers print a type after the name of an argument: `KEY=VALUE <list[str]>`.
+            # Newer typers print the type of an argument: `KEY=VALUE <list[str]>`.
             if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
                 parameter.display_type_rich = partial(_choices, shown)
     try:
@@ -191,7 +191,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before arguments that start with an override. Raises ConfigError for an unknown command."""
+    """Insert `run` before overrides. Raises ConfigError for an unknown command."""
     first = arguments[0] if arguments else "--help"
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in (*commands, "-h", "--help", "-V", "--version"):

@@ -62,7 +62,7 @@ class Keys(Record):
 # --- the token -------------------------------------------------------------------------------------------------------
 # The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """Return the token given by the user or in the run folder; empty if none exists. Raises ConfigError."""
+    """Return `given_token`, or else the token in the run folder, or else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
         raise ConfigError(
@@ -87,7 +87,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Link instead of rename: of concurrent roles, all use the first one's token.
+        # Link instead of rename, so that concurrent roles all use the first one's token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass

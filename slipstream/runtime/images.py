@@ -141,7 +141,7 @@ class VisionModel:
         return math.prod(grid) // self.merge_size**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[PromptImage]]:
-        """Repeat the placeholder of each image to its token count. Raises ConfigError if the counts differ.
+        """Repeat the placeholder of each image to its token count. Raises ConfigError if the numbers differ.
 
         Example: expand([7, 9, 8], [data]) == ([7, 9, 9, 9, 9, 8], [PromptImage(..., first_token=1, num_tokens=4)])
         """

@@ -42,7 +42,7 @@ def launcher_pid() -> int:
 
 
 def die_with_parent(number: signal.Signals, *, parent: int) -> None:
-    """Have the kernel signal this process when its parent dies. Linux only; no-op elsewhere."""
+    """Have the kernel signal this process when its parent dies; no-op except on Linux."""
     if sys.platform != "linux":
         return
     # The standard library has no prctl. The setting survives exec, but not fork.
@@ -53,7 +53,7 @@ def die_with_parent(number: signal.Signals, *, parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants. Linux only; no-op elsewhere."""
+    """Make this process the parent of orphaned descendants; no-op except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -62,7 +62,7 @@ def exempt_from_collection() -> None:
     """Exempt a built role's objects from garbage collection, which takes 0.1 s for torch and transformers."""
     gc.collect()
     gc.freeze()
-    # Otherwise libraries report leaks at exit, and the cause of death is not the last line of the log.
+    # Otherwise, libraries report leaks after the cause of death in the log.
     atexit.register(gc.unfreeze)
 
 
@@ -112,7 +112,7 @@ def raise_on_stop_signal() -> None:
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal raised_at
-        # A closing terminal sends several; a second exception would interrupt the cleanup.
+        # A second exception would interrupt the cleanup; a closing terminal sends several signals.
         if time.monotonic() - raised_at > _SAME_SIGNAL_S:
             raised_at = time.monotonic()
             raise KeyboardInterrupt

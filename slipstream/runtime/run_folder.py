@@ -105,7 +105,7 @@ class RunFolder:
 
     @property
     def broker_address(self) -> str:
-        """Endpoint of the first broker: `broker.address`, else a unix socket of the run."""
+        """Endpoint of the first broker: `broker.address` or a unix socket."""
         return self.broker_addresses[FIRST_BROKER]
 
     @property
@@ -148,7 +148,7 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError if a new run exists already, a resumed one does not, or the run is in progress.
+        """Raise ConfigError if a new run exists, a resumed one does not, or the run is in progress.
 
         With `storage_uri`, a resumed run may exist only in the object store.
         """
@@ -251,10 +251,7 @@ class RunFolder:
                 raise
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop damaged rows and rows after `up_to_step`, which a resume rolls back; return the rest.
-
-        Raises OSError; safe to retry.
-        """
+        """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_bytes().splitlines(keepends=True)

@@ -48,7 +48,7 @@ class TracePart(msgspec.Struct, frozen=True):
 
 
 class Trace:
-    """Events of one role, kept in memory until written. Thread-safe.
+    """Events of one role, in memory until written. Thread-safe.
 
     Life: (obey("events") -> (mark | span)* -> obey("end"))*. While off, a mark or span costs 0.1 microseconds.
     """
@@ -143,7 +143,7 @@ def merge(folder: Path) -> None:
     began_at = min((event["ts"] for event in events if "ts" in event), default=0)
     for event in events:
         if "ts" in event:
-            # Relative, because a float cannot hold absolute microseconds with fractions.
+            # A float cannot hold absolute microseconds with fractions.
             event["ts"] = (event["ts"] - began_at) / 1000
     facts = {
         "began_at_ns": began_at,

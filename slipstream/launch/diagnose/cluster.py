@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine, and its connection to the broker of a run without joining it."""
+"""`slipstream diagnose cluster`: check a machine, and its connection to a broker without joining it."""
 
 import socket
 import time
@@ -57,7 +57,7 @@ def report(findings: Sequence[Finding], *, is_json: bool) -> None:
 
 
 def find_all(overrides: list[str]) -> list[Finding]:
-    """Check this machine, and the broker at `broker.address` if that is set. Raises ConfigError."""
+    """Check this machine, and the broker at `broker.address` if set. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
     token = check_token(given, is_joining=address is not None)

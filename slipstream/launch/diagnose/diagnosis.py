@@ -1,4 +1,4 @@
-"""Diagnosis: all checks of installation, machine, run inputs, and the end of the last run, each with a deadline."""
+"""Diagnosis: all checks of installation, machine, inputs, and last run, each with a deadline."""
 
 import contextlib
 import io
@@ -61,7 +61,7 @@ _REMEDIES = {
 
 
 def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
-    """Check the state of a run, its events, and the logs of its roles."""
+    """Check a run's state, events, and logs."""
     has_ended = (folder / "summary.json").is_file()
     events, problem = read_events(folder, is_live=is_live)
     deaths = [event for event in events if _DEATH.search(event.text)]
@@ -92,7 +92,7 @@ def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # Skip a partial line: it is no valid row, and masking would miss a partial secret.
+            # Skip a partial line, in which masking would miss a partial secret.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()
