@@ -104,7 +104,6 @@ class Keeper:
             os.kill(self._role, signal.SIGTERM)
 
     def _reap(self) -> int | None:
-        """Reap ended children; return the role's exit code once it has ended."""
         code = None
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -236,7 +236,6 @@ def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
-    """A Ray cluster with the run's core on its head, and the job that starts the run."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -269,7 +268,6 @@ def _head(recipe: Recipe, pods: _Pods) -> Manifest:
 
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
-    """One group for further machines of ranks and one for generators."""
     cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
     ranks = pods.container("ray-worker", cpus=recipe.core_cpus, gpus=cluster.core.gpus)
     lends = {"weights": cluster.port_range[0]}

@@ -289,7 +289,6 @@ def _check_access(address: str) -> None:
 
 
 def _answers_strangers(address: str) -> bool:
-    """Return whether Ray's head answers a process without a token."""
     command = [sys.executable, "-c", _PROBE, address]
     stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     stranger["RAY_AUTH_MODE"] = "disabled"

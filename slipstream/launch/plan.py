@@ -273,7 +273,6 @@ def _states(
 
 # --- generators ------------------------------------------------------------------------------------------------------
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
-    """Return the needs of one generator, without the KV cache of its engine."""
     engine, text = run.generators.engine, model.config.get_text_config()
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
     if isinstance(engine, ScriptedEngineConfig):

@@ -94,7 +94,6 @@ def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
 
 
 def _device(run: RunConfig) -> torch.device:
-    """Choose this rank's device and set DeepSpeed's environment for it."""
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     os.environ.update(deepspeed_environment(device))
     return device

@@ -420,7 +420,6 @@ def _schedule(config: Translation) -> None:
 
 
 def _count_rows(files: Any) -> int:
-    """Count the rows of local Parquet files; 0 if one cannot be read."""
     try:
         return sum(pq.read_metadata(name).num_rows for name in each_file(files)) if files else 0
     except (OSError, pa.ArrowException):

@@ -80,7 +80,6 @@ def explain_version(reader: RunReader, version: int) -> Iterator[str]:
 
 
 def _deviations(entry: StepEntry) -> list[str]:
-    """List reused groups, weighted losses, and groups from other archives."""
     reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
     weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
     lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
@@ -88,7 +87,6 @@ def _deviations(entry: StepEntry) -> list[str]:
 
 
 def _tasks(trajectories: list[Trajectory]) -> Iterator[str]:
-    """Yield one line per data source, most frequent first."""
     sources = Counter(each.data_source for each in trajectories)
     for source, count in sources.most_common(_NAMED):
         own = [each for each in trajectories if each.data_source == source]

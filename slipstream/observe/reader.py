@@ -64,7 +64,7 @@ class RunView(Record):
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Why the store cannot be read, or empty."""
+    """Reason that the store cannot be read, or empty."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
@@ -114,7 +114,7 @@ class RunReader:
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Why the store cannot be read, or empty."""
+        """Reason that the store cannot be read, or empty."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s
@@ -143,7 +143,7 @@ class RunReader:
         self.close()
 
     def close(self) -> None:
-        """Close the store. A later read opens it again."""
+        """Close the store until the next read."""
         if self._store:
             self._store.close()
         self._store = self._monitor = None
@@ -201,7 +201,7 @@ class RunReader:
 
     @property
     def store(self) -> Store:
-        """The run's store. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         if self._store is None:
             self._store = self.open_store(starts_server=self._starts_server)
         return self._store
@@ -235,7 +235,7 @@ class RunReader:
         )
 
     def status(self) -> RunStatus:
-        """Read the status from the store. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         if self._monitor is None:
             self._monitor = Monitor(self.store, self.config)
         return self._monitor.status()
@@ -262,7 +262,7 @@ class RunReader:
         return next((entry for entry in self.steps(first=step) if entry.step == step), None)
 
     def versions(self) -> list[VersionEntry]:
-        """Return all published versions, in order; none without a store."""
+        """Return all published versions; none without a store."""
         store = self.find_store()
         return store.versions() if store else []
 

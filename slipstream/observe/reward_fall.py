@@ -131,7 +131,6 @@ def _column(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _change(values: Sequence[float], windows: Windows) -> Change:
-    """Return the change of a metric that has values in both windows."""
     early, late = windows.of(values)
     was, now = statistics.fmean(early), statistics.fmean(late)
     # A constant metric has no noise, so use a floor.
@@ -202,7 +201,6 @@ class _Source(NamedTuple):
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
-    """Return share of trajectories and mean reward by task."""
     counts: dict[str, float] = {}
     sums: dict[str, float] = {}
     for row in rows:

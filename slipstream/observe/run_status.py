@@ -163,7 +163,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Why no more prompts are admitted now; empty if more may be."""
+    """Reason that no more prompts are admitted now, or empty."""
 
 
 class RunStatus(Record):
@@ -220,7 +220,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Read a snapshot. Raises StoreUnavailableError."""
+        """Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
@@ -234,7 +234,7 @@ class Monitor:
         )
 
     def status(self) -> RunStatus:
-        """Read the complete status. Raises StoreUnavailableError."""
+        """Raises StoreUnavailableError."""
         return make_status(
             self.poll(),
             run=self._run,

@@ -381,7 +381,6 @@ def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store
 
 
 def _describe_end(reader: RunReader) -> str:
-    """Explain why the store does not answer if the run is over."""
     name = reader.folder.name
     if (summary := reader.folder / "summary.json").is_file():
         return f"run {name!r} has ended and its store does not answer: its results are in {summary}."
@@ -414,7 +413,6 @@ def as_json(status: RunStatus) -> str:
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
-    """Refresh the screen until Ctrl-C, also while the store does not answer."""
     is_stopping = on_stop_signal(lambda: None)
     refresh_at = time.monotonic() + _REFRESH_EVERY_S
     with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:

@@ -187,7 +187,7 @@ class VisionModel:
 
 @lru_cache(maxsize=16)
 def _patches(path: str, data: bytes) -> np.ndarray:
-    # Cached, because all answers to a prompt use the same image.
+    # All answers to a prompt use the same image.
     try:
         pixels = open_image(data).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:

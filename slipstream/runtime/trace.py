@@ -166,7 +166,6 @@ def _name(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
 
 
 def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str, Any]]:
-    """Return the spans of each trajectory between recorded moments."""
     moments: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
     for mark, each, at_ns, arguments in (mark for part in parts for mark in part.marks):
         moments.setdefault(each, {}).setdefault(mark, (at_ns, arguments))

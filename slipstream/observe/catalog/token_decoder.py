@@ -89,7 +89,6 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder 
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return character -> byte of byte-level vocabularies."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     plain = [byte for byte in range(256) if chr(byte) in alphabet]
     shifted = sorted(set(range(256)) - set(plain))
@@ -113,7 +112,6 @@ def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cance
 
 
 def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
-    """Yield the token ids of all rows in chunks of bounded size."""
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
         # `batch_size` bounds batches of short rows. Split batches of long rows further.

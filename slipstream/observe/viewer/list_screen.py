@@ -89,10 +89,9 @@ class RowList(ScrollView, can_focus=True):
         self._page = Page(0, 0, [])
         self._headings = ""
         self.cursor = 0
-        """Index in the result."""
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result. `first`: its first rows."""
+        """Show a new result, beginning with `first`."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
