@@ -1,7 +1,6 @@
 """The command line: `slipstream COMMAND`, one function per command.
 
-Each command imports its own modules, because torch takes seconds to load and would delay `slipstream --help`. The help
-lists commands by `rich_help_panel`, in the order of this file.
+Each command imports its own modules, because torch takes seconds to load and would delay `slipstream --help`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Slipstream from Python: start runs and read their records.
 
-Runs are child processes, so that a notebook shares neither memory, nor signals, nor random state with them. Their roles
-are separate processes and import notebook functions from files.
+Runs are child processes, so that a notebook shares no memory, signals, or random state with them. Their roles import
+notebook functions from files.
 """
 
 import hashlib
@@ -37,16 +37,14 @@ _SETTINGS = {
     "advantage": ("algorithm/advantage=custom", "algorithm.advantage.function={path}"),
     "agent": ("generators/agent=custom", "generators.agent.function={path}"),
 }
-"""Kind of user function -> overrides that select it."""
 _STOP_TIMEOUT_S = 60.0
 """Time for a run to drain its roles after an interrupt."""
 
 
 def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Mapping[str, Function | None]) -> Path:
-    """Run an experiment to its end, printing its output; return its folder.
+    """Run an experiment to its end, printing its output; return its folder. An interrupt ends the run.
 
-    An interrupt (the stop button of a notebook) ends the run like Ctrl-C. Raises ConfigError for invalid settings,
-    RuntimeError if the run fails.
+    Raises ConfigError for invalid settings, RuntimeError if the run fails.
     """
     chosen = list(overrides)
     for kind, function in functions.items():
@@ -83,10 +81,9 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
 
 
 def path_of(function: Function, *, folder: Path) -> str:
-    """Return the import path of a function for roles.
+    """Return the import path of a function for roles. Raises ConfigError for a function without source or name.
 
-    The source of a function defined in the notebook or script is written into `folder`, so it must import its
-    dependencies in its body. Raises ConfigError for a function without source or name.
+    The source of a function defined in the notebook or script is written into `folder`.
     """
     if isinstance(function, str):
         return function
@@ -121,7 +118,6 @@ class Run:
         """Raises ConfigError if the folder does not contain a run."""
         self.folder = Path(folder)
         self.config: RunConfig = read_config(self.folder)
-        """All its settings."""
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -132,12 +128,12 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Folder of the final model, which exists once the run has finished."""
+        """Folder of the final model, once the run has finished."""
         return self.folder / "final_model"
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Results of a finished run; docs/metrics.md lists them. Raises ConfigError if the run has not finished."""
+        """Results, as in docs/metrics.md. Raises ConfigError if the run has not finished."""
         path = self.folder / "summary.json"
         if not path.is_file():
             raise ConfigError(f"run {self.name!r} must have finished to have a summary: {path} does not exist.")
@@ -147,7 +143,7 @@ class Run:
     def metrics(self) -> pa.Table:
         """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""
         rows = read_rows(self.folder / "metrics.jsonl")
-        # A metric may first appear in a later step, or have a type without an Arrow column.
+        # A metric may appear in a later step, or have no Arrow type.
         names = dict.fromkeys(name for row in rows for name in row)
         plain = {name: [row.get(name) for row in rows] for name in names}
         return pa.table(
@@ -163,15 +159,12 @@ class Run:
         return open_catalog(str(self.folder))
 
     def trajectories(self, *, sort_by: str = "", is_descending: bool = False, **conditions: Any) -> pa.Table:
-        """Return one row per trajectory that matches the conditions, fields of TrajectoryFilter, without tokens.
-
-        Raises ConfigError for an unknown condition or column.
-        """
+        """Return one row per trajectory that matches `conditions`, fields of TrajectoryFilter. Raises ConfigError."""
         with self.catalog() as catalog:
             return catalog.select(CatalogQuery(_filter(conditions), sort_by, is_descending))
 
     def stored(self, **conditions: Any) -> Iterator[StoredTrajectory]:
-        """Yield the trajectories that match the conditions, with tokens, a few at a time in memory."""
+        """Yield the trajectories that match the conditions, with tokens."""
         with self.catalog() as catalog:
             yield from catalog.stored(CatalogQuery(_filter(conditions)))
 
@@ -191,8 +184,8 @@ class Run:
     ) -> "Run":
         """Train again on the archived trajectories, in the same batches, with another loss, advantage, or reward.
 
-        Blocks until the replay ends. The initial model and the held-out data must still exist at their paths. Raises
-        ConfigError, and RuntimeError if the replay fails.
+        The initial model and the held-out data must still exist at their paths. Raises ConfigError, and RuntimeError if
+        the replay fails.
         """
         archive = self.folder / "archive"
         own = [*replay_overrides(self.config), f"replay.path={archive}", *overrides]
@@ -219,12 +212,12 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
 _OF_A_REPLAY = (
     "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
 )  # fmt: skip
-"""Settings that a replay does not take over from the run."""
+"""Not taken over from the run."""
 REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
 
 
 def replay_overrides(config: RunConfig) -> list[str]:
-    """Return overrides that replay a run with its settings, on one rank, without generators."""
+    """Return overrides that replay a run on one rank, without generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
     excepted = tuple(f"{key}." for key in _OF_A_REPLAY)
@@ -233,7 +226,7 @@ def replay_overrides(config: RunConfig) -> list[str]:
 
 
 def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
-    """List `key=value` for all differences; variants first, because their fields depend on them."""
+    """List `key=value` for all differences, a variant before its fields."""
     found: list[str] = []
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -263,7 +256,7 @@ def run(
     agent: Function | None = None,
     runs_dir: str | Path = "runs",
 ) -> Run:
-    """Train like `slipstream run OVERRIDES` and return the run. Blocks until the run ends; prints its progress.
+    """Train like `slipstream run OVERRIDES`, printing its progress, and return the run.
 
     `reward`, `loss`, `advantage`, `agent`: user functions with the signatures in docs/rewards.md, docs/algorithms.md,
     and docs/agents.md; given as a function, `module:function`, or `FILE.py:function`. A function defined in the
@@ -298,11 +291,10 @@ class Trainer:
         files = {"model.path": model, "data.train": data}
         own = [f"{key}={format_value(str(value))}" for key, value in files.items() if value is not None]
         self.overrides = [*overrides, *own]
-        """Settings of every run."""
         self._functions = {"reward": reward, "loss": loss, "advantage": advantage, "agent": agent}
         self._runs_dir = runs_dir
 
     def train(self, *overrides: str, name: str, **settings: Any) -> Run:
-        """Run the experiment with further overrides or top-level `settings`, such as seed=1. Raises as `run`."""
+        """Run the experiment with more overrides or top-level `settings`, such as seed=1. Raises as `run`."""
         own = [f"{key}={format_value(value)}" for key, value in settings.items()]
         return run(*self.overrides, *overrides, *own, name=name, runs_dir=self._runs_dir, **self._functions)

@@ -2,10 +2,10 @@
 
 Consumes: requests on stdin: `t` (SIGTERM to the role) or `k` (SIGKILL to all); EOF means that the starter is gone.
 Produces: on file descriptor STATUS the line `started PID` and, once no descendant of the role is left, `ended CODE`; a
-line in the role's log for every action that nobody requested.
+line in the role's log for every action of its own.
 Invariant: every descendant of the role is a descendant of the keeper, even in another session.
 
-It imports only the standard library and runs by path, so that it starts in milliseconds and stays small.
+It imports only the standard library and runs by path, so that it starts in milliseconds.
 
 python -I -S keeper.py STATUS GRACE_SECONDS attached|detached COMMAND...
 """
@@ -19,15 +19,14 @@ import time
 from contextlib import suppress
 
 LOG_PREFIX = "keeper: "
-"""Prefix of keeper lines in the role's log."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 5.0
-"""Longest wait after SIGKILL, which does not end a process that hangs in the kernel."""
+"""Limit after SIGKILL, which does not end a process that hangs in the kernel."""
 _CANNOT_START = 127
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _SIGNAL_EXIT = 128
-"""Added to the number of the signal that ended the role, as shells report it."""
+"""Added to a signal number, as in shells."""
 
 
 class Keeper:
@@ -51,7 +50,7 @@ class Keeper:
     def start(self, command: list[str]) -> None:
         """Start the role in a new session, out of reach of Ctrl-C and a closing terminal."""
         keeper = os.getpid()
-        # Before exec, the child would handle signals with the keeper's handlers.
+        # Until exec, the child has the keeper's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._role = os.fork()
         if self._role == 0:
@@ -63,7 +62,7 @@ class Keeper:
         self._report(f"started {self._role}")
 
     def watch(self) -> int:
-        """Block until the role and its descendants have ended; return its exit code, or minus its signal."""
+        """Block until the role and its descendants have ended; return its exit code, or minus the signal."""
         requests = sys.stdin.fileno()
         inputs = [requests, self._wakeup]
         while (code := self._reap()) is None:
@@ -84,7 +83,6 @@ class Keeper:
         return code
 
     def _obey(self, requests: bytes) -> bool:
-        """Execute requests; return False at EOF."""
         if not requests:
             self._end(because="its starter is gone")
         elif b"k" in requests:
@@ -100,13 +98,12 @@ class Keeper:
         self._ask_to_end()
 
     def _ask_to_end(self) -> None:
-        # Once, because a role treats a second signal as a demand to exit immediately.
+        # Once, because a role exits immediately on a second signal.
         if not self._is_asked_to_end:
             self._is_asked_to_end = True
             os.kill(self._role, signal.SIGTERM)
 
     def _reap(self) -> int | None:
-        """Reap all ended children; return the role's exit code once it has ended."""
         code = None
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -115,9 +112,8 @@ class Keeper:
         return code
 
     def _kill(self) -> None:
-        """Kill descendants until none is left."""
         ends_at = time.monotonic() + _KILL_TIMEOUT_S
-        # One call for the whole group, which a fork bomb cannot outrun.
+        # A fork bomb cannot outrun one call for the whole group.
         with suppress(OSError):
             os.killpg(self._role, signal.SIGKILL)
         killed: dict[int, str] = {}
@@ -140,13 +136,12 @@ class Keeper:
 
 
 def _become(command: list[str], *, keeper: int) -> None:
-    """Replace this process, a child of the keeper, with the role."""
     os.setsid()
     # Fallback: the kernel signals the role if the keeper dies, even by SIGKILL.
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != keeper:
         return
-    # Python ignores SIGPIPE and SIGXFSZ, and the role would inherit that.
+    # The role would inherit that Python ignores SIGPIPE and SIGXFSZ.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -195,8 +190,8 @@ def _say(sentence: str) -> None:
 
 
 def main(status: int, grace_s: float, attachment: str, command: list[str]) -> None:
-    """Keep the role `command`; exit with its code, or 128 + the number of the signal that ended it."""
-    # Ray kills the children of an ending worker before they can clean up, so the keeper must not be a child.
+    """Keep the role `command`; exit with its code, or 128 + its signal."""
+    # Ray kills the children of an ending worker before they can clean up.
     if attachment == "detached" and os.fork():
         os._exit(0)
     keeper = Keeper(status, grace_s=grace_s)

@@ -1,6 +1,6 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles on machines.
+"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles.
 
-Both are plain data, dumped as YAML. They refer to the Secret with the run's token and do not contain it.
+They refer to the Secret with the run's token.
 """
 
 import re
@@ -21,25 +21,24 @@ ANY_INTERFACE = "0.0.0.0/0"
 """`cluster.interface` of a pod, which has only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""Longest name: JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
+"""JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
 _USER = 1000
 _WORKSPACE = "/workspace"
-"""Working directory of every container, with data, models, and runs."""
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Restarts of a container, with growing delays, before its pod fails; also of all pods before the run fails."""
+"""Restarts of a container before its pod fails, and of all pods before the run fails."""
 _START_S = 600
-"""Limit of a broker's start, which loads the store and the run's data."""
+"""Limit for the broker to load the store and the data."""
 _KEPT_S = 3600
 """Time before a finished job is deleted."""
 _SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INSTANCE = "app.kubernetes.io/instance"
-"""Label of all objects of a run. KubeRay services select pods by KubeRay's own labels."""
+"""Label of all objects of a run."""
 
 
 def secret_name(recipe: Recipe) -> str:
-    """Return the name of the Secret that holds the run's token."""
+    """Name the Secret with the run's token."""
     return f"{object_name(recipe)}-token"
 
 
@@ -55,22 +54,19 @@ def object_name(recipe: Recipe) -> str:
 
 
 def secret(recipe: Recipe, token: str) -> Manifest:
-    """Return the Secret with the run's token."""
+    """Return the Secret with the token."""
     metadata = _metadata(recipe, secret_name(recipe))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {SECRET_KEY: token}}
 
 
 def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_version: str = "") -> Manifest:
-    """Return the manifest of a run. Every pod mounts the PersistentVolumeClaim `claim`, or an empty volume without one.
-
-    Raises ConfigError.
-    """
+    """Return a run's manifest. `claim`: PersistentVolumeClaim of every pod; None: empty volumes. Raises ConfigError."""
     pods = _Pods(recipe, image=image, claim=claim)
     return _jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=ray_version)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper without anchors: repeated values are written in full."""
+    """Dumper that repeats values instead of using anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -86,7 +82,7 @@ def _metadata(recipe: Recipe, name: str) -> Manifest:
 
 
 class _Pods:
-    """Builds the pods and containers of a run from their common parts."""
+    """Builds pods and containers."""
 
     def __init__(self, recipe: Recipe, *, image: str, claim: str | None) -> None:
         self._image = image
@@ -108,7 +104,7 @@ class _Pods:
         variables: Mapping[str, str] | None = None,
         has_token: bool = False,
     ) -> Manifest:
-        """Return a container; KubeRay adds a missing command."""
+        """Return a container. KubeRay supplies a missing command."""
         amounts = {"cpu": str(cpus)} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         given = {"HOME": _WORKSPACE} | dict(variables or {})
         variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
@@ -144,7 +140,7 @@ class _Pods:
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store, and the first ranks, one per further machine of ranks, and one per generator."""
+    """One pod for broker, store, and first ranks, one per further machine of ranks, and one per generator."""
     name, machines = object_name(recipe), recipe.run.cluster.core.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
     jobs += [_job("ranks", machines - 1, _ranks_pod(recipe, pods))] if machines > 1 else []
@@ -164,7 +160,6 @@ def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
 
 
 def _job(name: str, pods: int, template: Manifest) -> Manifest:
-    # One job of several pods, each with its index.
     count = {"completions": pods, "parallelism": pods, "completionMode": "Indexed", "backoffLimit": _RESTARTS}
     return {"name": name, "replicas": 1, "template": {"spec": count | {"template": template}}}
 
@@ -229,7 +224,7 @@ def _role(role: str, recipe: Recipe) -> list[str]:
 
 def _ranks_variables(recipe: Recipe) -> dict[str, str]:
     machines, ranks = recipe.run.cluster.core.machines, recipe.run.learner.num_ranks
-    # Without a limit, a process in a container uses all cores of its node.
+    # By default, a process in a container uses all cores of its node.
     threads = {"OMP_NUM_THREADS": str(max(1, recipe.core_cpus * machines // ranks))}
     meeting = {"MASTER_ADDR": _core_host(recipe), "MASTER_PORT": str(recipe.run.cluster.port_range[-1])}
     return threads | (meeting if machines > 1 else {})
@@ -241,7 +236,6 @@ def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
-    """A Ray cluster with the run's core on its head, and the job that starts the run there."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -254,7 +248,7 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
             "submitterPodTemplate": pods.pod(pods.container("ray-job-submitter", cpus=1), restartPolicy="Never"),
             "rayClusterSpec": {
                 "rayVersion": ray_version,
-                # KubeRay creates Ray's own token in a separate Secret and gives it to every pod.
+                # KubeRay makes Ray's own token and gives it to every pod.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
                 "autoscalerOptions": {"securityContext": _SECURITY},
@@ -269,12 +263,11 @@ def _head(recipe: Recipe, pods: _Pods) -> Manifest:
     cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
     own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
     head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
-    # The job is submitted to the dashboard, which Ray's token protects.
+    # Jobs are submitted to the dashboard, which Ray's token protects.
     return {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)}
 
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
-    """One group for ranks on further machines and one for generators, with one pod each."""
     cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
     ranks = pods.container("ray-worker", cpus=recipe.core_cpus, gpus=cluster.core.gpus)
     lends = {"weights": cluster.port_range[0]}

@@ -1,7 +1,6 @@
 """Observers: processes that send a run's metrics to loggers and Prometheus.
 
-Each reads the run's store or `metrics.jsonl`. No role sends them data or waits for them, and their failures never end
-the run: they only print messages.
+Each reads the run's store or `metrics.jsonl`. No role waits for them, and their failures never end the run.
 """
 
 import inspect
@@ -19,13 +18,12 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
 
 LOGGERS = ("trackio", "wandb", "tensorboard")
-"""Built-in loggers, named after their packages."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 
 
 def check_observers(run: RunConfig) -> None:
-    """Check the requirements of a run's observers before anything starts. Raises ConfigError."""
+    """Check the requirements of a run's observers. Raises ConfigError."""
     check_loggers(run)
     exporter = run.exporter
     if exporter.port is not None:
@@ -70,7 +68,7 @@ def _check_own(name: str, run: RunConfig) -> None:
 
 
 def role_of(logger: str) -> str:
-    """Return the role name of a logger, also used for its log file: `logger-wandb`."""
+    """Return the role name of a logger, such as `logger-wandb`."""
     return f"logger-{re.sub('[^A-Za-z0-9_.-]+', '-', logger)[-64:]}"
 
 
@@ -90,7 +88,7 @@ class Observers:
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 
     def start(self) -> None:
-        """Start the processes. Raises OSError."""
+        """Raises OSError."""
         for process in self._processes:
             process.start()
 
@@ -106,7 +104,7 @@ class Observers:
         return sentences
 
     def stop(self) -> list[str]:
-        """Let the processes handle the last rows and end; kill those that exceed their timeout."""
+        """Let the processes finish the last rows; kill those that exceed their timeout."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()

@@ -1,9 +1,8 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Ray only places roles; messages, trajectories, weights, and settings travel as without Ray. Each generator has its own
-placement group, so that Ray's autoscaler sees every missing one and losing one does not affect others. The learner's
-machines form one group, reserved as a whole. On each machine an actor holds the pipe of the role's keeper, so that the
-role ends when the actor does.
+Ray only places roles; all data travels as without Ray. Each generator has its own placement group, so that Ray's
+autoscaler sees every missing one and losing one does not affect others. The learner's machines form one group, reserved
+as a whole. On each machine an actor holds the pipe of the role's keeper, so that the role ends when the actor does.
 """
 
 import logging
@@ -35,7 +34,7 @@ _OLDEST = (2, 52)
 """First version of Ray with token authentication."""
 _MAX_LOOK_BYTES = 2**20
 _MAX_LOG_BYTES = 8 * 2**20
-"""Size at which a seat's local log, once fully read, is truncated."""
+"""A seat's local log is truncated at this size, once read."""
 _MAX_ERROR_LENGTH = 400
 _MACHINES_SHOWN = 8
 _NODE_LABEL = "ray.io/node-id"
@@ -45,24 +44,24 @@ import sys
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 """
-"""Program that succeeds if Ray's head answers without a token."""
+"""Succeeds if Ray's head answers without a token."""
 
 
 # --- on the machine of a role ----------------------------------------------------------------------------------------
 class Host:
-    """Actor on a seat's machine: holds the keeper of the role and forwards the role's log.
+    """Actor on a seat's machine: holds the role's keeper and forwards the role's log.
 
-    It ends, together with the role, when Ray's local process ends or the launcher is silent for too long.
+    It ends, with the role, when Ray's local process ends or the launcher is silent for `UNWATCHED_S`.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory`: the launcher's working directory, also used by the role if it exists here."""
+        """`directory`: the launcher's working directory, used here if it exists."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # Ray's variables contain its token, which the role and its children must not get.
+        # Ray's variables contain its token, which the role must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -70,22 +69,21 @@ class Host:
         threading.Thread(target=self._watch, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs assigned to this actor."""
         return [str(each) for each in ray.get_gpu_ids()]
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-        """Start the role; return its process id and the address of this machine."""
+        """Start the role; return its process id and this machine's address."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus())}
         root = str(Path(slipstream.__file__).parents[1])
         if Path(root).name != "site-packages":
-            # Running from a checkout: pass on its import path.
+            # Pass on the import path of a checkout.
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._seat.start(arguments, variables={**variables, **own})
         assert self._seat.pid is not None
         return self._seat.pid, ray.util.get_node_ip_address()
 
     def look(self, since: int) -> tuple[int | None, bytes]:
-        """Return (exit code or None, next part of the log from byte `since`); the code comes after the last part."""
+        """Return (exit code or None, log from byte `since`). The code comes only with the last part."""
         self._looked_at = time.monotonic()
         code = self._seat.poll()
         size = self._log.stat().st_size
@@ -102,7 +100,6 @@ class Host:
         self._seat.terminate()
 
     def kill(self) -> None:
-        """Kill the role and all of its descendants."""
         self._seat.stop(ends_at=0.0)
 
     def close(self) -> bool:
@@ -112,7 +109,7 @@ class Host:
     def _watch(self, raylet: int) -> None:
         while os.getppid() == raylet and time.monotonic() - self._looked_at < UNWATCHED_S:
             time.sleep(1.0)
-        # The keeper sees EOF on its pipe, asks the role to end, and kills the rest.
+        # The keeper sees EOF on its pipe and ends the role.
         os._exit(1)
 
 
@@ -121,7 +118,7 @@ class RayCluster:
     """The connected Ray cluster. Implements Cluster."""
 
     _bundle = 0
-    """Index of the group's bundle that hosts run in."""
+    """Bundle of the group that hosts run in."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -139,7 +136,6 @@ class RayCluster:
         return bool(ray.wait([group[1]], timeout=0)[0])
 
     def release(self, group: Any) -> None:
-        # If the head is gone, so is the group.
         with suppress(RayError, ConnectionError):
             remove_placement_group(group[0])
 
@@ -197,7 +193,7 @@ def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
 
 
 class RayPlaces:
-    """Places of a run in a Ray cluster: the core, starting with this machine, and generators. Implements Places."""
+    """Places in a Ray cluster: the core, which includes this machine, and generators. Implements Places."""
 
     def __init__(self, config: ClusterConfig, *, run: str) -> None:
         """Block until Ray has reserved the core. Raises ConfigError after `place_timeout_s`."""
@@ -207,7 +203,7 @@ class RayPlaces:
         core = config.core
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
-        # Kept for the whole run, so that Ray does not assign it elsewhere.
+        # Hold the machines for the whole run.
         others = core.machines - 1
         self._group = self._cluster.request("core", [bundle] * core.machines, labels=[here, *[{}] * others])
         ends_at = time.monotonic() + config.place_timeout_s
@@ -239,7 +235,7 @@ class RayPlaces:
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
         config, core = self._config, self._config.core
-        # All parts share one log, where the launcher looks for the role's error.
+        # The launcher looks for the role's error in one log.
         others = [
             RemoteSeat(
                 f"learner on machine {number}",
@@ -281,8 +277,8 @@ def _check_version(version: str) -> None:
 
 
 def _check_access(address: str) -> None:
-    """Reject a cluster without authentication: anyone who reaches it could run code as this user."""
-    # With any other address, even another loopback one, Ray listens on all interfaces.
+    """Reject a cluster without authentication, where anyone could run code as this user."""
+    # With any other address, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or _answers_strangers(address):
@@ -293,7 +289,6 @@ def _check_access(address: str) -> None:
 
 
 def _answers_strangers(address: str) -> bool:
-    """Whether Ray's head answers a process without a token."""
     command = [sys.executable, "-c", _PROBE, address]
     stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     stranger["RAY_AUTH_MODE"] = "disabled"

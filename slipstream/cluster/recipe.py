@@ -1,4 +1,4 @@
-"""Recipe: the settings of a run and the overrides of its roles, from which launch manifests are built."""
+"""Recipe: the settings of a run and the overrides of its roles, for launch manifests."""
 
 from math import ceil
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from slipstream.configs.run import RunConfig
 
 
 class Recipe(NamedTuple):
-    """A run to be started by Slurm or Kubernetes.
+    """A run to start by Slurm or Kubernetes.
 
     Example: Recipe(load([...]), ["experiment=gsm8k_8gpu", "name=mine", "resume=auto"], ["experiment=gsm8k_8gpu",
         "name=mine"])
@@ -17,25 +17,23 @@ class Recipe(NamedTuple):
 
     run: RunConfig
     settings: list[str]
-    """Overrides of broker and learner, including name and resume."""
+    """Overrides of broker and learner."""
     own: list[str]
     """Overrides of generators, without the broker's address."""
 
     @property
     def core_cpus(self) -> int:
-        """Whole cores per learner machine."""
         return ceil(self.run.cluster.core.cpus)
 
     @property
     def generator_cpus(self) -> int:
-        """Whole cores per generator."""
         return ceil(self.run.cluster.generator.cpus)
 
 
 def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Recipe:
-    """Resolve the settings of a run. `kind`: roles are placed by Ray (`ray`) or by the manifest (`local`).
+    """Resolve settings. Raises ConfigError.
 
-    `interface`: default of cluster.interface. Raises ConfigError.
+    `kind`: `ray`, or `local` if the manifest places the roles. `interface`: default of cluster.interface.
     """
     settings = [text for text in overrides if _key(text) != "cluster.kind"]
     run = load(settings)

@@ -95,7 +95,7 @@ def _ray_version() -> str:
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Run a program with a document on stdin, which keeps it out of the command line; return stdout.
+    """Run a program with a document, which may be secret, on stdin; return stdout.
 
     Raises ConfigError without the program; exits with 1 if it fails.
     """

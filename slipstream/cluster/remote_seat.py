@@ -11,10 +11,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence after which a seat ends its role (silent launcher) or the launcher gives up a seat (silent seat). Longer than
-a network outage that the role survives."""
+"""Silence of the launcher after which a seat ends its role, or of a seat after which the launcher gives it up. Longer
+than a network outage that the role survives."""
 _EXPLAIN_AFTER_S = 20.0
-"""Wait for a place after which the message also lists free resources."""
+"""Wait for a place after which the message lists free resources."""
 _KILL_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_EVERY_S = 0.1
@@ -22,7 +22,7 @@ _LOST = -9
 
 
 class SeatLostError(Exception):
-    """The host of a seat or its machine is gone; carries the cluster's message."""
+    """The host of a seat or its machine is gone."""
 
 
 class SeatAwayError(Exception):
@@ -39,11 +39,11 @@ class Cluster(Protocol):
     def is_placed(self, group: Any) -> bool: ...
 
     def release(self, group: Any) -> None:
-        """Release a group or cancel its request."""
+        """Also cancels a request."""
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group, or in the bundle of a `RayBundle`."""
+        """Start a host in the first bundle of a group, or that of a `RayBundle`."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
@@ -58,16 +58,14 @@ class Cluster(Protocol):
         """Kill a host; its keeper then ends the role."""
         ...
 
-    def offers(self) -> str:
-        """Describe the total and free resources of each machine."""
-        ...
+    def offers(self) -> str: ...
 
 
 class RemoteSeat:
-    """A seat on a machine chosen by a cluster: a group with one bundle, which runs a host, which keeps the role.
+    """A seat on a machine of a cluster: a group with one bundle runs a host, which keeps the role.
 
-    Life: (start: wait for a place -> wait for the start -> run -> end | loss)* -> stop. The place is kept until `stop`
-    or a loss, because a restarted role finds its model on the machine.
+    Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place until `stop`
+    or a loss, because its machine has the role's model.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class RemoteSeat:
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds the wait for a place; `remedy`: advice for the error after it."""
+        """`timeout_s` bounds the wait for a place; `remedy`: advice if it passes."""
         self._name = name
         self._log = log
         self._cluster = cluster
@@ -123,7 +121,7 @@ class RemoteSeat:
             try:
                 self._advance()
             except SeatAwayError as away:
-                # The role may survive an outage; the cluster raises SeatLostError once it gives up on the machine.
+                # The role may survive the outage. The cluster raises SeatLostError once it gives up on the machine.
                 if self._pid is not None:
                     self._ask("look", self._num_bytes)
                 else:
@@ -155,7 +153,6 @@ class RemoteSeat:
         return {resource: amount for resource, amount in wanted.items() if amount}
 
     def _advance(self) -> None:
-        """Advance one state, from the place request to the end of the role, if possible."""
         assert self._order is not None
         if self._host is None:
             self._await_place()
@@ -221,6 +218,6 @@ class RemoteSeat:
 
 
 def describe(bundle: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Describe required resources and labels."""
+    """Describe resources and labels."""
     resources = ", ".join(f"{amount:g} {resource}" for resource, amount in sorted(bundle.items()))
     return resources + "".join(f", label {key}={value}" for key, value in labels.items())

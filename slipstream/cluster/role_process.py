@@ -18,30 +18,25 @@ _MAX_RESTARTS = 5
 _HEALTHY_AFTER_S = 300.0
 """Uptime that resets the count of consecutive restarts."""
 _RESTART_AFTER_S = 1.0
-"""First back-off; doubles with each consecutive restart."""
+"""First backoff; doubles with each consecutive restart."""
 _LOG_TAIL_LINES = 15
 _ERROR_PREFIX = "error: "
-"""Prefix of the line printed by `exit_with_error`."""
 _TRACEBACK = "Traceback (most recent call last)"
 _UNCAUGHT = 1
-"""Python's exit code after an uncaught exception."""
 _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is trimmed to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
-"""Restart after any exit except success, exit code 2 (a permanent error, such as bad settings), and a repeated
-identical start error | also after success, unless the role was asked to end."""
+"""After any exit except success, exit code 2 (bad input), and a repeated start error | also after success, unless the
+role was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
-    """A role died for good. The message names it and quotes its error or the end of its log."""
+    """A role died for good. The message quotes its error or the end of its log."""
 
 
 class RoleProcess:
-    """A role in its seat.
-
-    Life: start -> (death -> restart after a back-off)* -> terminate -> stop.
-    """
+    """A role in its seat. Life: start -> (death -> backoff -> restart)* -> terminate -> stop."""
 
     def __init__(
         self,
@@ -55,8 +50,8 @@ class RoleProcess:
         variables: Mapping[str, str] | None = None,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`arguments` follow `python -m`; `seat` makes its seat from its log; `variables` extend its environment;
-        `restart_arguments` are added to its arguments at the first restart."""
+        """`arguments` follow `python -m`; `seat` makes a seat from the log; `variables` extend the environment;
+        `restart_arguments` are added at the first restart."""
         self.name = name
         self._variables = dict(variables or {})
         self._arguments = list(arguments)
@@ -67,7 +62,6 @@ class RoleProcess:
         self._max_log_bytes = max_log_bytes
         self._log_starts_at = 0
         self.num_restarts = 0
-        """Restarts by `poll` so far."""
         self._num_deaths_in_a_row = 0
         self._start_error = ""
         self._has_worked = False
@@ -90,14 +84,12 @@ class RoleProcess:
 
     @property
     def place(self) -> str:
-        """Description of its process and machine, or of the machine that it waits for."""
         return self._seat.place
 
     def start(self) -> None:
-        """Start the process. Its output is appended to its log."""
         self._started_at = time.monotonic()
         self._is_asked_to_end = self._has_worked = False
-        # The folder may be missing, for example after a user deleted it.
+        # A user may have deleted the folder.
         self._log.parent.mkdir(exist_ok=True)
         self._log.touch()
         self._log_starts_at = self._log.stat().st_size
@@ -105,11 +97,11 @@ class RoleProcess:
         self._announced = self._seat.place
 
     def record_work(self) -> None:
-        """Record that the process has done work, so that later errors are not start errors."""
+        """Record that the process works, so that later errors are not start errors."""
         self._has_worked = True
 
     def poll(self) -> list[str]:
-        """Detect a death, restart after the back-off, trim the log; return messages for the user.
+        """Detect a death, restart after the backoff, trim the log; return messages for the user.
 
         Raises RoleDiedError if the role must not be restarted.
         """
@@ -126,25 +118,24 @@ class RoleProcess:
         if not self._may_restart(code):
             raise RoleDiedError(self._describe_death(code))
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        # A library that aborts during interpreter exit prints a line after the error.
+        # The last line may be a library's that aborts during interpreter exit, so search for the error.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
         return self._restart_later(f"died ({_describe_exit(code)}); {words}")
 
     def terminate(self) -> None:
-        """Ask the process to end, only once: a second signal would interrupt its cleanup."""
+        """Ask the process to end, once: a second signal would interrupt its cleanup."""
         if not self._is_asked_to_end:
             self._is_asked_to_end = True
             self._seat.terminate()
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait until `ends_at` (monotonic), then kill the process and all of its descendants."""
+        """Wait until `ends_at` (monotonic), then kill the process and its descendants."""
         self._seat.stop(ends_at=ends_at)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         return "\n".join(self._read_log()[-num_lines:])
 
     def _describe_death(self, code: int) -> str:
-        """Quote the last error that the process printed, else the end of its log."""
         if code > 0 and (error := self._find_error()):
             return f"{self.name}: {error} (the log is {self._log})"
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
@@ -164,7 +155,7 @@ class RoleProcess:
             size = self._log.stat().st_size
             if size <= self._max_log_bytes:
                 return
-            # The role and this process both append to the same file, so truncation is safe.
+            # All writers append, so truncation is safe.
             with self._log.open("rb") as log:
                 log.seek(size - self._max_log_bytes // 4)
                 newest = log.read()
@@ -175,7 +166,7 @@ class RoleProcess:
 
     def _may_restart(self, code: int) -> bool:
         # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
-        # Mask numbers, because a pid or memory size does not make it a different error.
+        # Mask numbers, such as a pid or memory size, to compare errors.
         is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
         error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
         before, self._start_error = self._start_error, error
@@ -190,12 +181,12 @@ class RoleProcess:
         self.num_restarts += 1
         self._num_deaths_in_a_row += 1
         if self.num_restarts == 1:
-            # Only once, because the arguments persist and a duplicate resume=true is an error.
+            # Once, because a duplicate resume=true is an error.
             self._arguments += self._restart_arguments
         try:
             self.start()
         except OSError as error:
-            # No descriptor, process slot, or memory is left.
+            # Out of descriptors, process slots, or memory.
             if self._num_deaths_in_a_row >= _MAX_RESTARTS:
                 raise RoleDiedError(f"{self.name} cannot be started: {error}") from None
             return self._restart_later(f"cannot be started ({error})")
@@ -208,7 +199,7 @@ class RoleProcess:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last error that a process printed: its own sentence, else the last traceback's error, else empty."""
+    """Return the last error that a process printed: its own sentence, or the last traceback's error, or nothing."""
     if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
         return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)

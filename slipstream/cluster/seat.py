@@ -1,4 +1,4 @@
-"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: one role over several machines."""
+"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: over several machines."""
 
 import os
 import select
@@ -17,7 +17,7 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 GRACE_S = 6.0
-"""Time for a role to end after its starter is gone, before it is killed."""
+"""Time for a role to end after its starter is gone."""
 _START_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 6.0
 """Longer than the keeper's own wait for processes that hang in the kernel."""
@@ -27,7 +27,7 @@ _REPORT_BYTES = 4096
 
 
 class Seat(Protocol):
-    """Place where a role runs, one process at a time. The process's output is appended to the role's log.
+    """Place where a role runs, one process at a time, with its output appended to a log.
 
     Life: (start -> (poll | terminate)* -> stop)*.
     """
@@ -39,7 +39,7 @@ class Seat(Protocol):
 
     @property
     def place(self) -> str:
-        """Description of the role's process and machine, or of the place that it waits for."""
+        """Describes the role's process and machine, or the place that it waits for."""
         ...
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
@@ -47,10 +47,7 @@ class Seat(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return None while the role runs, then its exit code, or minus its signal.
-
-        By then, all of its descendants have ended.
-        """
+        """Return None while the role or a descendant runs, then its exit code, or minus its signal."""
         ...
 
     def terminate(self) -> None:
@@ -58,12 +55,12 @@ class Seat(Protocol):
         ...
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait until `ends_at` (monotonic), then kill the role and all of its descendants."""
+        """Wait until `ends_at` (monotonic), then kill the role and its descendants."""
         ...
 
 
 class Places(Protocol):
-    """Machines of a run besides the launcher's."""
+    """Places for a run's roles on several machines."""
 
     @property
     def gpus(self) -> list[str]:
@@ -71,21 +68,21 @@ class Places(Protocol):
         ...
 
     def seat(self, name: str, log: Path) -> Seat:
-        """Return a seat for the generator `name`; its machine is chosen at the start."""
+        """Return a seat for the generator `name`."""
         ...
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        """Return the learner's seat; `meet` returns the rendezvous variables of ranks on several machines."""
+        """Return the learner's seat; `meet` returns the ranks' rendezvous variables."""
         ...
 
 
 class LocalSeat:
-    """A seat on this machine. The role is a child of a keeper, which ends it whenever this process ends."""
+    """A seat on this machine. The role's keeper ends it whenever this process ends."""
 
     def __init__(
         self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Without `log` the role shares this process's output; a detached keeper is not a child of this process."""
+        """Without `log`, the role shares this process's output. A detached keeper is not a child of this process."""
         self._log = log
         self._environment = environment
         self._attachment = "detached" if is_detached else "attached"
@@ -129,7 +126,7 @@ class LocalSeat:
             self._request(b"k")
             if self._kill_at is not None:
                 self._kill_at = 0.0
-            # Bounded, because a process may hang in the kernel (a device, a lost file system).
+            # Bounded, because a process may hang in the kernel.
             self._await_end(ends_at=time.monotonic() + _KILL_TIMEOUT_S)
         self._close()
 
@@ -163,7 +160,6 @@ class LocalSeat:
                 os.write(self._keeper.stdin.fileno(), request)
 
     def _read(self, *, timeout_s: float) -> None:
-        """Handle reports of the keeper, waiting up to `timeout_s`."""
         if not select.select([self._status], [], [], timeout_s)[0]:
             return
         reports = os.read(self._status, _REPORT_BYTES)
@@ -178,7 +174,7 @@ class LocalSeat:
                 self._close()
 
     def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM; only its process group is known."""
+        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM."""
         assert self._pid is not None
         is_due = time.monotonic() >= kill_at
         try:
@@ -201,7 +197,7 @@ class LocalSeat:
 
 
 def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
-    """Run `python -m ARGUMENTS` until it or this process ends; it shares this process's output.
+    """Run `python -m ARGUMENTS`, which ends with this process and shares its output.
 
     Return its exit code, or minus its signal; None after `timeout_s`. Raises OSError.
     """
@@ -217,9 +213,9 @@ def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
 
 
 MACHINE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of each machine of a role: its number, starting at 0, and the rendezvous address and port on machine 0."""
+"""Number of a role's machine, from 0, and the rendezvous address and port on machine 0."""
 _SETTLE_S = 20.0
-"""Time for the other parts to end and report their errors after one part has ended."""
+"""Time for the other parts to report their errors after one part has ended."""
 
 
 class SpreadSeat:
@@ -231,7 +227,7 @@ class SpreadSeat:
     def __init__(
         self, parts: Sequence[Seat], *, meet: Callable[[], Mapping[str, str]], clock: Clock = time.monotonic
     ) -> None:
-        """`meet` returns the last two MACHINE_VARIABLES; called at each start."""
+        """`meet`, called at each start, returns the last two MACHINE_VARIABLES."""
         self._parts = list(parts)
         self._meet = meet
         self._clock = clock

@@ -1,7 +1,6 @@
 """Slurm batch script: broker, store, and rank 0 on the first node, further ranks and generators as tasks.
 
-It starts the same role commands as a user would by hand. A heterogeneous job requests the learner's nodes and the
-generators' tasks, each with its own resources.
+A heterogeneous job requests the learner's nodes and the generators' tasks, each with its own resources.
 """
 
 import shlex
@@ -11,7 +10,7 @@ from slipstream.cluster.recipe import Recipe
 from slipstream.runtime.run_folder import RunFolder
 
 _STOP_BEFORE_S = 180
-"""Time before the job's limit at which its roles are asked to end and the job is requeued."""
+"""Time before the job's limit at which the roles end and the job is requeued."""
 
 _BODY = r"""
 set -um
@@ -88,10 +87,10 @@ exit "$code"
 
 
 def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -> str:
-    """Return the script. `python`: interpreter of the roles; `options`: sbatch options added to both job parts."""
+    """Return the script. `options`: sbatch options for both job parts."""
     run = recipe.run
     core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
-    # Roles use the first ports of the range. Rendezvous ports vary by job, because jobs may share a node.
+    # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]

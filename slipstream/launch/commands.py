@@ -21,7 +21,7 @@ _SETTING = f"{GENERATORS}="
 
 # --- scale -----------------------------------------------------------------------------------------------------------
 def scale(words: Sequence[str]) -> None:
-    """Ask the launcher of a run to keep N generators. `words`: generators=N, then the run as for `find_run`."""
+    """Ask a run's launcher to keep N generators. `words`: generators=N, then the run."""
     settings = [word for word in words if word.startswith(_SETTING)]
     number = settings[0].removeprefix(_SETTING) if len(settings) == 1 else ""
     if not number.isdecimal():
@@ -33,10 +33,7 @@ def scale(words: Sequence[str]) -> None:
 
 # --- drain -----------------------------------------------------------------------------------------------------------
 def drain(generator_id: str, words: Sequence[str]) -> None:
-    """Ask a generator to leave, and wait until it has left.
-
-    The request goes through the store and the broker, so the generator can run on any machine.
-    """
+    """Ask a generator, on any machine, to leave, and wait until it has left."""
     with _opened(words, command="drain") as (folder, store):
         request_drain(store, generator_id, run=folder.name)
         print(f"{generator_id} of {folder.name} is asked to leave", flush=True)

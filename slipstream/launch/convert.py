@@ -80,7 +80,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
-    """Return (kind of checkpoint, weights, folder with config and tokenizer, dtype of most weights)."""
+    """Return (kind of checkpoint, weights, folder with config and tokenizer, commonest dtype)."""
     if folder := _with_file(source, "adapter_config.json", ""):
         root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
@@ -104,7 +104,7 @@ def _with_file(source: Path, pattern: str, *parts: str) -> Path | None:
 
 
 def _base(base: Path | None, *others: Path) -> Path:
-    """Return the folder of --base, else the first of `others` with a config."""
+    """Return `base` or the first of `others` that has a config."""
     candidates = [base] if base else others
     if found := next((folder for folder in candidates if (folder / "config.json").is_file()), None):
         return found
@@ -120,7 +120,7 @@ def _reading(what: str) -> Iterator[None]:
             yield
     except ConfigError:
         raise
-    # Five libraries raise arbitrary errors for a damaged or mismatched file.
+    # The libraries raise arbitrary errors for damaged files.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{what}, got {type(error).__name__}: {first}") from error
@@ -152,7 +152,7 @@ def _merged(folder: Path, base: Path, weights: dict[str, Tensor]) -> dict[str, T
 
 
 def _gather_fsdp(folder: Path) -> dict[str, Tensor]:
-    """Join the shards of all ranks as saved by verl's FSDP workers: DTensors over a (fsdp) or (ddp, fsdp) mesh."""
+    """Join the shards of verl's FSDP workers: DTensors over a (fsdp) or (ddp, fsdp) mesh."""
     sizes = [int(found[1]) for file in folder.iterdir() if (found := _VERL.fullmatch(file.name))]
     must, why = "hold the shards of one world size, from rank 0 on", "a model is joined from those of all ranks"
     require(len(sizes) == 1, str(folder), must, got=sorted(sizes), why=why)
@@ -188,7 +188,7 @@ def _latest(source: Path) -> str:
 def _gather_zero(folder: Path) -> dict[str, Tensor]:
     """Gather the float32 master weights of a ZeRO 1-3 checkpoint with DeepSpeed, without unpickling objects."""
     before = os.environ.get(_FORCE)
-    # DeepSpeed calls torch.load with weights_only=False. This variable makes torch override that.
+    # DeepSpeed calls torch.load with weights_only=False; this variable overrides it.
     os.environ[_FORCE] = "1"
     try:
         with _reading(f"{folder} must hold a whole checkpoint of ZeRO 1, 2 or 3"):
@@ -213,7 +213,7 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
-    """Build the transformers model of the config in `folder`; it must have exactly these weights."""
+    """Build the model of the config in `folder`, which must have exactly these weights."""
     logging.disable_progress_bar()
     with _reading(f"{folder} must hold the config of a model that transformers knows"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -239,7 +239,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Strip the prefix of wrapper modules, such as `module.`; a wrapper may list a weight of the model twice."""
+    """Strip the prefix of a wrapper module, such as `module.`. Wrappers may alias weights, so compare identities."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

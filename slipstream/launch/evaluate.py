@@ -1,4 +1,4 @@
-"""Evaluate model folders on held-out sets and compare their scores, with intervals, by set and data source."""
+"""Evaluate model folders on held-out sets and compare their scores, with intervals."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,13 +38,13 @@ class Evaluation(Record):
     temperature: float
     score: Score
     by_source: dict[str, Score] = {}
-    """Scores of each data source; empty unless there are several."""
+    """Scores by data source; empty unless there are several."""
     difference: dict[str, Estimate] = {}
-    """Paired difference to the first model on the same prompts, with its interval; empty for the first model."""
+    """Paired difference to the first model; empty for the first."""
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate the models and settings given on the command line and print the scores. Raises as `evaluate`."""
+    """Evaluate the models of the command line and print the scores. Raises the errors of `evaluate`."""
     models, settings = load_with_models(list(words))
     found = evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
@@ -58,10 +58,10 @@ def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, i
 def evaluate(
     run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
 ) -> list[Evaluation]:
-    """Answer the held-out prompts of a run's final evaluation, or all held-out prompts, with each model in turn.
+    """Evaluate each model in turn on the prompts of a run's final evaluation or, with `is_whole`, all held-out prompts.
 
-    `out` keeps every answer, in one folder per model if there are several models. Blocks until all prompts are
-    answered. Raises ConfigError, GeneratorError, RunConflictError, ArchiveError.
+    `out`: folder for the answers, with a folder per model if there are several. Raises ConfigError, GeneratorError,
+    RunConflictError, ArchiveError.
     """
     found: list[Evaluation] = []
     base: Answers = {}

@@ -1,4 +1,4 @@
-"""Answer prompts with a model folder, using the engine, agent, and reward of a run, and store an archive."""
+"""Answer prompts with a model, using a run's engine, agent, and reward, and store an archive."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ from slipstream.runtime.model_files import check_model_path
 _SETTINGS = "settings.json"
 _SHARD_ANSWERS = 4096
 _FLUSH_S = 10.0
-"""Longest time between writes of complete groups, and so the most work that a kill loses."""
+"""While answers arrive, complete groups are written at least this often."""
 
 
 class Job(NamedTuple):
@@ -46,21 +46,18 @@ class Job(NamedTuple):
 
     prompt: Prompt
     member: int
-    """Index in the prompt's group."""
     num_members: int
-    """Size of the group."""
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
 class AnswerFolder:
-    """Archive of answers, written as they arrive. Reopening it resumes with the missing answers.
+    """Archive of answers, written as they arrive. Reopening it resumes.
 
     Life: (lacks | add)* -> close. Invariant: an answer is stored once, together with its whole group.
     """
 
     def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
-        """`settings`: further settings, besides the run's. Raises RunConflictError if any setting changed, ConfigError,
-        ArchiveError."""
+        """`settings`: in addition to the run's. Raises RunConflictError if any changed, ConfigError, ArchiveError."""
         self._folder = folder
         self._outcome: Outcome = outcome
         self._members: dict[str, dict[int, bytes]] = {}
@@ -71,12 +68,11 @@ class AnswerFolder:
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
         self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
-        """Answers stored by earlier calls."""
-        # Settings may still change if the earlier call stored no answer, for example because a setting was wrong.
+        # Settings may change until the first answer is stored.
         if self.stored:
             check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
         folder.mkdir(parents=True, exist_ok=True)
-        # Written first: commands that show the answers read the model's tokenizer path from it.
+        # `slipstream data` and `view` find the tokenizer by these settings.
         write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
         write_durably(path, opened.encode())
         self._writer = ShardWriter(folder)
@@ -86,7 +82,7 @@ class AnswerFolder:
         return job.prompt.lease.group_id not in self._group_ids
 
     def add(self, job: Job, trajectory: Trajectory) -> None:
-        """Keep an answer; it is written soon after its group is complete."""
+        """Keep an answer until its group is complete."""
         write_images(self._folder, {image_id(data): data for data in job.prompt.images})
         members = self._members.setdefault(trajectory.group_id, {})
         members[job.member] = encode(trajectory)
@@ -111,7 +107,7 @@ class AnswerFolder:
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 class Unscored:
-    """Scorer for unscored answers. They count as failed, so that training never treats them as a reward of 0."""
+    """Scorer that marks answers as failed, so that training never treats them as a reward of 0."""
 
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
@@ -131,10 +127,7 @@ def answer(
     title: str = "",
     is_scored: bool = True,
 ) -> None:
-    """Make all answers and pass each to `on_answer` as it finishes. Blocks; shows progress on a terminal.
-
-    Raises ConfigError, GeneratorError.
-    """
+    """Generate all answers and pass each to `on_answer`. Raises ConfigError, GeneratorError."""
     if not jobs:
         return
     os.environ.update(vllm_environment(run))
@@ -154,7 +147,7 @@ def answer(
 async def _answer(
     run: RunConfig, jobs: Iterable[Job], on_answer: Callable[[Job, Trajectory], None], *, is_scored: bool
 ) -> None:
-    # The receiver is never used: the engine samples from the weights of the folder.
+    # The receiver stays unused: the engine samples from the weights in the folder.
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward) if is_scored else None
     vision = VisionModel(run.model.path)
@@ -165,7 +158,7 @@ async def _answer(
     async def work() -> None:
         for job in waiting:
             trajectory = await agent.answer(job.prompt, job.member)
-            # An engine reports version -1 until it receives weights. Here it runs the model's own, version 0.
+            # An engine reports version -1 until it receives weights. The folder's weights are version 0.
             spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
             on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
 
@@ -192,10 +185,9 @@ async def _answer(
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:
-    """Answer each training prompt `samples` times; return (answers stored before, number of new answers).
+    """Answer training prompts `samples` times each; return (answers stored before, number of new answers).
 
-    `num_prompts`: answer only the first N; None = all. Raises ConfigError, RunConflictError, ArchiveError,
-    GeneratorError.
+    `num_prompts`: only the first N. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """
     check_model_path(run.model.path)
     train, _ = open_datasets(run)

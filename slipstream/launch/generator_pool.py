@@ -15,17 +15,16 @@ from slipstream.configs.run import RunConfig
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
-"""Generators per core. Guards against typos; not a recommendation."""
+"""Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""Time for a generator to return its leases and leave before it is killed."""
+"""Time for a generator to return its leases before it is killed."""
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
     """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
-    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs that the driver lists. Empty for a CPU build of torch;
-    `torch_version` defaults to the installed one.
+    Without CUDA_VISIBLE_DEVICES: all GPUs that the driver lists. Empty for a CPU build of torch.
     """
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
@@ -37,7 +36,7 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
 
 
 def gpu_gib(name: str) -> float:
-    """Return the memory of a GPU, GiB, without loading torch. Raises ConfigError."""
+    """Return the memory of a GPU, GiB. Raises ConfigError."""
     try:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
@@ -48,7 +47,7 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi for a field, or a comma-separated list; return one line per GPU, none without a driver."""
+    """Query nvidia-smi for comma-separated fields; return one line per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -58,10 +57,9 @@ def ask_gpus(field: str, *options: str) -> list[str]:
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Assign GPUs to roles by name: first the learner's ranks, then each generator. An empty list means no GPU.
+    """Return role -> its GPUs, first the learner's; empty without GPUs. Raises ConfigError if there are too few.
 
-    All roles share a single GPU. Without GPUs the result is empty. With learner.device=cpu only vLLM gets GPUs. Raises
-    ConfigError if there are too few.
+    All roles share a single GPU. With learner.device=cpu only vLLM gets GPUs.
     """
     if not gpus:
         return {}
@@ -94,7 +92,7 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
 
 
 def check_placement(run: RunConfig) -> None:
-    """Check that this machine has the GPUs that the roles need. Raises ConfigError."""
+    """Raise ConfigError if this machine lacks GPUs for the roles."""
     gpus = visible_gpus()
     if run.learner.device == "cuda" and not gpus:
         raise ConfigError(
@@ -110,7 +108,7 @@ def check_placement(run: RunConfig) -> None:
 
 
 def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
-    """Reject an implausible number of generators as a typo. Raises ConfigError."""
+    """Raise ConfigError for an implausible number of generators."""
     scale = run.generators.autoscale
     limit = max(run.generators.count, scale.max if scale else 0, _MAX_PER_CORE * num_cores)
     if target > limit:
@@ -122,7 +120,7 @@ def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
 
 # --- the pool --------------------------------------------------------------------------------------------------------
 class Event(NamedTuple):
-    """Something that happened to a role. Example: Event("generator-1", "generator-1 left")."""
+    """An event of a role. Example: Event("generator-1", "generator-1 left")."""
 
     role: str
     message: str
@@ -135,23 +133,20 @@ class GeneratorPool:
     """
 
     def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
-        """`make(name)` builds a process without starting it. `has_others` returns whether the run has generators
-        outside this pool."""
+        """`make(name)` builds a process. `has_others`: whether the run has generators outside this pool."""
         self._make = make
         self._has_others = has_others
         self._active: dict[str, RoleProcess] = {}
         self._leaving: dict[str, tuple[RoleProcess, float]] = {}
         self.target = 0
-        """Number of generators to keep running."""
 
     @property
     def active_names(self) -> set[str]:
-        """Generators that are not leaving."""
         return set(self._active)
 
     @property
     def names(self) -> set[str]:
-        """All processes that may be running, leaving ones included."""
+        """All generators, including leaving ones."""
         return {*self._active, *self._leaving}
 
     @property
@@ -159,7 +154,7 @@ class GeneratorPool:
         return [*self._active.values(), *(role for role, _ in self._leaving.values())]
 
     def set_target(self, target: int) -> list[Event]:
-        """Change the number of generators. Surplus ones are asked to leave, highest numbers first."""
+        """Change the number of generators. Asks surplus ones to leave, highest numbers first."""
         self.target = target
         surplus = sorted(self._active, key=lambda name: int(name.rpartition("-")[2]))[target:]
         for name in surplus:
@@ -170,7 +165,7 @@ class GeneratorPool:
         return leaving + self._start_missing()
 
     def poll(self) -> list[Event]:
-        """Restart, reap, and start processes as needed. Raises RoleDiedError when the last generator cannot run."""
+        """Restart, reap, and start processes. Raises RoleDiedError when the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
         events += [event for name in list(self._leaving) for event in self._reap(name)]
         return events + self._start_missing()
@@ -178,7 +173,7 @@ class GeneratorPool:
     def _poll_active(self, name: str) -> list[Event]:
         role = self._active[name]
         if role.has_finished:
-            # The user drained it by a command or a signal, so it is not replaced.
+            # The user drained it, so do not replace it.
             self._remove(name)
             return [Event(name, f"{name} left; the target is {self.target} now")]
         try:
@@ -204,7 +199,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # A leaving generator keeps its name, because its process still holds the GPUs placed under that name.
+        # A leaving generator keeps its name, because it still holds the GPUs of that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

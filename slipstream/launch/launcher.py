@@ -49,16 +49,15 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""Longest wait for one answer of the store. The launcher polls no role during that wait."""
+"""Limit for one answer of the store; the launcher polls no role meanwhile."""
 _REMIND_EVERY_S = 20.0
-"""Interval of reminders while the broker has not opened the run: it may be reading large files or waiting for disk
-space."""
+"""Interval of reminders while the broker, which may read large files, has not opened the run."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 
 
 class Launcher:
-    """Runs the roles as processes on this machine; with `places`, generators and learner ranks run on other machines.
+    """Runs the roles on this machine; with `places`, generators and learner ranks also run on others.
 
     Invariant: when `launch` returns or raises, every process it started has ended.
     """
@@ -77,7 +76,7 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
-        # Read once, so that later generators draw GPUs from the same list.
+        # Read once, so that later generators get GPUs from the same list.
         self._places = places
         self._visible_gpus = [] if places else visible_gpus()
         self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
@@ -104,8 +103,7 @@ class Launcher:
         )
 
     def _meet_ranks(self) -> dict[str, str]:
-        """Return the rendezvous variables of the learner's ranks: an address and a port on this machine. Raises
-        ConfigError."""
+        """Return the rendezvous variables of the learner's ranks. Raises ConfigError."""
         address, port = find_last_port(self._run.cluster)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
@@ -115,13 +113,15 @@ class Launcher:
         return max(self._run.generators.count, scale.max if scale else 0)
 
     def _share_gpu(self) -> None:
-        """Set the KV cache size if learner and engines share one GPU: vLLM starts together with the learner and cannot
-        measure the free memory. Raises ConfigError if they do not fit."""
+        """Set the KV cache size if learner and engines share one GPU. Raises ConfigError if they do not fit.
+
+        vLLM cannot measure the free memory, because the learner starts at the same time.
+        """
         engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
         if not is_shared or not isinstance(engine, VllmEngineConfig) or engine.kv_cache_gib is not None:
             return
-        # Imported here because it loads torch, which the launcher otherwise does not need.
+        # Loads torch, which the launcher otherwise does not need.
         from slipstream.launch.plan import shared_cache_gib
 
         generators = msgspec.structs.replace(self._run.generators, count=self._most_generators)
@@ -133,14 +133,14 @@ class Launcher:
     def _generator(self, name: str) -> RoleProcess:
         if self._places:
             return self._generator_elsewhere(name, self._places)
-        # It reads the address and token from the run folder; the broker sends the other settings.
+        # Address and token are in the run folder; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
         # The broker starts to listen once the inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
     def _generator_elsewhere(self, name: str, places: Places) -> RoleProcess:
-        """Return the process of a generator on a machine without the run folder: it gets address and token directly."""
+        """Build a generator for a machine without the run folder, so pass it the address and token."""
         own = [
             *own_settings(self._overrides),
             f"name={self._run.name}",
@@ -155,7 +155,7 @@ class Launcher:
         )
 
     def _check_room(self, count: int) -> None:
-        """Assign GPUs to `count` generators. Raises ConfigError if they do not fit on this machine."""
+        """Assign GPUs to `count` generators. Raises ConfigError if they do not fit."""
         if self._places:
             return
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
@@ -164,7 +164,7 @@ class Launcher:
                 f"generators must be <= {self._most_generators} on the one GPU of this machine, got {count}: its "
                 "memory is divided at the start; start the run with that generators.count."
             )
-        # Never fewer than at the start, so that running generators keep their GPUs.
+        # At least as many as at the start, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -191,14 +191,14 @@ class Launcher:
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
         """Start all roles, watch them until the learner finishes, and stop them.
 
-        `prepare` makes missing inputs. Only generators run at the same time, to load their libraries.
+        `prepare` makes missing inputs before the brokers and the learner start, while generators load libraries.
         """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # This order lets the store outlive the roles, observers get the last rows, and the view show the end.
+            # In this order, the store outlives the roles, observers get the last rows, and the view shows the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -230,7 +230,7 @@ class Launcher:
 
     @contextmanager
     def _opened(self, url: str) -> Iterator[RedisStore]:
-        # No retries: the roles must be polled while the store is unavailable.
+        # No retries, because the roles must be polled during an outage.
         store = open_run_store(
             url,
             self._run.name,
@@ -246,12 +246,12 @@ class Launcher:
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # Generators first: their libraries load slowest. On other machines they need the broker's address.
+            # Generators first, because their libraries load slowest. On other machines they need the broker's address.
             if not self._places:
                 self._start_pool()
             if prepare:
                 prepare()
-            # Needs the prepared model. The broker, which starts below, sends the result to the generators.
+            # Needs the prepared model. The broker sends the result to the generators.
             self._share_gpu()
             for role in (*self._brokers, self._learner):
                 role.start()
@@ -260,13 +260,13 @@ class Launcher:
             try:
                 self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
             except KeyboardInterrupt:
-                # Second Ctrl-C: kill everything, so that no role survives into the next run in this folder.
+                # Second Ctrl-C: kill everything, so that no role survives into the next run.
                 for role in self._roles:
                     role.stop(ends_at=0.0)
                 raise
 
     def _end_roles(self, *, ends_at: float) -> None:
-        # Brokers end last, because the other roles say goodbye to them.
+        # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         for role in reversed(self._roles):
@@ -301,7 +301,7 @@ class Launcher:
         self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
-            # After the store, so that an outage is reported before the role deaths that it causes.
+            # After the update, so that a store outage is reported before the role deaths that it causes.
             self._publish(self._poll_roles(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
@@ -321,24 +321,24 @@ class Launcher:
         return {role.name: role.num_restarts for role in self._roles}
 
     def _record_work(self, snapshot: RunSnapshot) -> None:
-        # A rollback lowers the step. Only a rising step shows that the current learner works.
+        # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step
-        # A broker reports once it serves; a generator is ready once its weights are verified.
+        # A broker is ready once it serves, a generator once its weights are verified.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
         for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
                 role.record_work()
         reports = [(role, snapshot.roles.get(role.name, {})) for role in self._brokers]
-        # Only from the current process: the store may hold the report of a broker on an earlier machine.
+        # The store may still hold a report of an earlier process.
         addresses = [str(report.get("address", "")) for role, report in reports if role.pid == report.get("pid")]
         if addresses and self._address not in addresses:
             self._address = addresses[0]
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
-        """Show, report, and scale the run. Raises StoreUnavailableError once the outage exceeds its limit."""
+        """Show, report, and scale the run. Raises StoreUnavailableError after too long an outage."""
         try:
             snapshot = monitor.poll()
             self._living_generators = snapshot.living_generators
@@ -351,12 +351,12 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # A store that only refuses writes is waiting for disk space, and the roles wait with it.
+            # A store that only refuses writes waits for disk space, however long that takes.
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except RunConflictError:
-            # Before the first step, the broker has not opened the run yet. Later, the store was emptied.
+            # The broker has not opened the run yet or, after the first step, the store was emptied.
             if self._step is not None:
                 raise
             if time.monotonic() > self._remind_at:

@@ -1,7 +1,7 @@
-"""Plan: estimate the memory of every process of a run by cause, from its settings and the model's config.json.
+"""Plan: estimate the memory of a run by process and cause, from its settings and the model's config.json.
 
-Reads no weights. Activations of a learner step are traced on meta tensors; state sizes follow from the ZeRO stage.
-Estimates exclude fragmentation and the processes of tools and rewards.
+Reads no weights: activations are traced on meta tensors, state sizes follow from the ZeRO stage. Estimates exclude
+fragmentation and the processes of tools and rewards.
 """
 
 from collections import Counter
@@ -35,22 +35,21 @@ from slipstream.runtime.process import group_limits
 GIB = 2**30
 HOST = "host"
 TOO_LARGE = 1
-"""Exit code of a run that does not fit."""
+"""Exit code."""
 _FLOAT = 4
 _MAX_LIVE_ELEMENTS = 10**9
 """Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
-"""Host memory of a process after its imports."""
+"""Host memory after imports."""
 _CONTEXT_GIB = 0.8
-"""CUDA context, library kernels, and NCCL buffers, per GPU."""
+"""CUDA context, kernels, and NCCL buffers, per GPU."""
 _GRAPHS_GIB = 1.0
-"""CUDA graphs of an engine."""
 _BATCHED_TOKENS = 2048
-"""Tokens per vLLM step if max_num_batched_tokens is not set."""
+"""Default of max_num_batched_tokens."""
 _SHARED_FRACTION = 0.92
-"""Fraction of a shared GPU that the plan assigns; the rest covers allocator fragmentation."""
+"""Assigned fraction of a shared GPU; the rest covers allocator fragmentation."""
 _SPARE_CACHE_GIB = 0.25
-"""KV cache beyond the size of all sequences, for partly used blocks."""
+"""Extra KV cache for partly used blocks."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTIZED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
@@ -71,7 +70,7 @@ _ADVICE = {
     "published": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
-"""First word of a cause -> settings that reduce it."""
+"""Start of a cause -> settings that reduce it."""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -105,25 +104,23 @@ class Machine(msgspec.Struct, frozen=True):
         return Machine(host_gib or total / GIB, count, size or 0.0)
 
     def capacity(self, place: str) -> float:
-        """Memory of the machine or GPU, GiB."""
         return self.host_gib if place == HOST else self.gpu_gib
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Memory needs of a run and the places where they do not fit."""
+    """Memory needs of a run, and where they do not fit."""
 
     machine: Machine
     needs: list[Need]
     problems: list[str]
-    """One sentence per place that is too small, and for an engine that cannot hold one sequence."""
+    """Sentences on places that are too small and engines that cannot hold one sequence."""
 
     def total(self, place: str) -> float:
-        """Memory of all processes there, GiB."""
         return sum(need.gib for need in self.needs if need.place == place)
 
 
 def make_plan(run: RunConfig, machine: Machine) -> Plan:
-    """Estimate the needs of a run. Raises ConfigError for an unreadable model config or too few GPUs."""
+    """Estimate a run's needs. Raises ConfigError for an unreadable model config or too few GPUs."""
     placed = place(run, gpus=[str(number) for number in range(machine.gpus)])
     policy = _meta(run.model, setting="model.path")
     needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
@@ -174,7 +171,7 @@ def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
 def show_plan(
     overrides: list[str], *, gpus: int | None, gpu_gib: float | None, host_gib: float | None, is_json: bool
 ) -> None:
-    """Print needs and sizes; exit with 1 and one sentence per place that is too small. Raises ConfigError."""
+    """Print needs and sizes; exit with TOO_LARGE and the problems. Raises ConfigError."""
     run = load(overrides)
     check_model_path(run.model.path)
     plan = make_plan(run, Machine.here(host_gib=host_gib, gpus=gpus, gpu_gib=gpu_gib))
@@ -191,7 +188,7 @@ def show_plan(
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Return a table of needs by process and cause, with equal processes merged, and a table of sums by place."""
+    """Return tables of needs by process and cause, and of sums by place."""
     by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
     alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
     for name in dict.fromkeys(need.process for need in plan.needs):
@@ -215,7 +212,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
         on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
-    # Linear layers, nearly all parameters, are gathered in the compute dtype.
+    # Linear layers, which hold nearly all parameters, are gathered in the compute dtype.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
     algorithm = run.algorithm
@@ -255,7 +252,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
 def _states(
     model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
 ) -> Iterator[tuple[str, bool, float]]:
-    """Yield (cause, is in host memory, number of float32 elements) of one model on one of `size` ranks."""
+    """Yield (cause, is in host memory, float32 elements) of one model on one of `size` ranks."""
     stage, offloads, keeps_parameters_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
         stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
@@ -276,7 +273,6 @@ def _states(
 
 # --- generators ------------------------------------------------------------------------------------------------------
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
-    """Return the needs of one generator, without the KV cache of its engine."""
     engine, text = run.generators.engine, model.config.get_text_config()
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
     if isinstance(engine, ScriptedEngineConfig):
@@ -319,7 +315,7 @@ def _cache_gib(
         taken = sum(need.gib for need in needs if need.place == where)
         return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
     left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
-    # Cap it at the size of all sequences: more would only take memory from the learner.
+    # Cap it at the size of all sequences, and leave the rest to the learner.
     most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
     return max(0.0, min(left / num_engines, most))
 
@@ -327,7 +323,6 @@ def _cache_gib(
 def _cache_problems(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, cache: float
 ) -> list[str]:
-    """Return one sentence if an engine cannot hold one sequence."""
     if cache >= (longest := _sequence_gib(run, model)):
         return []
     problem = (
@@ -344,7 +339,6 @@ def _cache_problems(
 
 
 def _is_shared(needs: Sequence[Need], where: str) -> bool:
-    """Whether several roles use a GPU."""
     return where != HOST and len({need.process for need in needs if need.place == where}) > 1
 
 
@@ -357,7 +351,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """Return the KV cache per engine if all roles share one GPU, GiB. Raises ConfigError if they do not fit."""
+    """Return the KV cache per engine on a GPU that all roles share, GiB. Raises ConfigError if they do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -365,7 +359,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Return KV cache bytes per token over all layers. Linear attention layers store nothing per token."""
+    """Return KV cache bytes per token. Linear attention layers store nothing per token."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)

@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import check_model_path, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
-"""Limit of one preparation step; allows a slow download."""
+"""Limit of one step; allows a slow download."""
 _STORE_TIMEOUT_S = 10.0
 
 
@@ -39,10 +39,9 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Return the environment checks of a run: name -> function that raises an error stating the requirement.
+    """Return environment checks: name -> function that raises an error stating the requirement.
 
-    Covers loggers, the exporter port, reward functions, and the object store; with mode=async also placement, token,
-    broker address, and store. Each check is fast, or takes ten seconds if a server does not answer.
+    Each is fast, or takes ten seconds if a server does not answer.
     """
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
@@ -60,7 +59,7 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
-    # Import them here first: an error in a generator's worker process would appear a minute later.
+    # In a generator's worker process, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
 
@@ -77,8 +76,8 @@ def _check_local(run: RunConfig) -> None:
 
 
 def _check_address(run: RunConfig) -> None:
-    # If another run's broker already used the address, our generators would connect to that broker. The run's unix
-    # socket needs no check: the run lock protects it.
+    # If another run's broker used the address, our generators would connect to it. The run lock protects the unix
+    # socket.
     if run.cluster.network:
         find_interface(run.cluster)
     for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
@@ -92,10 +91,7 @@ def _check_store(run: RunConfig) -> None:
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run the missing preparation steps, then check data and model. A replay reads its whole archive.
-
-    Raises ConfigError.
-    """
+    """Run the missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
     prepare(run)
     train, heldout = read_data(run)
     for shortage in describe_shortages(run, heldout):
@@ -109,7 +105,7 @@ def make_inputs(run: RunConfig) -> None:
 
 
 def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the prompts, of any length, and check that the reward functions accept them. Raises ConfigError."""
+    """Open the prompts and check that the reward functions accept them. Raises ConfigError."""
     train, heldout = read_train(run), read_heldout(run)
     if any(one.data_sources for one in run.generators.reward.functions):
         for rows in dict.fromkeys([train, *heldout.values()]):
@@ -119,30 +115,27 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return the preparation steps that have not created their file yet."""
+    """Return the preparation steps without their file."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
 def preparation_limit_s(run: RunConfig) -> float:
-    """Return the total time limit of the missing steps, seconds."""
+    """Return the time limit of all missing steps."""
     return _STEP_TIMEOUT_S * len(missing_steps(run))
 
 
 def prepare(run: RunConfig) -> int:
-    """Run the missing preparation steps in order and return their number. They share this process's output.
-
-    Raises ConfigError, naming the failed step.
-    """
+    """Run the missing preparation steps in order; return their number. Raises ConfigError with the failed step."""
     if not (steps := missing_steps(run)):
         return 0
-    # One process runs all steps, so that they import torch once and the launcher never does.
+    # One process for all steps imports torch once, and the launcher never does.
     limit_s = preparation_limit_s(run)
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:
         outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
         outcome += f" within {limit_s:.0f} s" if code is None else ""
-        # The process ends at the first failed step, which may have created part of its output.
+        # The first failed step ends the process, possibly after creating its file.
         failed = [*missing, steps[-1]][0]
         shown = f"python -m {failed.module} {' '.join(failed.args)}"
         raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
@@ -150,7 +143,7 @@ def prepare(run: RunConfig) -> int:
 
 
 def _run_steps(steps: list[PrepareStep]) -> None:
-    """Run each step like `python -m MODULE ARGS` in this process; stop at the first that does not create its file."""
+    """Run each step as `python -m MODULE ARGS`; stop at the first that does not create its file."""
     for step in steps:
         print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
         sys.argv = [step.module, *step.args]

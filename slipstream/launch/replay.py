@@ -1,13 +1,8 @@
 """Replay: train on the trajectories of a stored run, in the same batches as that run.
 
-    slipstream run experiment=digits_replay replay.path=runs/mine/archive
-    slipstream run experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
-    slipstream run experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
-
-A replay is a serial run over a store filled from an archive, on one or more ranks. It leases no training prompts; the
-in-process generator only answers held-out prompts, to measure accuracy. With the settings, seed, and initial weights
-of the stored run, batches repeat bit for bit, and so do the losses of a serial run. With another algorithm, it shows
-the effect of that algorithm on the same data.
+A replay is a serial run over a store filled from an archive, on one or more ranks. Its generator answers only held-out
+prompts. With the settings, seed, and initial weights of the stored run, batches repeat bit for bit, and so do the
+losses of a serial run. With another algorithm, it shows the effect on the same data.
 """
 
 import asyncio
@@ -53,14 +48,11 @@ log = structlog.get_logger(__name__)
 
 
 def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    """Train to the end, in this process or, with several ranks, in one process per rank.
-
-    Raises ConfigError, ArchiveError, LearnerError.
-    """
+    """Train to the end, in this process or in one per rank. Raises ConfigError, ArchiveError, LearnerError."""
     raise_on_stop_signal()
     if run.learner.num_ranks == 1:
         _run_rank_0(run, folder)
-    # Needs no deadline: every collective of the ranks has one.
+    # Needs no deadline, because every collective has one.
     elif code := run_kept(["slipstream.launch.replay", *overrides]):
         raise RankGroupError(
             f"all {run.learner.num_ranks} learner ranks must succeed, got exit code {code}: their messages are above."
@@ -102,7 +94,6 @@ def _run_rank_0(run: RunConfig, folder: RunFolder) -> None:
 
 
 def _device(run: RunConfig) -> torch.device:
-    """Choose the device of this rank and set DeepSpeed's environment for it."""
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     os.environ.update(deepspeed_environment(device))
     return device
@@ -110,17 +101,15 @@ def _device(run: RunConfig) -> torch.device:
 
 # --- rescoring -------------------------------------------------------------------------------------------------------
 _MAX_DECODED = 1024
-"""Most trajectories decoded to text at the same time."""
+"""Trajectories decoded at a time; text takes several times the memory of token ids."""
 
 
 def rescore(
     groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    """Score the trajectories of `groups` again with `reward`.
+    """Score the trajectories of `groups` again. A failure becomes the reward's status, which training masks.
 
-    If the function fails on a trajectory, the reward records that status and training masks the trajectory. Blocks at
-    most `reward.timeout_s` per call. Raises ConfigError if the function cannot be imported or `prompts` lacks the
-    prompt of a trajectory.
+    Raises ConfigError if the function cannot be imported or `prompts` lacks a prompt.
     """
     rows = {row.uid: row for row in prompts}
     return asyncio.run(_rescore(groups, reward, rows, prompting))
@@ -133,7 +122,6 @@ async def _rescore(
     statuses: Counter[str] = Counter()
     rescored = []
     try:
-        # In chunks, because decoded text takes several times the memory of token ids.
         for chunk in _chunks(groups):
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]

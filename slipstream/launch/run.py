@@ -27,9 +27,9 @@ console = make_console()
 
 
 def run_experiment(overrides: list[str], *, program: str) -> None:
-    """Train with these overrides and report the result. Blocks until the run has ended.
+    """Train and report the result. `program`: name in the suggested commands.
 
-    `program`: the name in the suggested commands. Raises ConfigError and the errors of every role.
+    Raises ConfigError and the errors of every role.
     """
     run = load(overrides)
     if run.mode == "sft":
@@ -38,8 +38,8 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     folder = RunFolder(run)
     folder.check_name()
     check_surroundings(run)
-    # Generators load their libraries during preparation, which takes seconds to minutes. Everything else is checked
-    # before, so that a rejected run starts no process and leaves no folder.
+    # Generators load their libraries during preparation, which takes seconds to minutes. Check everything else first,
+    # so that a rejected run starts no process and leaves no folder.
     is_to_prepare = run.mode == "async" and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
@@ -59,7 +59,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    # Imported here because both load torch, which takes seconds and which mode=async does not need.
+    # Both load torch, which takes seconds and which mode=async does not need.
     if run.mode == "serial":
         from slipstream.launch.serial import run_serial
 
@@ -72,11 +72,11 @@ def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> Non
 
 @contextmanager
 def _open_places(run: RunConfig) -> Iterator[Places | None]:
-    """Connect to the run's cluster, if any, and reserve the core on this machine. Raises ConfigError."""
+    """Connect to the run's cluster, if any, and reserve its core. Raises ConfigError."""
     if run.cluster.kind == "local":
         yield None
         return
-    # Imported here because it takes a second and Ray is optional.
+    # Takes a second, and Ray is optional.
     try:
         from slipstream.cluster.ray_seats import join_cluster
     except ImportError as error:
@@ -86,10 +86,7 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
 
 
 def start_sft(overrides: list[str]) -> None:
-    """Replace this process with a learner that trains on demonstrations: mode=sft has no other role.
-
-    Raises ConfigError.
-    """
+    """Replace this process with the learner, the only role of mode=sft. Raises ConfigError."""
     run = load(overrides)
     if run.mode != "sft":
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
@@ -109,7 +106,7 @@ def with_sft_preset(overrides: list[str]) -> list[str]:
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """Append a number to a default name that is in use, so that the same command can be repeated."""
+    """Append a number to a default name that is in use."""
     is_chosen = any(override.startswith("name=") for override in overrides)
     if is_chosen or run.resume:
         return run, overrides
@@ -138,7 +135,7 @@ REPORTED = {
 
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
     """Print the results of a finished run and draw its curve."""
-    # Imported here because matplotlib takes a second to load.
+    # matplotlib takes a second to load.
     from slipstream.observe.plot import plot_run
 
     summary = json.loads(folder.summary.read_text())
@@ -175,7 +172,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 
 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
-    """Return commands to try next, with the settings of this run -> what each shows."""
+    """Return command to try next, with this run's settings -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
     again = shlex.join([*program.split(), "run", *own])
     others = {
@@ -190,7 +187,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
 
 
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
-    """Describe whether the run reached its goals (`done` without goals), with its final accuracies."""
+    """Describe whether the run reached its goals, with its final accuracies."""
     goals = run.evaluation.goals
     reached = all(goal.holds(summary["evaluation"]) for goal in goals)
     word = "done" if not goals else "learned" if reached else "NOT learned"

@@ -23,9 +23,8 @@ from slipstream.observe.run_status import RunSnapshot, busy_fraction, wait_fract
 from slipstream.runtime.clock import Clock
 
 _WORKING_STATES = ("ready", "updating")
-"""States of a generator that has weights."""
 _MIN_STEPS = 5
-"""Steps in a window before the learner's waits are meaningful."""
+"""Steps before the learner's waits are meaningful."""
 
 
 class Change(Record):
@@ -35,16 +34,14 @@ class Change(Record):
     """
 
     target: int
-    """New number of generators."""
     reason: str
-    """Measurements behind the decision."""
 
 
 class Autoscaler:
-    """Decides once per window of `settle_s`, which is longer if steps are slow.
+    """Decides once per window of `settle_s`, or longer if steps are slow. Used by one thread.
 
-    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere (a small `max_lag`, a
-    short queue), and fewer generators would not help. Used by one thread.
+    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere, such as a small
+    `max_lag`, and fewer generators would not help.
     """
 
     def __init__(self, config: AutoscaleConfig, *, clock: Clock = time.monotonic) -> None:
@@ -63,8 +60,8 @@ class Autoscaler:
     ) -> Change | None:
         """Add one observation; at the end of a window, return a change or None.
 
-        `rows`: metrics rows since the last observation; `busy`: fraction of capacity that the `num_ready` generators
-        with weights use now; `is_starving`: the learner waits for groups now; `target`: current number of generators.
+        `rows`: new metrics rows. `busy`: used fraction of the capacity of the `num_ready` generators with weights.
+        `is_starving`: the learner waits for groups now.
         """
         self._rows += rows
         self._busy += [] if busy is None else [busy]
@@ -78,7 +75,7 @@ class Autoscaler:
         else:
             change = self._scale_up(seconds, target=target)
             change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
-        # Extend a window with too few steps: if it were discarded, slow steps would never be measured.
+        # Extend a window with too few steps; otherwise slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
@@ -96,7 +93,7 @@ class Autoscaler:
         waited, config = self._learner_wait_fraction(), self._config
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
-        # Never while the learner waits: at `max` a generator would leave and rejoin repeatedly.
+        # Never while the learner waits: at `max`, a generator would leave and return repeatedly.
         if waited is None or waited > config.more_above:
             return None
         busy = sum(self._busy) / len(self._busy)
@@ -110,9 +107,9 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """Return the fraction of time that the learner waited for groups; None if the window has too few steps.
+        """Return the learner's wait fraction; None if the window has too few steps.
 
-        Before the first step ends, return the fraction of observations in which it waited.
+        Before the first step ends: the fraction of observations in which it waited.
         """
         if not self._rows:
             return sum(self._starving) / len(self._starving)
@@ -120,7 +117,7 @@ class Autoscaler:
 
 
 class AbsenceTracker:
-    """Tracks absent generators and decides when the autoscaler stops waiting for them."""
+    """Decides when the autoscaler stops waiting for absent generators."""
 
     def __init__(self, *, absent_after_s: float, clock: Clock = time.monotonic) -> None:
         self._absent_after_s = absent_after_s
@@ -129,7 +126,7 @@ class AbsenceTracker:
         self._abandoned: set[str] = set()
 
     def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
-        """Record the working generators; return newly abandoned ones, each once per absence."""
+        """Record the working generators; return newly abandoned ones, once per absence."""
         now = self._clock()
         self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
         abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}
@@ -143,10 +140,7 @@ class AbsenceTracker:
 
 
 class LauncherReport:
-    """Reports the launcher, its restarts, and its events to the store; queues events during a store outage.
-
-    Life: (record -> send)* -> end.
-    """
+    """Reports the launcher to the store. Queues events during an outage. Life: (record | send)* -> end."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -154,23 +148,23 @@ class LauncherReport:
         self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
 
     def record(self, event: Event) -> None:
-        """Queue an event for the next `send`, without the role name at the start of its message."""
+        """Queue an event, without the role name at the start of its message."""
         self._unsent.append(Event(event.role, event.message.removeprefix(f"{event.role} ")))
 
     def answer(self, request_id: str, refusal: str) -> None:
-        """Answer a scaling request with the next `send`; an empty refusal means success."""
+        """Queue the answer to a scaling request; an empty refusal means success."""
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Send the queued events and the launcher's state. Raises StoreUnavailableError, RunConflictError."""
+        """Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
-            # Dequeue only after the call: a lost answer repeats an event, and no event is lost.
+            # Dequeue after the call, so that a lost answer repeats an event instead of losing it.
             self._store.record_event(*self._unsent[0])
             self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
     def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Report the end of the launcher, if the store answers."""
+        """Report the launcher's end, if the store answers."""
         with suppress(ReplayBufferError):
             self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
@@ -192,7 +186,7 @@ class Scaling:
         check_room: Callable[[int], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`check_room(count)` raises ConfigError if that many generators do not fit on this machine."""
+        """`check_room(count)` raises ConfigError if that many generators do not fit."""
         self._pool = pool
         self._report = report
         self._run = run
@@ -243,7 +237,7 @@ class Scaling:
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._absences.is_complete):
-            # While a role starts, waits do not show how many generators are needed.
+            # Waits during a role's start say nothing about the number needed.
             self._autoscaler.start_window()
             return events
         change = self._autoscaler.observe(
@@ -271,7 +265,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Reported once: repeats would push other events out of the store.
+            # Report it once: repeats would push other events out of the store.
             if previous == self._refused:
                 return []
             return [

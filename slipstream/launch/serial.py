@@ -2,8 +2,8 @@
 
 It uses the store, router, generator, publisher, and learner of an asynchronous run, with in-memory channels and weight
 transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the generator's
-client, then the generator's asyncio tasks. Decisions that depend on time use a count of turns. One seed therefore
-gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+client, then the generator's asyncio tasks. Its clock counts turns. One seed therefore gives one run, bit for bit; with
+`max_lag=0` it is the synchronous oracle.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Event loop rounds per turn: enough for a woken task to pass on its result within the turn."""
+"""Enough event loop rounds for a woken task to pass on its result."""
 
 
 class TurnClock:
@@ -53,7 +53,7 @@ class TurnClock:
 
 
 class SerialPeer:
-    """Broker client of a role with its received messages, stepped by the pump instead of a thread."""
+    """Broker client and received messages of a role, stepped by the pump instead of a thread."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
         # A run has one learner, and the broker knows it by that name.
@@ -67,7 +67,7 @@ class SerialPeer:
 
 
 class Pump:
-    """Runs broker and generator whenever the learner waits. Fulfills the learner's Inbox.
+    """The learner's Inbox, which runs broker and generator whenever the learner waits.
 
     Life: start -> (turn | get)* -> stop -> close.
     """
@@ -85,7 +85,6 @@ class Pump:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, generator: Generator) -> None:
-        """Run this generator in every turn."""
         self._generator = generator
         self._peer.board.set_source(generator.status)
         self._running = self._loop.create_task(generator.run())
@@ -100,17 +99,16 @@ class Pump:
         self._loop.run_until_complete(self._run_tasks())
         self._report()
         if self._running and self._running.done():
-            # Raises the generator's error here, so that the learner does not continue alone.
+            # Raises the generator's error, so that the learner does not continue alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Return the learner's next message; if none is queued and `timeout_s` > 0, take one turn first."""
+        """Return the learner's next message; without one, take a turn first if `timeout_s` > 0."""
         if not self._learner.received and timeout_s > 0:
             self.turn()
         return self._learner.received.popleft() if self._learner.received else None
 
     def stop(self) -> None:
-        """Drain the generator and end its loop."""
         assert self._generator is not None
         assert self._running is not None
         self._generator.drain("the run is over")
@@ -125,8 +123,7 @@ class Pump:
             self._loop.close()
 
     def _report(self) -> None:
-        """Store the generator's gauges. Pings normally carry them, but are seconds apart, and this clock advances by
-        milliseconds."""
+        """Store the generator's gauges: pings, which carry them, would be too rare on this clock."""
         status = self._peer.board()
         gauges = {"role": "generator", "state": status.state, "version": status.version}
         self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
@@ -147,10 +144,7 @@ def run_serial(
     prepare_store: Callable[[RedisStore], None] = lambda _store: None,
     device: torch.device = _CPU,
 ) -> None:
-    """Train to the end in this process.
-
-    `prepare_store` may fill the store before a role uses it. `device`: device of rank 0 of the learner.
-    """
+    """Train to the end in this process. `prepare_store` may fill the store. `device`: that of the learner's rank 0."""
     # The store server is a child process and must end with this one.
     raise_on_stop_signal()
     # With several threads, sums depend on the work split.
@@ -202,5 +196,5 @@ def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisSto
     config = run.buffer.store
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
     limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
-    # Nothing is persisted, because a serial run cannot be resumed.
+    # Persists nothing, because a serial run cannot be resumed.
     return open_own_store(folder.store, run.name, **limits, clock=clock)

@@ -17,12 +17,12 @@ from slipstream.migration.verl import import_verl
 
 _LARGEST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""Numbers such as 1e6, which PyYAML reads as text and Hydra and argparse read as numbers."""
+"""Numbers such as 1e6, which only PyYAML reads as text."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return dotted key -> value of all settings in a file; the last value of a key wins. Raises ConfigError."""
+    """Return dotted key -> value; the last value of a key wins. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
@@ -42,7 +42,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _from_document(path: Path, text: str) -> dict[str, Any]:
     document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if isinstance(document, list) and all(isinstance(line, str) for line in document):
-        # A Hydra overrides.yaml is such a list.
+        # Hydra's overrides.yaml
         return _overrides(document)
     if not isinstance(document, dict):
         raise ValueError("it must be a record of settings, or a list of overrides.")
@@ -50,7 +50,7 @@ def _from_document(path: Path, text: str) -> dict[str, Any]:
 
 
 def _from_script(text: str) -> dict[str, Any]:
-    """Return `key=value` and `--key value` arguments of all commands; `$NAME` is expanded if the script sets it."""
+    """Return `key=value` and `--key value` arguments, with the script's own variables expanded."""
     words = [word for line in text.replace("\\\n", " ").splitlines() for word in shlex.split(line, comments=True)]
     variables: dict[str, str] = {}
     for word in words:
@@ -125,13 +125,13 @@ def import_config(
 
 
 def import_settings(trainer: str, file: Path) -> Imported:
-    """Translate a file; invalid combinations of settings become a note. Raises ConfigError."""
+    """Translate a file; invalid combinations become a note. Raises ConfigError."""
     given = read_settings(file)
     try:
         imported = _IMPORTERS[trainer](given)
     except ConfigError:
         raise
-    # Text instead of a number: environment variables, which may hold secrets, are not expanded.
+    # Text instead of a number, such as an environment variable, which is not expanded.
     except (TypeError, ValueError) as error:
         unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
         raise ConfigError(

@@ -10,7 +10,6 @@ from slipstream.configs.base import Record
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that mean a setting is unused; a full configuration has hundreds of them."""
 _WORDS = ("null", "true", "false", "inf", "nan")
 
 
@@ -18,15 +17,14 @@ class Imported(Record):
     """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], untranslated=["trainer.x = 3"])."""
 
     overrides: list[str]
-    """Overrides for `slipstream run`."""
     notes: list[str]
-    """One sentence per setting whose meaning differs here or that the user must decide."""
+    """Settings with a different meaning here, or that the user must decide."""
     untranslated: list[str]
-    """Source settings without an equivalent, with their values."""
+    """`key = value` without an equivalent."""
 
 
 class Translation:
-    """Source settings over the source's defaults, and the resulting Slipstream settings in order."""
+    """Source settings over the source's defaults, and the resulting overrides."""
 
     def __init__(self, given: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.given = given
@@ -52,7 +50,7 @@ class Translation:
         self.put(ours, None if value is None else convert(value))
 
     def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
-        """Clear the default experiment's task settings, and fit microbatches to the longest trajectory."""
+        """Clear the default experiment's task, and fit microbatches to the longest trajectory."""
         self.put("prepare", [])
         self.put("evaluation.goals", [])
         self._ours["learner.stop"] = "null"

@@ -52,7 +52,7 @@ _DECIDED_HERE = (
     "overwrite_output_dir", "save_strategy", "do_", "distributed_type", "machine_rank", "mixed_precision",
     "num_machines",
 )  # fmt: skip
-"""Prefixes of keys that need no equivalent: Slipstream decides these itself, or they configure TRL's reporting."""
+"""Prefixes of keys that need no equivalent: Slipstream decides these itself, or they are about reporting."""
 _AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",

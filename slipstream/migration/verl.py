@@ -126,7 +126,7 @@ def translate_kl(config: Translation) -> None:
 
 
 def translate_correction(config: Translation) -> None:
-    """Translate the importance correction and rejection of tokens."""
+    """Translate importance correction and rejection."""
     key = "algorithm.rollout_correction"
     level, threshold = config.take(f"{key}.rollout_is"), config.take(f"{key}.rollout_is_threshold")
     rejections, bounds = config.take(f"{key}.rollout_rs"), config.take(f"{key}.rollout_rs_threshold")
@@ -420,7 +420,6 @@ def _schedule(config: Translation) -> None:
 
 
 def _count_rows(files: Any) -> int:
-    """Count the rows of local Parquet files; 0 if one cannot be read."""
     try:
         return sum(pq.read_metadata(name).num_rows for name in each_file(files)) if files else 0
     except (OSError, pa.ArrowException):

@@ -27,7 +27,7 @@ _NAMED = 8
 
 
 def missing_store(reader: RunReader) -> str:
-    """Explain in one sentence why the store is missing; empty if it can be read."""
+    """Explain in one sentence why the store is missing, if it is."""
     if reader.find_store():
         return ""
     return f"events and versions must be read from the store, which is not there: {reader.problem}"
@@ -45,7 +45,7 @@ def find_entry(reader: RunReader, step: int) -> StepEntry:
 
 
 def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Trajectory]) -> Iterator[str]:
-    """Yield lines on the trajectories of a step (by task, generator, and lag) and on the weights after it."""
+    """Yield lines on the trajectories of a step and the weights after it."""
     num_trajectories = sum(map(len, entry.trajectory_ids))
     yield (
         f"step {entry.step}: {num_trajectories} trajectories in {len(entry.group_ids)} groups, learner at version "
@@ -69,7 +69,7 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
 
 
 def explain_version(reader: RunReader, version: int) -> Iterator[str]:
-    """Yield the step that produced a policy version and its checksum. Raises ConfigError."""
+    """Yield a version's step and checksum. Raises ConfigError."""
     entries = [entry for entry in reader.versions() if entry.version == version]
     if not entries:
         problem = missing_store(reader) or "version must have been published by this run"
@@ -80,7 +80,6 @@ def explain_version(reader: RunReader, version: int) -> Iterator[str]:
 
 
 def _deviations(entry: StepEntry) -> list[str]:
-    """List reused groups, weighted losses, and groups from other archives, which a plain run does not have."""
     reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
     weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
     lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
@@ -88,7 +87,6 @@ def _deviations(entry: StepEntry) -> list[str]:
 
 
 def _tasks(trajectories: list[Trajectory]) -> Iterator[str]:
-    """Yield one line per data source, most frequent first."""
     sources = Counter(each.data_source for each in trajectories)
     for source, count in sources.most_common(_NAMED):
         own = [each for each in trajectories if each.data_source == source]
@@ -126,10 +124,7 @@ _NUMBERED = ("step", "version")
 
 
 def explain(kind: Kind, words: Sequence[str]) -> None:
-    """Print an answer. `words`: the number of the step or version, then words as for `find_run`.
-
-    Raises ConfigError, ReplayBufferError.
-    """
+    """Print an answer. `words`: number of the step or version, then a run. Raises ConfigError, ReplayBufferError."""
     number, run = "", list(words)
     if kind in _NUMBERED:
         number, *run = words or [""]
@@ -158,7 +153,7 @@ def _print(console: Console, lines: Iterable[str]) -> None:
         # Names of tasks and texts of events are untrusted.
         shown = printable(line)
         if console.is_terminal:
-            # Break between words only, so that a path can be copied.
+            # Break between words, so that a path can be copied.
             indent = " " * (len(shown) - len(shown.lstrip()))
             shown = textwrap.fill(
                 shown, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -188,7 +183,6 @@ def _reward(reader: RunReader) -> Answer:
 
 
 def _health(reader: RunReader) -> Answer:
-    """Name the metrics outside their healthy range after the last step."""
     health, rows = Health(reader.config), reader.rows()
     for row in rows:
         health.add(row)

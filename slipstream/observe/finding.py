@@ -17,18 +17,16 @@ class Finding(Record):
     """
 
     key: str
-    """Metric, or phase of a role as in `times`: `learner/compute`."""
+    """Metric, or role and phase: `learner/compute`."""
     figures: str
-    """Measured values."""
     advice: str = ""
-    """Meaning and remedy, with the run's settings filled in."""
+    """Meaning and remedy, with the run's settings."""
 
 
 class Answer(Record):
     """Answer to a question about a run."""
 
     headline: str
-    """One sentence."""
     findings: list[Finding] = []
     """Most important first."""
     facts: list[str] = []
@@ -37,7 +35,6 @@ class Answer(Record):
     """Limitation of the answer."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer as text."""
         yield self.headline
         for number, finding in enumerate(self.findings, start=1):
             yield f"{number}. {finding.key}: {finding.figures}"
@@ -47,7 +44,7 @@ class Answer(Record):
 
 
 def number_in(row: Mapping[str, Any], key: str) -> float:
-    """Return a metric of a row; NaN if it is absent or not a number (rows are not validated)."""
+    """Return a metric of an unvalidated row; NaN if absent."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) else math.nan
 

@@ -1,4 +1,4 @@
-"""Rows of a run's metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
+"""Rows of metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
 
 import math
 import os
@@ -13,11 +13,10 @@ from slipstream.runtime.healthy_ranges import RANGES, Watched, changed, explain_
 from slipstream.runtime.run_folder import parse_row
 
 _TAIL_BYTES = 256 * 2**10
-"""Bytes at the end of the file that `read_tail` reads."""
 _DIGITS = 6
-"""Significant digits of a value in `series`: more than a screen shows."""
+"""Significant digits of a value in `series`."""
 _NESTED = ("lag/histogram", "times")
-"""Keys that hold objects; only their newest value is kept."""
+"""Objects, of which only the newest is kept."""
 
 Row = dict[str, Any]
 
@@ -27,7 +26,7 @@ class RunChanges(Record):
 
     rows: list[Row]
     position: int
-    """Position to read from next: bytes of metrics.jsonl, or a number of rows of the store."""
+    """Offset at which to resume reading: bytes of metrics.jsonl, or rows of the store."""
     num_lost: int = 0
     """Rows that the store dropped before they were read."""
     is_restarted: bool = False
@@ -42,14 +41,14 @@ class MetricsFile:
         self._inode = 0
 
     def read(self, after: int) -> RunChanges:
-        """Return the complete rows after a position; damaged lines are skipped.
+        """Return the complete rows after a position, skipping damaged lines.
 
-        A missing file and a file system that does not respond yield the rows read so far; call again later.
+        A missing file or an I/O error yields the rows read so far; call again later.
         """
         rows: list[Row] = []
         position, is_restarted = after, False
         with suppress(OSError), self.path.open("rb") as file:
-            # Check the open file: its path may be replaced while it is read.
+            # Check the open file, because its path may be replaced.
             found = os.fstat(file.fileno())
             is_restarted = found.st_size < after or self._inode not in (0, found.st_ino)
             self._inode = found.st_ino
@@ -65,12 +64,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all complete rows of a metrics.jsonl, in order; none without a file."""
+    """Return all complete rows of a metrics.jsonl; none without a file."""
     return MetricsFile(path).read(0).rows
 
 
 def read_tail(path: Path) -> list[Row]:
-    """Return the last rows of a metrics.jsonl without reading the rest; none without a file."""
+    """Return the last rows of a metrics.jsonl without reading the rest."""
     with suppress(OSError):
         return MetricsFile(path).read(max(0, path.stat().st_size - _TAIL_BYTES)).rows
     return []
@@ -79,7 +78,7 @@ def read_tail(path: Path) -> list[Row]:
 class MetricsTable:
     """One array of numbers per key, with NaN where a row lacks it. Not thread-safe.
 
-    A file that is replaced, as by a run that resumes from a checkpoint, is read again; `generation` counts that.
+    If the file is replaced, as by a resume, the table is rebuilt and `generation` increases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,11 +98,10 @@ class MetricsTable:
 
     @property
     def keys(self) -> list[str]:
-        """Keys with numbers, in alphabetical order."""
         return sorted(self._columns)
 
     def poll(self) -> list[Row]:
-        """Read and return the rows that were appended; all rows if the file was replaced."""
+        """Read and return appended rows, or all rows of a replaced file."""
         changes = self._file.read(self._position)
         if changes.is_restarted:
             self.generation += 1
@@ -125,7 +123,7 @@ class MetricsTable:
         self._length += 1
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
-        """Return the columns of the known keys, all of the same length; None where a row lacks the value."""
+        """Return the columns of the known keys, with None where a row lacks the value."""
         found: dict[str, list[float | None]] = {}
         for key in keys:
             if (column := self._columns.get(key)) is not None:
@@ -138,7 +136,7 @@ class MetricsTable:
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a key, which not every row has; None without one."""
+        """Return the newest value of a key; None if no row has it."""
         return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
 
 
@@ -150,16 +148,15 @@ class HealthWarning(Record):
 
     metric: str
     value: float
-    """Newest value."""
     since_step: int
-    """Step of the detected violation, which may have begun a few steps earlier."""
+    """Step of detection; the violation may have begun a few steps earlier."""
     healthy: str
     advice: str
-    """Effect on learning, and the remedy."""
+    """Effect and remedy."""
 
 
 class Health:
-    """Checks the rows of a run against the healthy ranges. Rows must be added in order."""
+    """Checks rows, added in order, against the healthy ranges."""
 
     def __init__(self, run: RunConfig | None = None) -> None:
         """`run`: settings that the advice quotes."""
@@ -180,7 +177,7 @@ class Health:
 
     @property
     def warnings(self) -> list[HealthWarning]:
-        """Metrics that are outside their range now, the most recent violation first."""
+        """Metrics currently outside their range, most recent violation first."""
         figures = figures_of(self._newest, self._run) if self._run else None
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [

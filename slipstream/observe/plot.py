@@ -49,7 +49,7 @@ def is_drawn(key: str) -> bool:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw the curves of a run and return the path of the picture. Raises ConfigError if the run has no step."""
+    """Draw the curves of a run; return the picture's path. Raises ConfigError if the run has no step."""
     rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
     with mpl.rc_context(STYLE):
@@ -59,7 +59,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Draw accuracy by step and by time on top; reward, lag, mismatch, and speed below."""
+    """Draw accuracy by step and time on top; reward, lag, mismatch, and speed below."""
     figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 4)
@@ -102,7 +102,7 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
-    # Lag 0 shows only the difference between the engines; the distance to it shows staleness.
+    # Lag 0 shows the difference between the engines; the distance to it shows staleness.
     found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
     # Buckets look like 3, 4-7, or 16+.
     buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))
@@ -125,13 +125,12 @@ def _draw_rates(axes: Axes, rows: Rows) -> None:
 
 
 def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
-    """Return the x positions and values of a metric, skipping rows without it."""
     points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
     return [position for position, _ in points], [value for _, value in points]
 
 
 def running_mean(values: list[float], *, width: int) -> list[float]:
-    """Return the mean of each value and up to `width - 1` values before it."""
+    """Return trailing means over up to `width` values."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 
@@ -143,7 +142,6 @@ class Curve:
         self._title = title
         self._rows: list[dict[str, Any]] = []
         self.has_undrawn = False
-        """Whether rows were added since the last picture."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         before = len(self._rows)

@@ -1,7 +1,4 @@
-"""RunReader: reads a run from its store while the store answers, otherwise from its run folder.
-
-Every command, page and process that looks at a run opens it here.
-"""
+"""RunReader: reads a run from its store while the store answers, otherwise from its run folder."""
 
 import json
 import math
@@ -43,39 +40,36 @@ from slipstream.runtime.run_folder import is_held
 
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
-"""Limit for starting an embedded server, which loads its data first."""
+"""An embedded server loads its data first."""
 
 _UNREADABLE = (ConfigError, ReplayBufferError, OSError)
-"""Errors on opening a store. An embedded server writes to its folder, which may belong to another user."""
+"""OSError because an embedded server writes to its folder, which may be read-only."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
 
 class RunView(Record):
-    """State of a run at one moment, from its run folder and, where the store answers, from the store."""
+    """State of a run, from its folder and, if it answers, its store."""
 
     id: str
     phase: str
-    """As in RunStatus; without a store running, finished, or stopped (not held by a process and without a summary)."""
+    """As in RunStatus, or as in RunLine without a store."""
     step: int
     max_steps: int | None
-    """None if the run's settings cannot be read."""
+    """None if the settings cannot be read."""
     max_lag: int | None
-    """buffer.staleness.max_lag; None if the settings cannot be read."""
     is_live: bool
-    """Whether a process of this machine holds the run."""
     status: RunStatus | None
-    """As last read from the store; None if it never answered."""
+    """As last read; None if the store never answered."""
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Reason why the store is not read; empty if it is."""
+    """Reason that the store cannot be read, or empty."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
-    """StepTimes: shares of the wall time; empty before the first step."""
+    """StepTimes as a dict; empty before the first step."""
     lag_tokens: dict[str, int]
-    """Lag -> tokens of the newest step."""
     warnings: list[HealthWarning]
     num_rows: int
 
@@ -85,9 +79,9 @@ class RunLine(Record):
 
     id: str
     phase: str
-    """running | finished | stopped."""
+    """running | finished (has a summary) | stopped (neither)."""
     mode: str
-    """Empty if the run's settings cannot be read."""
+    """Empty if the settings cannot be read."""
     step: int
     max_steps: int | None
     changed_at: float | None
@@ -96,14 +90,10 @@ class RunLine(Record):
     time_s: float | None
     reward: float | None
     accuracies: dict[str, float]
-    """Newest held-out accuracy by set."""
 
 
 class RunReader:
-    """Reads one run without changing it. Opens the store on first use.
-
-    Threads may share a reader: `poll` and `view` each run in one thread at a time.
-    """
+    """Reads one run without changing it. Opens the store on first use. Threads may share a reader."""
 
     def __init__(
         self,
@@ -118,14 +108,13 @@ class RunReader:
     ) -> None:
         """`run_id`: defaults to the folder's name. `store`: an open store to read.
 
-        `starts_server`: start the embedded server of a run that is over. The server stops when the reader is closed or,
-        with `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running
-        server; `answer_timeout_s`: limit for one answer.
+        `starts_server`: start the embedded server of a run that is over. It stops when the reader is closed or, with
+        `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running server.
         """
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Error on opening or reading the store; empty without one."""
+        """Reason that the store cannot be read, or empty."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s
@@ -136,10 +125,10 @@ class RunReader:
         self._file = MetricsFile(folder / "metrics.jsonl")
         self.table = MetricsTable(self._file.path)
         self.events_seen: list[Event] = []
-        """The store's events when `view` last read it."""
+        """Events as of the last `view`."""
         self._health = Health(self._known_config)
         self._generation = 0
-        # Separate locks, so that a store that does not answer does not delay the metrics.
+        # Separate locks: `view` may block on the store without delaying `poll`.
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
@@ -154,7 +143,7 @@ class RunReader:
         self.close()
 
     def close(self) -> None:
-        """Close the store. A later read opens it again."""
+        """Close the store until the next read."""
         if self._store:
             self._store.close()
         self._store = self._monitor = None
@@ -162,7 +151,7 @@ class RunReader:
     # --- the run folder ------------------------------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
-        """Settings of the run, which a resume may change. Raises ConfigError if this version cannot read them."""
+        """Settings, which a resume may change. Raises ConfigError if this version cannot read them."""
         file = self.folder / "config.yaml"
         return _read_config(self.folder, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -174,26 +163,24 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty before the end of the run."""
         with suppress(OSError, ValueError):
             return json.loads((self.folder / "summary.json").read_bytes())
         return {}
 
     @property
     def is_live(self) -> bool:
-        """Whether a process of this machine holds the run."""
         return is_held(self.folder)
 
     @property
     def folder_phase(self) -> Literal["running", "finished", "stopped"]:
-        """Phase without the store: held by a process, ended with a summary, or neither."""
+        """Phase without the store, as in RunLine."""
         if self.is_live:
             return "running"
         return "finished" if (self.folder / "summary.json").is_file() else "stopped"
 
     @property
     def archive(self) -> Archive | None:
-        """The run's archive, as of the first use; None without one. Raises ArchiveError for a damaged manifest."""
+        """The archive as of first use, or None. Raises ArchiveError for a damaged manifest."""
         if self._archive is None and is_archive(self.folder / "archive"):
             self._archive = Archive(self.folder / "archive")
         return self._archive
@@ -209,25 +196,25 @@ class RunReader:
     # --- the store -----------------------------------------------------------------------------------------------
     @property
     def has_store(self) -> bool:
-        """Whether other processes can read the run's store: a run of one process keeps it to itself."""
+        """Whether other processes can read the run's store. A run in one process has a private one."""
         return self.config.mode == "async"
 
     @property
     def store(self) -> Store:
-        """The run's store. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         if self._store is None:
             self._store = self.open_store(starts_server=self._starts_server)
         return self._store
 
     def connect(self) -> Self:
-        """Open the store now, if the run has one and the broker has begun the run. Raises as `store`."""
+        """Open the store now, if `has_store` and the broker has begun the run. Raises as `store`."""
         if self.has_store:
             with suppress(RunConflictError):
                 self._store = self.store
         return self
 
     def find_store(self) -> Store | None:
-        """Return the store; None if it cannot be opened, with the reason in `problem`. Tries once."""
+        """Return the store; None with the reason in `problem` if it cannot be opened. Tries once."""
         if self._store is None and not self.problem:
             try:
                 return self.store
@@ -236,47 +223,46 @@ class RunReader:
         return self._store
 
     def open_store(self, *, starts_server: bool = False) -> RedisStore:
-        """Open a separate connection, which the caller closes. Raises ConfigError, ReplayBufferError."""
+        """Open a connection for the caller to close. Raises ConfigError, ReplayBufferError."""
         is_started = starts_server and not self.is_live and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
         return open_run_store(
             self.folder,
             timeout_s=_START_TIMEOUT_S if is_started else self._timeout_s,
             answer_timeout_s=self._answer_timeout_s,
             starts_server=is_started,
-            # If the run is resumed, it takes the server over.
+            # A resumed run takes over the server.
             idle_timeout_s=self._idle_timeout_s,
         )
 
     def status(self) -> RunStatus:
-        """Read the status from the store. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         if self._monitor is None:
             self._monitor = Monitor(self.store, self.config)
         return self._monitor.status()
 
     def changes(self, *, after: int) -> RunChanges:
-        """Return the rows after a position, from the store or, for a run of one process, from metrics.jsonl.
+        """Return the rows after a position, from the store or, for a run in one process, from metrics.jsonl.
 
         Raises ConfigError, ReplayBufferError.
         """
         if not self.has_store:
             return self._file.read(after)
         found = self.store.metrics(after=after)
-        # A store that was emptied starts counting again.
+        # If the store was emptied, `last` is less than `after`.
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
     # --- store or archive ----------------------------------------------------------------------------------------
     def steps(self, *, first: int = 1) -> list[StepEntry]:
-        """Return the step ledger from a step on; without a store, only the steps that are archived."""
+        """Return the ledger's entries from step `first` on; without a store, only archived ones."""
         if store := self.find_store():
             return store.ledger(first_step=first)
         return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
 
     def find_step(self, step: int) -> StepEntry | None:
-        """Return the ledger's entry of a step; None without one."""
         return next((entry for entry in self.steps(first=step) if entry.step == step), None)
 
     def versions(self) -> list[VersionEntry]:
-        """Return all published versions, in order; none without a store."""
+        """Return all published versions; none without a store."""
         store = self.find_store()
         return store.versions() if store else []
 
@@ -292,10 +278,7 @@ class RunReader:
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
-        """Return the members of a group that the store holds.
-
-        Payloads leave the store when a checkpoint retires their group; the ledger keeps the ids.
-        """
+        """Return the members of a group; none once a checkpoint has retired it and dropped its payloads."""
         store = self.find_store()
         try:
             (payloads,) = store.fetch([group_id]) if store else ([],)
@@ -306,7 +289,7 @@ class RunReader:
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
         """Return step -> events during that step, since the learner last started; none without a store.
 
-        Rows count seconds from the first step, events use the store's clock. The end of the last step is known in both.
+        Rows and events use different clocks. The end of the last step is known in both.
         """
         store = self.find_store()
         stepped_at = store.run_state().stepped_at if store else None
@@ -325,7 +308,7 @@ class RunReader:
     # --- the state, followed -------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
         """Add new rows of metrics.jsonl to `table` and return them."""
-        # A client that leaves cancels its task but not the thread that reads for it.
+        # A client that disconnects cancels its task, but its thread goes on reading.
         with self._polling:
             rows = self.table.poll()
             if self.table.generation != self._generation:
@@ -335,10 +318,10 @@ class RunReader:
             return rows
 
     def view(self) -> RunView:
-        """Read the state. A store that does not answer blocks for seconds at most."""
+        """Read the state. Blocks for seconds at most if the store does not answer."""
         with self._viewing:
             is_live = self.is_live
-            # A run that was over may have been resumed.
+            # The run may have been resumed.
             self._is_final = self._is_final and not is_live
             if not self._is_final:
                 self._read_store(is_live=is_live)
@@ -378,12 +361,12 @@ class RunReader:
             self.problem = str(error)
             self._is_final = not is_live
         if self._is_final or self.problem:
-            # An idle embedded server stops only without clients.
+            # An embedded server stops only when it has no clients.
             self.close()
 
     # --- a line of a list ----------------------------------------------------------------------------------------
     def line(self) -> RunLine:
-        """Summarize the run from its folder alone."""
+        """Summarize the run from its folder."""
         changed_at, last, accuracies = self._newest_rows()
         run = self._known_config
         return RunLine(
@@ -400,10 +383,10 @@ class RunReader:
         )
 
     def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
-        """Return when the newest row was written, that row, and the newest accuracies."""
+        """Return (write time of the newest row, the row, newest accuracy by set)."""
         with suppress(OSError):
             found = self.table.path.stat()
-            # Every open page lists all runs every few seconds, so an unchanged file is not read again.
+            # Every open page lists all runs every few seconds, so skip unchanged files.
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)

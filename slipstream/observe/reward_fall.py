@@ -1,7 +1,6 @@
 """Detects a drop of the reward beyond its noise and lists the metrics that changed with it, earliest first.
 
-Compares the window of steps with the best mean reward before the drop with the worst window after it. The changes are
-measurements; the module does not claim that any of them caused the drop.
+Compares the best window of steps before the drop with the worst window after it. Does not claim causes.
 """
 
 import math
@@ -22,18 +21,18 @@ Row = Mapping[str, Any]
 _MIN_STEPS = 20
 _MIN_WIDTH, _MAX_WIDTH = 5, 50
 _ERRORS = 6.0
-"""Standard errors between two windows beyond which they differ. In a thousand steps of slightly correlated noise, the
-largest drop is about five standard errors."""
+"""Standard errors by which windows differ. In a thousand steps of slightly correlated noise, the largest drop is about
+five."""
 _LEAST_CHANGE = 0.2
-"""Smallest reported change of a metric, relative to the larger of both means."""
+"""Smallest reported change, relative to the larger mean."""
 _DEPARTED_STEPS = 3
-"""Consecutive steps beyond the previous level that mark the beginning of a change."""
+"""Consecutive steps beyond the previous level that begin a change."""
 _DEVIATIONS = 3.0
-"""Standard deviations from the previous level that count as beyond it."""
+"""Standard deviations beyond the previous level."""
 _REWARD = "learner/reward_mean"
 _OF_SOURCE = re.compile(r"learner/by_source/(?P<source>.+)/(?P<name>[^/]+)")
 _USUAL = ("lag/mean", "learner/idle_fraction", "learner/ess", "learner/grad_norm", "learner/entropy")
-"""Metrics that are listed even if they did not change."""
+"""Metrics to list even if unchanged."""
 _NAMED = 6
 _EVENTS_NAMED = 10
 _NOTE = (
@@ -46,9 +45,9 @@ class Windows(NamedTuple):
     """Windows before and after a drop, as row indices. Example: Windows(30, 70, width=10)."""
 
     before: int
-    """First row of the window with the best mean."""
+    """Start of the window with the best mean."""
     after: int
-    """First row of the worst window after the best one."""
+    """Start of the worst window after it."""
     width: int
 
     def of(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -66,7 +65,7 @@ class Change(NamedTuple):
     errors: float
     """Difference in standard errors."""
     begins: int | None
-    """Index of the first row beyond the previous level; None without a clear beginning."""
+    """First row beyond the previous level; None without a clear beginning."""
 
     @property
     def is_large(self) -> bool:
@@ -77,10 +76,7 @@ class Change(NamedTuple):
 def explain_reward(
     rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
 ) -> Answer:
-    """Return whether the reward fell and what changed with it.
-
-    `entries`: step ledger, which shows changed settings. `events`: sentences by step.
-    """
+    """Return whether the reward fell and what changed with it. `entries`: step ledger, which shows changed settings."""
     rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
         have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
@@ -118,7 +114,7 @@ def explain_reward(
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
-    """Return the two windows with the largest drop. Needs at least two widths of values."""
+    """Return the windows with the largest drop, of at least two widths of values."""
     width = max(_MIN_WIDTH, min(_MAX_WIDTH, len(values) // 8))
     means = [statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1)]
     best, found, size = 0, Windows(0, width, width), -math.inf
@@ -135,7 +131,6 @@ def _column(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _change(values: Sequence[float], windows: Windows) -> Change:
-    """Return the change of a metric that has values in both windows."""
     early, late = windows.of(values)
     was, now = statistics.fmean(early), statistics.fmean(late)
     # A constant metric has no noise, so use a floor.
@@ -147,7 +142,7 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
 
 
 def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    """Return the first of the consecutive rows beyond the previous level; None without such rows."""
+    """Return the row where a change begins, or None."""
     streak = 0
     for index in range(windows.before, windows.after + windows.width):
         beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
@@ -166,13 +161,11 @@ def _since(rows: Sequence[Row], change: Change) -> str:
 
 
 def _keys(rows: Sequence[Row], windows: Windows) -> list[str]:
-    """Return the metrics that occur in the windows."""
     chosen = (row for start in (windows.before, windows.after) for row in rows[start : start + windows.width])
     return sorted({key for row in chosen for key in row})
 
 
 def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range, Change]]:
-    """Yield the watched metrics that have values in both windows."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         known = SIGNS.get(STOP_LENGTH if found and found["name"] == "stop_length" else key)
@@ -208,7 +201,6 @@ class _Source(NamedTuple):
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
-    """Return each task's share of the trajectories and its mean reward."""
     counts: dict[str, float] = {}
     sums: dict[str, float] = {}
     for row in rows:
@@ -224,7 +216,7 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Split the drop exactly into a changed mix of tasks and changed rewards within tasks."""
+    """Split the drop exactly into changes of the mix of tasks and of rewards within tasks."""
     early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
     if len(names := sorted(early.keys() | late.keys())) < 2:
         return
@@ -242,7 +234,6 @@ def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
 
 
 def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Yield the reward components that fell."""
     for key in _keys(rows, windows):
         found = _OF_SOURCE.fullmatch(key)
         if found and found["name"].startswith("part_") and all(windows.of(values := _column(rows, key))):

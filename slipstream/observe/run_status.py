@@ -1,4 +1,4 @@
-"""RunStatus: the complete status of a run, read from its store. `slipstream status` prints it."""
+"""RunStatus: the complete status of a run, read from its store."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _BLOCKED_ON: dict[str, str] = {
     "storage": "the object store",
     "user": "whoever paused the run",
 }
-"""WaitsFor -> who can end the wait."""
+"""WaitsFor -> side that can end the wait."""
 _ENDED_PHASES = ("finished", "failed")
 
 
@@ -39,14 +39,13 @@ class Wait(Record):
     waiter: str
     """A role's name, or all roles of a kind."""
     blocked_on: str
-    """Side that can end the wait."""
     reason: str
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
     """Return the waits, waits for dead roles first; none once the run has ended.
 
-    `admission_reason`: why no prompt is admitted now; empty if prompts are admitted. `full_disk`: from the store.
+    `admission_reason`: why no prompt is admitted now, or empty. `full_disk`: the store's full disk, or empty.
     """
     if state.phase in _ENDED_PHASES:
         return []
@@ -63,7 +62,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end without help, as last reported; empty if it can."""
+    """Return why the learner's wait cannot end without help, as it last reported, or an empty string."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -72,7 +71,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     broker = last_heard(roles, "broker")
     if broker is None or not broker.is_alive:
         waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
-        # The other roles report through the broker: their reports are as old as its last one.
+        # The other roles report through the broker, so their reports are stale too.
         return waits
     learner = last_heard(roles, "learner")
     if learner is None or not learner.is_alive:
@@ -83,7 +82,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots learns only later why it gets no prompts, and reports no wait until then.
+    # A generator with free slots reports a wait only once it learns why it gets no prompts.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -106,30 +105,25 @@ class RunSnapshot(Record):
     state: RunState
     counts: StoreCounts
     roles: dict[str, dict[str, Any]]
-    """Newest gauges by role name."""
     rows: list[dict[str, Any]]
-    """The newest metrics rows, oldest first; as many as the store keeps."""
+    """Newest metrics rows, oldest first; as many as the store keeps."""
     new_rows: list[dict[str, Any]]
-    """Rows added since the previous snapshot."""
     eta_s: float | None
-    """Seconds to `max_steps` at the current rate; None before the second step."""
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest row; empty before the first."""
         return self.rows[-1] if self.rows else {}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a metric, which not every row has; None without one."""
+        """Return the newest value of a metric; None if no row has it."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     @property
     def living_generators(self) -> set[str]:
-        """Names of the generators that are not gone."""
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """Return one line with the waiting roles and their reasons; empty if none waits."""
+        """Return the waiting roles with their reasons in one line."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
@@ -139,7 +133,7 @@ class RunSnapshot(Record):
 
 
 def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest rows with increasing steps. After a rollback, steps are trained again."""
+    """Return the rows since the last rollback, which repeats steps."""
     starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
     return rows[starts[-1] if starts else 0 :]
 
@@ -151,7 +145,6 @@ def _is_alive(gauges: dict[str, Any]) -> bool:
 _NUM_EVENTS = 8
 _NO_MEMORY = StoreMemory()
 _RECENT_STEPS = 20
-"""Steps over which the learner's wait fraction is averaged."""
 
 
 class StatusEvent(Record):
@@ -170,7 +163,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Reason why no more prompts are admitted now; empty if more may be."""
+    """Reason that no more prompts are admitted now, or empty."""
 
 
 class RunStatus(Record):
@@ -180,50 +173,45 @@ class RunStatus(Record):
     phase: str
     """starting | training | finishing | finished | failed."""
     detail: str
-    """Cause of the phase; empty without one."""
+    """Cause of the phase, or empty."""
     step: int
     max_steps: int
-    """Number of steps of the whole run."""
     version: int
-    """Newest committed policy version, which every healthy generator verified."""
+    """Newest version that every healthy generator has verified."""
     announced_version: int
-    """Newest policy version announced by the learner."""
+    """Newest version announced by the learner."""
     checkpoint: CheckpointPointer | None
     """Checkpoint that a resume starts from."""
     progress_age_s: float | None
-    """Seconds since the newest step was committed; None before the first."""
+    """Since the newest step was committed; None before the first."""
     eta_s: float | None
     """Seconds to `max_steps` at the current rate; None before the second step."""
     roles: list[RoleStatus]
-    """Every role that ever reported."""
     waits: list[Wait]
     learner_wait_fraction: float | None
-    """Share of the learner's time spent waiting for groups, over the last 20 steps; None before the first."""
+    """Share of the learner's time spent waiting for groups in the last 20 steps; None before the first."""
     generators_target: int | None
-    """Number of generators that the launcher keeps running; None without a launcher."""
+    """Generators that the launcher keeps running; None without a launcher."""
     address: str
-    """Address for generators on other machines to join; empty if the broker listens on no port."""
+    """Address for generators on other machines; empty if the broker listens on no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the live generators; None without any."""
     admission: Admission
     counts: StoreCounts
-    """States and outcomes of all groups and trajectories."""
     ready_by_lag: dict[int, int]
-    """Lag of the oldest token, versions behind `announced_version` -> number of ready groups."""
+    """Versions of the oldest token behind `announced_version` -> ready groups."""
     length_bias: float
     """Mean length of trained trajectories / mean length of arrived trajectories."""
     waste_fraction: float
-    """Share of the arrived tokens that were discarded untrained."""
+    """Share of arrived tokens that were discarded untrained."""
     last_row: dict[str, Any]
     """Newest metrics row (docs/metrics.md); empty before the first step."""
     events: list[StatusEvent]
-    """The latest problems, newest last."""
     memory: StoreMemory
-    """Memory of the store server."""
 
 
 class Monitor:
-    """Reads the state of one run repeatedly and keeps the newest metrics rows. Never changes the store."""
+    """Reads the state of one run repeatedly. Never changes the store."""
 
     def __init__(self, store: Store, run: RunConfig) -> None:
         self._store = store
@@ -232,7 +220,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Read a snapshot. Raises StoreUnavailableError."""
+        """Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
@@ -246,7 +234,7 @@ class Monitor:
         )
 
     def status(self) -> RunStatus:
-        """Read the complete status. Raises StoreUnavailableError."""
+        """Raises StoreUnavailableError."""
         return make_status(
             self.poll(),
             run=self._run,
@@ -276,7 +264,7 @@ def make_status(
     full_disk: str = "",
     memory: StoreMemory = _NO_MEMORY,
 ) -> RunStatus:
-    """Build the status from a snapshot. `now`: seconds on the store's clock."""
+    """Build the status from a snapshot. `now`: seconds, by the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
     admission = Admission(
@@ -315,7 +303,6 @@ def make_status(
 
 
 def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
-    """Return the address of a live broker that listens on a port; empty without one."""
     living = [role.name for role in roles if role.role == "broker" and role.is_alive]
     return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
 

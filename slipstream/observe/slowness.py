@@ -19,15 +19,15 @@ from slipstream.runtime.healthy_ranges import Range, figures_of
 Row = Mapping[str, Any]
 
 _LEAST_SHARE = 0.1
-"""Smallest share of the learner's time that makes a phase a finding."""
+"""Share of the learner's time that makes a phase a finding."""
 _LEAST_GENERATOR_SHARE = 0.2
-"""Smallest share of the generators' time that makes a phase a finding while the learner waits."""
+"""The same for the generators' time, while the learner waits."""
 _SLOW = 3.0
-"""Steps longer than this multiple of the median are outliers."""
+"""Multiple of the median step time that makes an outlier."""
 _STEPS_NAMED = 5
 _EVENTS_NAMED = 3
 _CHANGED = 1.5
-"""Smallest reported ratio between the median step times of the first and the last quarter."""
+"""Smallest reported ratio of the median step times of the first and last quarter."""
 _MIN_QUARTER = 5
 _UNUSED = 0.05
 """Smallest reported share of unused tokens or groups."""
@@ -99,8 +99,8 @@ PHASES = {
 
 
 def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
-    """Return where the time went. `events`: sentences by step. Raises ConfigError for rows without `times`."""
-    # Older versions wrote no `times`; a process writes none before its roles report.
+    """Return where the time went. Raises ConfigError for rows without `times`."""
+    # There are no `times` before roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:
         times = msgspec.convert(held, StepTimes) if held else None
@@ -169,7 +169,7 @@ class _Step(NamedTuple):
     step: int
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by activity of the learner; unaccounted time is `the rest`."""
+    """Learner activity -> seconds; unaccounted time is `the rest`."""
 
 
 def _durations(rows: Sequence[Row]) -> list[_Step]:

@@ -47,7 +47,6 @@ class LiveView:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Use the terminal for the duration of the block."""
         if not self._console.is_terminal:
             yield
             return
@@ -57,7 +56,7 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Redraw the panel or, without a terminal, print one line per new step."""
+        """Redraw the panel, or print one line per new step without a terminal."""
         if self._live:
             self._live.update(self._panel(snapshot))
             return
@@ -188,7 +187,7 @@ def duration(seconds: float) -> str:
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
 _MAX_GONE = 4
-"""Number of gone roles shown, newest first."""
+"""Gone roles shown, newest first."""
 _NOTHING = "-"
 _GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
 
@@ -233,7 +232,6 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
 
 
 def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    """Name several brokers with their number of generators, and mark the chief."""
     brokers = [role for role in roles if role.role == "broker"]
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
     shown = [
@@ -245,7 +243,7 @@ def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
 
 
 def join_command(address: str) -> str:
-    """Describe the command that starts a generator on another machine."""
+    """Show how to start a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
@@ -362,7 +360,7 @@ _REFRESH_EVERY_S = 1.0
 
 @contextmanager
 def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
-    """Open the run that `words` name, as for `find_run`, without starting its store.
+    """Open a run, named as for `find_run`, without starting its store.
 
     Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
     """
@@ -378,13 +376,11 @@ def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
 
 @contextmanager
 def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store]]:
-    """Open the folder and the store of a run, as `read_run` does."""
     with read_run(words, command=command) as reader:
         yield reader.folder, reader.store
 
 
 def _describe_end(reader: RunReader) -> str:
-    """Explain why the store of a run that is over does not answer; empty for a live run."""
     name = reader.folder.name
     if (summary := reader.folder / "summary.json").is_file():
         return f"run {name!r} has ended and its store does not answer: its results are in {summary}."
@@ -412,12 +408,11 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
 
 
 def as_json(status: RunStatus) -> str:
-    """Encode as one object with the fields of RunStatus and of its records."""
+    """Encode as one JSON object."""
     return msgspec.json.encode(status).decode()
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
-    """Refresh the screen until Ctrl-C. Show the error while the store does not answer."""
     is_stopping = on_stop_signal(lambda: None)
     refresh_at = time.monotonic() + _REFRESH_EVERY_S
     with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:

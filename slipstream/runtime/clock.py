@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 class WaitTimeoutError(TimeoutError):
-    """A deadline passed. The message names the awaited condition and the missing part."""
+    """A deadline passed. The message names what was awaited."""
 
 
 class Deadline:
@@ -89,7 +89,6 @@ class Growth:
         return sum(self.each.values())
 
     def update(self, counters: Mapping[Any, float]) -> None:
-        """Add the growth since the last update."""
         for name, count in counters.items():
             last = self._last.get(name, 0.0)
             # A smaller value means a restart from 0, so the whole value is growth.

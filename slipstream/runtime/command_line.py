@@ -23,15 +23,15 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code of a command whose store, broker or launcher did not answer in time."""
+"""Exit code if the store, broker, or launcher did not answer."""
 BAD_INPUT = 2
 """Exit code of an error that the user can correct."""
 TRY_AGAIN = 75
 """Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that one restart may fix, but further restarts will not if the same error recurs."""
+"""Exit code of an error that a restart may fix, unless it recurs."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 SETTINGS = """\b
 Most used settings:
@@ -53,16 +53,14 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""Options of every command that takes settings. Unknown options become overrides, so that `--learner.max_steps=5`
-gets a helpful error."""
+"""Options of commands with settings. Unknown options become overrides, so that `--learner.max_steps=5` gets a helpful
+error."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
-"""Libraries that the extra `cpu` or `gpu` installs."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a path that this user cannot use."""
 
 # Typer vendors click privately and exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -75,7 +73,7 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
 
 
 def exit_after_help(arguments: list[str], text: str | None) -> None:
-    """If the arguments ask for help, print `text` and exit with 0."""
+    """Print `text` and exit if the arguments ask for help."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print((text or "").strip())
         raise SystemExit(0)
@@ -87,13 +85,10 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn expected errors and Ctrl-C into a message and an exit code; any other exception is a bug and propagates.
+    """Turn expected errors and Ctrl-C into a message and an exit code; other exceptions are bugs and propagate.
 
     Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
-    library. `restartable` errors exit with 75, which asks a launcher for a restart; `restartable_once` with 76, which
-    asks for a restart unless the same error ended the previous process.
-
-    Works as a context manager and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
+    library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
     """
     try:
         yield
@@ -117,7 +112,7 @@ def fail_cleanly(
             code=BAD_INPUT,
         )
     except KeyboardInterrupt:
-        # Interpreter teardown is slow with torch; another signal would print a traceback during it.
+        # Teardown is slow with torch; another signal would print a traceback.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
@@ -125,7 +120,6 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
-    """Exit for a full disk, too many open files, or an inaccessible path; return otherwise."""
     if is_disk_full(error):
         what = error.filename or "a file"
         exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
@@ -137,13 +131,13 @@ def _exit_for_path(error: OSError) -> None:
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
-            # A launcher restarts the role once, because a network disk may come back.
+            # A network disk may come back, so let a launcher restart the role once.
             code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
         )
 
 
 class _PanelGroup(TyperGroup):
-    """Lists the commands of a program under the headings of their `rich_help_panel`."""
+    """Lists commands under their `rich_help_panel`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
@@ -158,7 +152,7 @@ class _PanelGroup(TyperGroup):
 
 
 def make_app(text: str) -> typer.Typer:
-    """Return a typer app without commands; `text` is its help."""
+    """Return a typer app; `text` is its help."""
     return typer.Typer(
         cls=_PanelGroup,
         help=text,
@@ -170,17 +164,17 @@ def make_app(text: str) -> typer.Typer:
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a program with few options; `text` is its preformatted help."""
+    """Return a parser; `text` is its preformatted help."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
 
 def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
-    """Run a typer app as `program`; usage errors become one sentence and exit code 2."""
+    """Run a typer app; usage errors become one sentence and BAD_INPUT."""
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            # Newer typers print a type after the name of an argument: `KEY=VALUE <list[str]>`.
+            # Newer typers print the type of an argument: `KEY=VALUE <list[str]>`.
             if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
                 parameter.display_type_rich = partial(_choices, shown)
     try:
@@ -197,13 +191,13 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before arguments that start with an override. Raises ConfigError for an unknown command."""
+    """Insert `run` before overrides. Raises ConfigError for an unknown command."""
     first = arguments[0] if arguments else "--help"
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
-        # An override, a deletion (~), or an override mistyped with dashes: all belong to `run`.
+        # An override, a deletion (~), or an override mistyped with dashes.
         return ["run", *arguments]
     close = get_close_matches(first, commands, n=1)
     if close:
@@ -217,23 +211,21 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
 
 
 def _choices(shown: Callable[..., str | None], *, ctx: object) -> str | None:
-    """Return the displayed type of an argument, if it lists choices."""
     text = shown(ctx=ctx)
     return text if text and "|" in text else None
 
 
 _PIPED_WIDTH = 180
-"""Characters per line without a terminal."""
 
 
 def make_console() -> Console:
-    """Return a console for stdout without markup, because settings, paths, and errors contain brackets."""
+    """Return a console without markup, because settings and paths contain brackets."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table without borders; columns named in `numbers` are right-aligned."""
+    """Return a table with the columns in `numbers` right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -246,5 +238,5 @@ def add_row(table: Table, *cells: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape nonprintable characters except line ends: model output may contain terminal control sequences."""
+    """Escape nonprintable characters except line ends, such as control sequences in model output."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

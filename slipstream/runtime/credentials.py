@@ -1,11 +1,11 @@
-"""Credentials: the run's token, the CURVE key pairs that both ends of every socket derive from it, and masking.
+"""Credentials: the run's token, the CURVE key pairs that sockets derive from it, and masking.
 
-Only a holder of the token can compute both pairs. A socket therefore ignores peers without the token, and a peer with
-the token knows that it talks to its own run. A run creates its token at the start and stores it in the run folder,
-where roles of the same user find it. Roles elsewhere get it in the environment or in a file.
+Only a holder of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
+to its own run. A run stores its token in the run folder, for roles of the same user. Roles elsewhere get it in the
+environment or in a file.
 
-A guest has a separate token, which does not reveal the run's token. It identifies the guest to the servers that admit
-it, and lets the guest connect, but not serve.
+A guest has a separate token, which does not reveal the run's. It lets the guest connect to servers that admit it, but
+not serve.
 """
 
 import base64
@@ -30,15 +30,13 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
-"""Environment variable that holds the run's token; the launcher's roles inherit it."""
 TOKEN_REMEDY = (
     f"set {TOKEN_VARIABLE} to the run's token, name a file that holds it with broker.token_file=PATH, or start on a "
     "machine with the run folder, with name=RUN."
 )
-"""End of error messages about a missing or wrong token."""
 _TOKEN_LENGTHS = range(16, 1025)
 _MIN_OPEN_LENGTH = 32
-"""Minimum token length if other machines can reach the sockets and try tokens."""
+"""Minimum token length if other machines can try to guess it."""
 _MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
@@ -56,18 +54,15 @@ class Keys(Record):
     client_public: bytes
     client_secret: bytes
     guests: dict[bytes, str] = {}
-    """Public key -> name of each guest that a server admits."""
+    """Public key -> name of an admitted guest."""
     guest: str = ""
-    """Name of the guest that owns these keys and has no `server_secret`; empty for the run's keys."""
+    """Guest that owns these keys, without a `server_secret`; empty for the run's keys."""
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
-# The token is a secret: it appears in no command line, setting, log, or answer, and only in its own file.
+# The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """Return the token from the environment, else `broker.token_file`, else the run folder; empty if none exists.
-
-    Raises ConfigError.
-    """
+    """Return `given_token`, or else the token in the run folder, or else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
         raise ConfigError(
@@ -92,7 +87,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # link, not rename: if two roles start concurrently, both use the token of the first.
+        # Link instead of rename, so that concurrent roles all use the first one's token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -102,7 +97,7 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Return the token from the environment, else `broker.token_file`; empty if neither is set. Raises ConfigError."""
+    """Return the token from the environment, or else `broker.token_file`, or else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     if config.token_file is None:
@@ -132,7 +127,7 @@ def _read_private(path: Path) -> str:
 
 
 def _check_format(token: str, *, origin: str) -> str:
-    # The message must reveal only the length of the token.
+    # Reveal only the length of the token.
     if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
         raise ConfigError(
             f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
@@ -150,10 +145,7 @@ def _derive_keys(token: str) -> Keys:
 
 
 def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
-    """Derive the key pairs of both ends from the token; takes 0.2 s. Raises ConfigError.
-
-    `guests`: names of the guests that a server with these keys admits.
-    """
+    """Derive the keys of both ends from the token, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
     keys = _derive_keys(token)
     if keys.guest:
         return keys
@@ -161,13 +153,13 @@ def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
 
 
 def guest_token(keys: Keys, name: str) -> str:
-    """Return the token of a guest: its secret key and the run's public key."""
+    """Return a guest's token: its secret key and the run's public key."""
     both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
     return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
 
 
 def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
-    """Write the token of each guest into the run folder, readable only by the owner."""
+    """Write each guest's token into the run folder, readable only by the owner."""
     folder.guests.mkdir(mode=0o700, exist_ok=True)
     for name in keys.guests.values():
         path = folder.guests / name
@@ -211,7 +203,7 @@ _KEY = (
 _SECRET_KEY = re.compile(rf"(?:^|[-_.a-z]){_KEY}$|^(?:headers|cookie)$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"{_KEY}|_KEY$|COOKIE|^AWS_|HEADERS", re.IGNORECASE)
 _MIN_KNOWN = 6
-"""Shorter values are not masked, because any text may contain them by accident."""
+"""Shorter values are not masked, because they occur by accident."""
 _NO_VALUE = rf"(?!None|null|\(|{re.escape(LEFT_OUT)})"
 _ISSUED = (
     r"\b(?:sk|pk|rk)-[\w-]{16,}", r"\bhf_\w{16,}", r"\bgh[opsru]_\w{16,}", r"\bgithub_pat_\w{16,}",
@@ -219,7 +211,6 @@ _ISSUED = (
     r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}", r"\bxox[abprs]-[\w-]{8,}", r"\bAIza[\w-]{30,}",
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
-"""Key formats of known issuers."""
 _PATTERNS = (
     # User and password in a URL, and query parameters with a secret name.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
@@ -232,7 +223,7 @@ _PATTERNS = (
 
 
 def known_secrets(environment: Mapping[str, str] = os.environ, *others: str) -> set[str]:
-    """Return values that must never appear in output: variables with secret names, and `others`."""
+    """Return the values of variables with secret names, and `others`."""
     found = {value for name, value in environment.items() if _SECRET_VARIABLE.search(name)}
     # A header variable holds several NAME=VALUE pairs.
     parts = {part.partition("=")[2].strip() for value in found for part in value.split(",")}
@@ -265,7 +256,7 @@ def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is reachable from this machine only."""
+    """Return whether only this machine can reach a host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
 """Full disks: detect them in library errors, describe them, and wait for free space.
 
-The wait has no deadline, because a person must free space. It is logged and reported throughout.
+The wait has no deadline, because a person must free space.
 """
 
 import errno
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space | quota exceeded | `ulimit -f`, which tests use to simulate a full disk."""
 _TEXTS = tuple(os.strerror(number) for number in _FULL)
-"""For libraries that only report the text: safetensors, and Redis in its answers."""
+"""For safetensors and Redis, which report only the text."""
 _RETRY_EVERY_S = 1.0
 _MAX_DELAY_S = 60.0
 _MORE_ROOM_BYTES = 2**20
@@ -28,14 +28,14 @@ log = structlog.get_logger(__name__)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed because the disk is full."""
+    """Return whether a write failed because the disk is full."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(text in str(error) for text in _TEXTS)
 
 
 def describe_disk(path: Path) -> str:
-    """Describe the disk of a file, which may not exist: `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
+    """Describe the disk of a file, existing or not: `/data (12 MiB of 9216 MiB free), which holds /data/runs/x`."""
     path = path.absolute()
     existing = nearest_folder(path)
     mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
@@ -64,10 +64,10 @@ class DiskWait:
         self._retry_every_s = retry_every_s
         self._log_at = 0.0
         self.reason = ""
-        """The current wait, such as `waiting 12 s for room on the disk /data (...) for metrics`; else empty."""
+        """The current wait, such as `waiting 12 s for room for metrics on the disk /data (...)`, or empty."""
 
     def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
-        """Retry `write`, which writes `what` to `path` atomically, until the disk has room."""
+        """Retry `write`, which must be atomic, until the disk has room."""
         began_at, delay_s = time.monotonic(), self._retry_every_s
         while True:
             try:
@@ -85,7 +85,7 @@ class DiskWait:
                 return result
 
     def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
-        """Wait until free space grows, or for `at_most_s`, because free space does not show quotas."""
+        """Wait until free space grows, or for `at_most_s`, because a quota may be the limit."""
         free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
         while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
             self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"

@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics, with the meaning and remedy of a value outside, and alerts. Imports without torch."""
+"""Healthy ranges of metrics, with meaning and remedy of a value outside. Imports without torch."""
 
 import math
 import re
@@ -17,28 +17,27 @@ _FIGURE = re.compile(r" \([^()]*\{\w+\}[^()]*\)")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Healthy values of a metric, bounds included. Example: Range(low=0.3, meaning="...", advice="lower max_lag")
+    """Healthy values of a metric, bounds included; None = unbounded.
+
+    Example: Range(low=0.3, meaning="...", advice="lower max_lag")
 
     Texts may quote figures from `figures_of` in parentheses: ` (now {max_lag})`.
     """
 
     low: float | None = None
-    """Lower bound; None = unbounded."""
     high: float | None = None
-    """Upper bound; None = unbounded."""
     meaning: str = ""
-    """Effect of a value outside on learning."""
+    """Effect of a value outside."""
     advice: str = ""
-    """Remedy."""
     patience: int = 1
     """Consecutive steps outside before an alert."""
     only_stale: bool = False
-    """Whether to skip steps without stale tokens."""
+    """Skip steps without stale tokens."""
     of_median: bool = False
-    """Whether the bounds are multiples of the metric's median over previous steps."""
+    """The bounds are multiples of the metric's median over previous steps."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value is in the range; False for NaN."""
+        """Return whether the value is in the range; False for NaN."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
@@ -48,7 +47,7 @@ class Range:
         return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
 
     def plain(self) -> tuple[str, str]:
-        """Return meaning and remedy, without figures."""
+        """Return (meaning, remedy), without figures."""
         return _FIGURE.sub("", self.meaning), _FIGURE.sub("", self.advice)
 
     def __str__(self) -> str:
@@ -59,7 +58,7 @@ class Range:
 
 
 def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
-    """Return the figures quoted in explanations: settings of the run and values of the row."""
+    """Return the settings and values that explanations quote."""
     algorithm, staleness, reward = run.algorithm, run.buffer.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
@@ -171,17 +170,16 @@ RANGES = {
         patience=5,
     ),
 }  # fmt: skip
-"""Key -> healthy range, as in docs/metrics.md. `MetricAlerts` reports metrics that leave their range."""
+"""Key -> healthy range, as in docs/metrics.md."""
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of a value outside its range; NaN uses the text for nonfinite values."""
+    """Return meaning and remedy of a value outside its range, which may be NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 
 STOP_LENGTH = "learner/by_source/SOURCE/stop_length"
 _NEVER = math.inf
-"""Bound that no value exceeds."""
 SIGNS = RANGES | {
     "lag/mean": Range(None, _NEVER, _OLD, _YOUNGER),
     "learner/weight_changed_fraction": Range(None, _NEVER, "the correction truncates or drops more tokens", _WIDER),
@@ -206,7 +204,7 @@ SIGNS = RANGES | {
         "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
     ),
 }  # fmt: skip
-"""RANGES, plus metrics without unhealthy values whose changes may accompany a falling reward."""
+"""RANGES, plus metrics whose changes may accompany a falling reward."""
 
 
 _STEPS_TO_RECOVER = 3
@@ -216,11 +214,7 @@ log = structlog.get_logger(__name__)
 
 
 class MetricAlerts:
-    """Checks the metrics of each step against their ranges.
-
-    Logs every metric that leaves or reenters its range. `on_alert` gets one text for all metrics that leave their range
-    in a step.
-    """
+    """Logs metrics that leave or reenter their range. `on_alert` gets one text per step for those that leave."""
 
     def __init__(
         self,
@@ -229,7 +223,6 @@ class MetricAlerts:
         run: RunConfig | None = None,
         ranges: Mapping[str, Range] = RANGES,
     ) -> None:
-        """`run`: texts quote its figures."""
         self._on_alert = on_alert
         self._run = run
         self._watched = {key: Watched(healthy) for key, healthy in ranges.items()}
@@ -246,13 +239,13 @@ class MetricAlerts:
                 found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
             else:
                 log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-        # Metrics with the same meaning share one sentence, because events are short.
+        # Events are short, so metrics with the same meaning share one sentence.
         if found:
             self._on_alert("; ".join(f"{', '.join(values)}: {text}" for text, values in found.items()))
 
 
 class Watched:
-    """State of one metric: healthy or not, and the number of consecutive steps that contradict it."""
+    """State of one metric: healthy or not, and consecutive steps that contradict it."""
 
     def __init__(self, healthy: Range) -> None:
         self.healthy = healthy
@@ -262,7 +255,7 @@ class Watched:
 
     def update(self, value: float) -> bool:
         """Add the value of a step; return whether the metric left or reentered its range."""
-        # Hysteresis: a metric that oscillates around a bound must not produce a stream of events.
+        # Hysteresis, for a metric that oscillates around a bound.
         contradicts = self._is_inside(value) == self.is_unhealthy
         self._streak = self._streak + 1 if contradicts else 0
         if self._streak < (_STEPS_TO_RECOVER if self.is_unhealthy else self.healthy.patience):

@@ -1,7 +1,7 @@
 """Images in prompts: input checks, and tokens, positions, and patches for Qwen-VL models.
 
-Broker, generators, and learner share this code, so that all use the same token counts and pixel values. Needs torch
-only in `VisionModel.patches`.
+Broker, generators, and learner share this code, so that token counts and pixel values agree. Only
+`VisionModel.patches` needs torch.
 """
 
 import hashlib
@@ -24,39 +24,32 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 """Text of an image in these models' chat templates."""
 MAX_BYTES = 32 * 2**20
-"""Limit of an encoded image."""
 MAX_PIXELS = 64 * 2**20
-"""Limit of a decoded image: a few bytes can decode to gigabytes."""
+"""A few bytes can decode to gigabytes."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MAX_RATIO = 200
-"""Largest aspect ratio that these models accept."""
 
 Grid = tuple[int, int, int]
 """Number of patches along time, height, and width."""
 
 
 class PromptImage(NamedTuple):
-    """An image of a prompt, as engines consume it."""
+    """An image of a prompt."""
 
     id: str
-    """`image_id` of its bytes."""
     grid: Grid
     data: bytes
     first_token: int
-    """Index of its first token in the prompt."""
     num_tokens: int
 
 
 def image_id(data: bytes) -> str:
-    """Return the SHA-256 of the bytes, hexadecimal: the key under which an image is stored once."""
+    """Return the hexadecimal SHA-256 of the bytes, the key of an image."""
     return hashlib.sha256(data).hexdigest()
 
 
 def load_image(source: Any, *, folder: Path) -> bytes:
-    """Return the bytes of an image in a row: bytes, a path below the file's folder, or a record with either.
-
-    Raises ConfigError.
-    """
+    """Read an image given as bytes, a path below `folder`, or a record with either. Raises ConfigError."""
     value = (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
     if isinstance(value, str):
         path = (folder / value).resolve()
@@ -77,7 +70,7 @@ def open_image(data: bytes) -> Pillow.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
             image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
-    # Decoders raise arbitrary errors for damaged bytes, and PIL for sizes that it will not decode.
+    # Decoders raise arbitrary errors for damaged bytes.
     except Exception as error:
         raise ConfigError(f"an image must be a readable {', '.join(_FORMATS)}, got {error}.") from None
     if image.width * image.height > MAX_PIXELS:
@@ -90,19 +83,19 @@ def open_image(data: bytes) -> Pillow.Image:
 
 
 def takes_images(path: str) -> bool:
-    """Whether the model in this folder, or under this name in the hub cache, supports images."""
+    """Return whether a model supports images."""
     return read_json(path, "config.json").get("model_type") in FAMILIES
 
 
 class VisionModel:
-    """Image handling of a checkpoint: tokens, positions, patches. Reads its small files on demand."""
+    """Image tokens, positions, and patches of a checkpoint. Reads its small files on demand."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     @cached_property
     def token_id(self) -> int:
-        """Placeholder token of image parts. Raises ConfigError, naming the model, if it does not support images."""
+        """Placeholder token of image parts. Raises ConfigError if the model does not support images."""
         settings = read_json(self._path, "config.json")
         if settings.get("model_type") not in FAMILIES:
             kind = settings.get("model_type", "unknown")
@@ -115,7 +108,7 @@ class VisionModel:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """Image processor settings; newer checkpoints nest them in processor_config.json."""
+        """Newer checkpoints nest them in processor_config.json."""
         nested = read_json(self._path, "processor_config.json").get("image_processor")
         return read_json(self._path, "preprocessor_config.json") or nested or {}
 
@@ -125,9 +118,9 @@ class VisionModel:
         return int(self._settings.get("merge_size", 2))
 
     def grid(self, data: bytes) -> Grid:
-        """Return the patch grid of an image after resizing, from its header. Raises ConfigError.
+        """Return the patch grid of an image, from its header. Raises ConfigError.
 
-        Resizing makes both sides multiples of a token's side, and the area fit the checkpoint's limits.
+        Resizing makes both sides multiples of a token's side and fits the area to the checkpoint's limits.
         """
         patch = int(self._settings.get("patch_size", 14))
         unit, size = patch * self.merge_size, self._settings.get("size") or {}
@@ -145,11 +138,10 @@ class VisionModel:
         return 1, found[0] // patch, found[1] // patch
 
     def num_tokens(self, grid: Grid) -> int:
-        """Return the number of prompt tokens of an image."""
         return math.prod(grid) // self.merge_size**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[PromptImage]]:
-        """Repeat the placeholder of each image to its token count. Raises ConfigError if the counts differ.
+        """Repeat the placeholder of each image to its token count. Raises ConfigError if the numbers differ.
 
         Example: expand([7, 9, 8], [data]) == ([7, 9, 9, 9, 9, 8], [PromptImage(..., first_token=1, num_tokens=4)])
         """
@@ -189,14 +181,13 @@ class VisionModel:
         return positions
 
     def patches(self, data: bytes) -> np.ndarray:
-        """Return the input of the visual encoder, float32[P, D]; cached, do not modify. Raises ConfigError for damaged
-        bytes."""
+        """Return the visual encoder's input, float32[P, D]; cached, do not modify. Raises ConfigError."""
         return _patches(self._path, data)
 
 
 @lru_cache(maxsize=16)
 def _patches(path: str, data: bytes) -> np.ndarray:
-    # Cached, because all answers to a prompt use the same image.
+    # All answers to a prompt use the same image.
     try:
         pixels = open_image(data).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
@@ -207,7 +198,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # Always the PIL version: torchvision rounds differently, and vLLM's CPU build does not include it.
+    # The PIL version: torchvision rounds differently, and vLLM's CPU build lacks it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

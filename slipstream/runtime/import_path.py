@@ -14,10 +14,7 @@ from slipstream.configs.base import ConfigError
 
 
 def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Import the function at `path`; it must take `num_values` positional arguments and `arguments` by keyword.
-
-    `setting`: key of the setting, for messages. Raises ConfigError.
-    """
+    """Import a function that takes `num_values` positional arguments and `arguments` by keyword. Raises ConfigError."""
     function = find_function(path, setting=setting)
     try:
         inspect.signature(function).bind(*[None] * num_values, **arguments)
@@ -27,7 +24,7 @@ def load_function(path: str, *, setting: str, num_values: int, arguments: dict[s
 
 
 def find_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Import the function or class at `path`, with any signature. Raises ConfigError."""
+    """Import the function or class at `path`. Raises ConfigError."""
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
         raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
@@ -50,7 +47,7 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # Keyed by its full path, to separate files with the same name and files named like an installed module.
+    # The full path separates files with the same name, and from installed modules.
     name = f"slipstream_user.{file.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

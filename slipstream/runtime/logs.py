@@ -31,19 +31,18 @@ class _Allowance:
 
 
 class LogLimiter:
-    """Rate limit for events that may occur a thousand times per second; each line counts the suppressed ones.
+    """Rate limit for frequent events. Each line counts the suppressed ones. Life: (log* -> flush)*.
 
-    Life: (log* -> flush)*. Kinds must not contain peer input, because each kind keeps state.
+    Kinds must not contain peer input, because each keeps state.
     """
 
     def __init__(self, write: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
-        """`write(event, **details)` is called for each line."""
         self._write = write
         self._clock = clock
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
     def log(self, event: str, kind: str, **details: object) -> bool:
-        """Log one occurrence; return whether a line was written."""
+        """Return whether a line was written."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
         allowance.refill(now)
@@ -54,7 +53,7 @@ class LogLimiter:
         return True
 
     def flush(self) -> None:
-        """Write the counts of suppressed lines, within the limit."""
+        """Write the counts of suppressed lines, within the rate limit."""
         now = self._clock()
         for (event, kind), allowance in self._allowances.items():
             allowance.refill(now)
@@ -69,8 +68,6 @@ class LogLimiter:
 
 
 class _LossyStream:
-    """Text stream that drops output it cannot write, instead of raising."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -88,7 +85,7 @@ class _LossyStream:
 
 
 def make_output_lossy() -> None:
-    """Drop stdout and stderr output that cannot be written, for example to a full disk or closed terminal."""
+    """Drop output that cannot be written, as to a full disk or closed terminal."""
     if not isinstance(sys.stdout, _LossyStream):
         sys.stdout = cast(TextIO, _LossyStream(sys.stdout))
     if not isinstance(sys.stderr, _LossyStream):
@@ -96,7 +93,7 @@ def make_output_lossy() -> None:
 
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Structlog processor: keep each event on one line and escape terminal control sequences from peers."""
+    """Keep each event on one line and escape control sequences from peers; a structlog processor."""
     return {key: _escape(value) if isinstance(value, str) else value for key, value in event.items()}
 
 

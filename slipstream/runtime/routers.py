@@ -1,7 +1,7 @@
 """Mixture-of-experts routers: record, count, or replace the experts that they choose.
 
-The router's own code runs unchanged. A hook observes its `topk` over the experts, or answers it with given experts, so
-that expert weights and their gradients follow the router's formula.
+The router's code runs unchanged. A hook observes its `topk` over the experts, or answers it with given experts, so that
+expert weights and gradients follow the router's formula.
 
 Source: rollout routing replay (R3), arXiv:2510.11370.
 """
@@ -19,15 +19,14 @@ from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
 EXPERTS = "experts"
-"""Trajectory array, uint8 or int16[T, M, K]: the K experts of each token in each of M routers; 0 for the last token,
-which no forward pass reads."""
+"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in each of M routers; 0 for the last token, which no
+forward pass reads."""
 
 
 class Router(NamedTuple):
     """A module that selects experts."""
 
     layer: int
-    """Index of its layer in the model."""
     module: Any
     """Has `top_k` and `num_experts`."""
     logits: int
@@ -35,7 +34,7 @@ class Router(NamedTuple):
 
 
 def find_routers(module: nn.Module) -> list[Router]:
-    """Return the routers of a transformers model in layer order; the model may be on the meta device."""
+    """Return the routers of a transformers model in layer order."""
     places: dict[type, int] = {}
     for part in module.modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or []
@@ -45,14 +44,13 @@ def find_routers(module: nn.Module) -> list[Router]:
     return [
         Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
         for name, part in module.named_modules()
-        # Skip models that route by a bare linear layer and select experts elsewhere: the hook cannot observe them.
+        # Skip models that select experts outside of the router module, where the hook cannot observe it.
         if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
     ]
 
 
 def check_layers(config: ModelConfig) -> None:
-    """Raise ConfigError for missing LoRA targets and unsupported router settings, before the model loads. Loading
-    reports other errors."""
+    """Raise ConfigError for missing LoRA targets and unsupported router settings, before the model loads."""
     has_router_settings = bool(config.router_replay or config.router_aux_loss)
     if not (config.lora or has_router_settings):
         return
@@ -76,7 +74,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Return the coefficient of the balancing loss. Raises ConfigError if the checkpoint lacks it but must have it."""
+    """Return the coefficient of the balancing loss. Raises ConfigError if the checkpoint should have it but doesn't."""
     if config.router_aux_loss != "checkpoint":
         return config.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
@@ -92,14 +90,13 @@ class Routers:
     """
 
     def __init__(self, routers: list[Router]) -> None:
-        """Install the hooks."""
         self.layers = [router.layer for router in routers]
         self.num_experts: int = routers[0].module.num_experts
         self.top_k: int = routers[0].module.top_k
         self.given: Tensor | None = None
         """Experts to use, [N, M, K]; None = the routers choose."""
         self.keeps_logits = False
-        """Set it to use `probabilities`."""
+        """Required by `probabilities`."""
         self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
         self._logits: list[Tensor] = [torch.empty(0)] * len(routers)
         for position, router in enumerate(routers):
@@ -111,11 +108,11 @@ class Routers:
         return len(self.layers), self.top_k
 
     def chosen(self) -> Tensor:
-        """Return the experts of each token in the last forward pass, uint8 or int16[N, M, K]."""
+        """Return the experts of the last forward pass, uint8 or int16[N, M, K]."""
         return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.num_experts <= 256 else torch.int16)
 
     def load(self, copies: Tensor, experts: Tensor | None = None) -> Tensor:
-        """Return the tokens per expert in the last forward pass, or for `experts` [N, M, K], float64[M, E].
+        """Return the tokens per expert in the last forward pass, or for `experts` [N, M, K]; float64[M, E].
 
         Token n counts `copies[n]` times.
         """
@@ -126,7 +123,7 @@ class Routers:
         )
 
     def probabilities(self, copies: Tensor) -> Tensor:
-        """Return expert probabilities summed over tokens of the last forward pass, float32[M, E]; differentiable."""
+        """Return differentiable expert probabilities summed over the last forward pass, float32[M, E]."""
         return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
 
     def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:
@@ -140,8 +137,6 @@ class Routers:
 
 
 class _Choice(TorchFunctionMode):
-    """Observes or answers `topk` over all experts within the block."""
-
     def __init__(self, num_experts: int, top_k: int, given: Tensor | None) -> None:
         super().__init__()
         self._num_experts = num_experts

@@ -55,14 +55,14 @@ ORIGINS = "origins.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
-"""Longest path of the socket folder: the kernel allows 107 bytes including the socket's name."""
+"""Longest socket folder: the kernel allows 107 bytes with the socket's name."""
 _SHORT_FOLDERS = Path("/tmp")
-"""Parent of `short_folder`. Not TMPDIR, which may differ between roles."""
+"""Not TMPDIR, which may differ between roles."""
 log = structlog.get_logger(__name__)
 
 
 class RunFolder:
-    """Paths, configuration and metrics of one run."""
+    """Paths and files of one run."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -86,10 +86,7 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of the run's unix sockets; a short one in /tmp if its path is too long for the kernel.
-
-        Every process of the run computes the same folder.
-        """
+        """Folder of the run's unix sockets; `short_folder` if its path is too long."""
         path = self.path.resolve() / "sockets"
         if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
             return path
@@ -97,18 +94,18 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was started here; a lock or token alone does not count."""
+        """Whether a run was started here; a lock or token does not count."""
         return (self.path / _CONFIG).is_file()
 
     @property
     def is_untrained(self) -> bool:
-        """Whether the run has not published weights yet, so that its name can be reused without loss."""
+        """Whether the run has not published weights yet."""
         made = (self.metrics, self.summary, *self.checkpoints.glob("*"), *self.archive.glob("shard-*"))
         return (self.path / _UNTRAINED).is_file() and not any(path.exists() for path in made)
 
     @property
     def broker_address(self) -> str:
-        """Endpoint of the first broker: `broker.address`, else a unix socket of the run."""
+        """Endpoint of the first broker: `broker.address` or a unix socket."""
         return self.broker_addresses[FIRST_BROKER]
 
     @property
@@ -122,10 +119,7 @@ class RunFolder:
         return dict(zip(config.names, [first, *further], strict=True))
 
     def claim(self) -> None:
-        """Create the folder of a new run, or reuse that of a resumed or untrained run, and lock it.
-
-        Raises as `check_name`.
-        """
+        """Create or reopen the folder and lock it. Raises as `check_name`."""
         self._is_new = not self.path.exists()
         self.check_name()
         self.lock()
@@ -134,7 +128,7 @@ class RunFolder:
     def begin(self) -> None:
         """Open the folder of a new or resumed run; an untrained run starts over."""
         if self.is_untrained:
-            # The store may hold rejected settings of the run. Everything else is rewritten or empty.
+            # The store may hold rejected settings. Everything else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
             print(f"{self.path} is reused: its run ended before it published weights", flush=True)
         elif not self.has_run:
@@ -143,18 +137,18 @@ class RunFolder:
         self.open()
 
     def record_training(self) -> None:
-        """Mark the run as trained, so that its name is not reused. Raises OSError."""
+        """Prevent reuse of the name. Raises OSError."""
         (self.path / _UNTRAINED).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the folder if `claim` created it, for a run that failed before its inputs were ready."""
+        """Remove the folder if `claim` created it."""
         if self._is_new:
             for folder in (self.path, self.sockets):
                 shutil.rmtree(folder, ignore_errors=True)
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError if a new run exists already, a resumed run does not exist, or the run is in progress.
+        """Raise ConfigError if a new run exists, a resumed one does not, or the run is in progress.
 
         With `storage_uri`, a resumed run may exist only in the object store.
         """
@@ -174,10 +168,7 @@ class RunFolder:
             )
 
     def lock(self) -> None:
-        """Lock the run until this process ends: the owner starts and stops its store. Idempotent.
-
-        Raises ConfigError if another process holds it.
-        """
+        """Lock the run until this process ends. Idempotent. Raises ConfigError if another process holds it."""
         if self._lock:
             return
         self.make()
@@ -194,7 +185,7 @@ class RunFolder:
                 "runs it: choose another name with name=..., or stop that process."
             ) from None
         self._lock = lock
-        # On a full disk the pid is missing, but the lock still holds.
+        # On a full disk, the pid is missing but the lock holds.
         with suppress(OSError):
             lock.truncate(0)
             os.write(lock.fileno(), f"{os.getpid()}\n".encode())
@@ -209,12 +200,12 @@ class RunFolder:
             self._lock = None
 
     def make(self) -> None:
-        """Create the run and socket folders, accessible only to the owner. Raises ConfigError if they are not ours."""
+        """Create the run and socket folders. Raises as `make_private`."""
         for folder in (self.path, self.sockets):
             make_private(folder)
 
     def open(self) -> None:
-        """Create missing folders, and write the configuration and the library versions. Raises ConfigError, OSError."""
+        """Create missing folders; write configuration and versions. Raises ConfigError, OSError."""
         try:
             self.make()
             for folder in (self.logs, self.store, self.checkpoints):
@@ -224,16 +215,16 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A role restarted on a full disk; the launcher wrote these files when the run started.
+            # A role restarted on a full disk; the files are there from the start of the run.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return the latest address of a broker for other machines; empty if it has none."""
+        """Return the newest address of a broker for other machines, or an empty string."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 
     def write_address(self, address: str, *, broker: str = FIRST_BROKER) -> None:
-        """Record the address of a broker if it is a TCP address; remove the file otherwise."""
+        """Record a broker's TCP address; for any other, remove the file."""
         file = self._address_file(broker)
         if address.startswith("tcp://"):
             _replace(file, f"{address}\n".encode())
@@ -244,7 +235,6 @@ class RunFolder:
         return self.path / ("address" if broker == FIRST_BROKER else f"address-{broker}")
 
     def write_origins(self, origins: dict[str, str]) -> None:
-        """Record the origin of each configuration value. Raises OSError."""
         _replace(self.path / ORIGINS, json.dumps(origins, indent=2).encode() + b"\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -261,10 +251,7 @@ class RunFolder:
                 raise
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop damaged rows and rows after `up_to_step`, which a resume rolls back; return the rest.
-
-        Raises OSError; safe to retry.
-        """
+        """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_bytes().splitlines(keepends=True)
@@ -286,7 +273,7 @@ def _replace(path: Path, content: bytes) -> None:
     """Write a file unless it has this content already. On OSError the old file remains."""
     if path.is_file() and path.read_bytes() == content:
         return
-    # Rename into place, so that neither a crash nor a full disk leaves a partial file.
+    # Rename into place, so that no partial file remains.
     draft = path.with_name(f"{path.name}.new")
     try:
         draft.write_bytes(content)
@@ -298,7 +285,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Decode a metrics row; None if a crash or a power failure (which leaves NULs) damaged it."""
+    """Decode a metrics row; None if a crash or power failure damaged it."""
     try:
         # Only the slower decoder accepts NaN and Infinity.
         decode = json.loads if b"NaN" in line or b"Infinity" in line else msgspec.json.decode
@@ -309,13 +296,13 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def short_folder(path: Path) -> Path:
-    """Return the socket folder that replaces a path too long for the kernel, the same for every process."""
+    """Return a replacement for a path too long for the kernel, the same in every process."""
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
 
 
 def make_private(folder: Path) -> None:
-    """Create a private folder, or restrict an existing one to its owner. Raises ConfigError if it is not ours."""
+    """Create a folder, or restrict an existing one, for its owner only. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
@@ -328,7 +315,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_held(folder: Path, name: str = _LOCK) -> bool:
-    """Whether a process on this machine holds a lock file in a folder, by default the run lock."""
+    """Return whether a process on this machine holds a lock file of a folder."""
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -340,9 +327,9 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:
-    """Return the folder of the run named on the command line, by default the newest run.
+    """Return the folder of a run, by default the newest.
 
-    `words`: the run's name or folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
+    `words`: the run's name, its folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
     """
     chosen = {"runs_dir": "runs", "name": ""}
     for word in words:
@@ -377,7 +364,7 @@ def list_runs(runs_dir: Path) -> list[Path]:
 
 
 def describe_others(runs_dir: Path, name: str) -> str:
-    """Describe the runs in `runs_dir`, for an error message about the unknown run `name`."""
+    """Describe the runs in `runs_dir`, for an error about the unknown `name`."""
     names = [folder.name for folder in list_runs(runs_dir)]
     if close := get_close_matches(name, names, n=1):
         return f"did you mean {close[0]!r}?"

@@ -1,6 +1,6 @@
-"""Trace: events of one role during profiling; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
+"""Trace: profiling events of one role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
-Each role, and the profilers of torch and vLLM, write events to `profile/parts/` in the run folder. Timestamps come from
+Roles and the profilers of torch and vLLM write to `profile/parts/` in the run folder. Timestamps come from
 `time.time_ns`, so that roles on one machine share a timeline.
 """
 
@@ -28,9 +28,9 @@ SPANS = ("lease", "generate", "reward", "put", "buffered", "train", "publish")
 """Spans between consecutive moments."""
 PUBLISH = "publish version"
 _MAX_EVENTS = 200_000
-"""Events kept per role, about 30 MB; further events are only counted."""
+"""Events kept per role, about 30 MB; the rest is counted."""
 _MAX_PROFILE_BYTES = 2**28
-"""Largest torch profile to merge; larger ones stay separate files."""
+"""Larger torch profiles stay separate files."""
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +48,7 @@ class TracePart(msgspec.Struct, frozen=True):
 
 
 class Trace:
-    """Events of one role, kept in memory until written. Thread-safe.
+    """Events of one role, in memory until written. Thread-safe.
 
     Life: (obey("events") -> (mark | span)* -> obey("end"))*. While off, a mark or span costs 0.1 microseconds.
     """
@@ -63,7 +63,7 @@ class Trace:
         self.is_on = False
 
     def obey(self, stage: str) -> None:
-        """Obey a profiling stage: `events` starts recording if off, `end` stops and writes the file."""
+        """Handle a profiling stage: `events` starts recording, `end` stops and writes the file."""
         if stage == "events" and not self.is_on:
             self._events, self._dropped, self.is_on = TracePart(self._role, os.getpid(), [], []), 0, True
         elif stage == "end" and self.is_on:
@@ -71,7 +71,7 @@ class Trace:
             self._write()
 
     def mark(self, name: str, *ids: str, at_ns: int = 0, **arguments: Any) -> None:
-        """Record a moment of these trajectories, at `at_ns` or now."""
+        """Record a moment of these trajectories, by default now."""
         if self.is_on:
             at_ns = at_ns or time.time_ns()
             for each in ids:
@@ -143,7 +143,7 @@ def merge(folder: Path) -> None:
     began_at = min((event["ts"] for event in events if "ts" in event), default=0)
     for event in events:
         if "ts" in event:
-            # Relative microseconds: a float cannot hold absolute ones with fractions.
+            # A float cannot hold absolute microseconds with fractions.
             event["ts"] = (event["ts"] - began_at) / 1000
     facts = {
         "began_at_ns": began_at,
@@ -166,7 +166,6 @@ def _name(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
 
 
 def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str, Any]]:
-    """Return the consecutive spans of each trajectory, where both moments were recorded."""
     moments: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
     for mark, each, at_ns, arguments in (mark for part in parts for mark in part.marks):
         moments.setdefault(each, {}).setdefault(mark, (at_ns, arguments))
@@ -175,14 +174,14 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
     events = [_name("process", pid, "trajectories")]
     for each, found in moments.items():
         if committed := found.get("committed"):
-            # A version that was superseded before sending counts as published with the next one.
+            # A version superseded before it was sent counts as published with the next one.
             ended = next((end for version, end in published if version >= committed[1]["version"]), None)
             found |= {"published": (ended, {})} if ended else {}
         common = {"cat": "trajectory", "id": each, "pid": pid, "tid": 0}
         start = 0
         for name, (first, second) in zip(SPANS, pairwise(MARKS), strict=True):
             if first in found and second in found:
-                # Monotonic: clocks differ, and a claim may be recorded before the broker learns of the insert.
+                # Keep times monotonic: clocks differ, and a claim may be recorded before the insert.
                 start = max(start, found[first][0])
                 end, arguments = max(start, found[second][0]), found[second][1]
                 events.append({"ph": "b", "name": name, "ts": start, **common, "args": {"id": each, **arguments}})
@@ -204,7 +203,6 @@ def _role_events(part: TracePart, name: str, *, pid: int) -> list[dict[str, Any]
 
 
 def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) -> list[dict[str, Any]]:
-    """Return the events of a torch profile, with renumbered processes."""
     base, own, events = int(profile.get("baseTimeNanoseconds", 0)), dict[Any, int](), []
     for event in profile["traceEvents"]:
         if event.get("pid", "") == "" or event.get("name") in ("process_name", "process_labels", "process_sort_index"):
@@ -218,11 +216,11 @@ def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) ->
 
 
 _LIST_EVERY_S = 10.0
-"""Interval between scans for child processes, which read the whole process table."""
+"""Scans for child processes read the whole process table."""
 
 
 class TimeAccount:
-    """Seconds by phase. Exactly one phase is active at any time, so that phases sum to wall time.
+    """Seconds by phase. Exactly one phase is active at a time, so phases sum to wall time.
 
     One thread switches phases; any thread may read `totals`. A switch takes about a microsecond.
 
@@ -231,7 +229,7 @@ class TimeAccount:
     """
 
     def __init__(self, phase: str, *, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
-        """Uses real time even in a serial run. `trace` records each phase as a span."""
+        """Measures real time even in a serial run. `trace` records each phase as a span."""
         self.trace = trace
         self._clock = clock
         self._lock = Lock()
@@ -253,7 +251,6 @@ class TimeAccount:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Switch to a phase for the duration of the block."""
         before = self.switch(name)
         try:
             yield
@@ -265,7 +262,6 @@ class TimeAccount:
             self._totals, self._since = {}, self._clock()
 
     def totals(self) -> dict[str, float]:
-        """Return seconds by phase, including the current phase."""
         with self._lock:
             running = self._totals.get(self._phase, 0.0) + self._clock() - self._since
             return self._totals | {self._phase: running}
@@ -276,7 +272,7 @@ class TimeAccount:
 
 
 class ProcessorTime:
-    """CPU seconds of this process and its descendants, such as vLLM's engine process; never decreases.
+    """CPU seconds of this process and its descendants; never decreases.
 
     Example: processor = ProcessorTime(); processor.seconds == 41.7
     """
@@ -301,7 +297,7 @@ class ProcessorTime:
         return self._most
 
     def list_children(self) -> None:
-        """Scan for child processes now; call it after starting one to count it from its beginning."""
+        """Scan for child processes; call it after starting one."""
         self._list_at = self._clock() + _LIST_EVERY_S
         with suppress(psutil.Error):
             self._children = psutil.Process().children(recursive=True)

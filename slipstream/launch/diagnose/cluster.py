@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine, and its connection to the broker of a run without joining it."""
+"""`slipstream diagnose cluster`: check a machine, and its connection to a broker without joining it."""
 
 import socket
 import time
@@ -37,16 +37,14 @@ from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find
 from slipstream.runtime.process import versions
 
 _FAILED = 1
-"""Exit code when a check has failed."""
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
-"""Limit of the bandwidth measurement."""
 _AHEAD = 8
-"""Requests in flight at a time, as for chunks of weights."""
+"""Requests in flight, as for chunks of weights."""
 
 
 def report(findings: Sequence[Finding], *, is_json: bool) -> None:
-    """Print findings as a table or as one JSON object; exit with 1 if any check failed."""
+    """Print findings; exit with 1 if any check failed."""
     if is_json:
         print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
     else:
@@ -59,7 +57,7 @@ def report(findings: Sequence[Finding], *, is_json: bool) -> None:
 
 
 def find_all(overrides: list[str]) -> list[Finding]:
-    """Check this machine, and the broker at `broker.address` if that is set. Raises ConfigError."""
+    """Check this machine, and the broker at `broker.address` if set. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
     token = check_token(given, is_joining=address is not None)
@@ -167,7 +165,7 @@ def _check_schema(answer: Inspected, address: str) -> Finding:
 
 
 def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
-    """Listen on a port of this machine and ask the broker to connect to it."""
+    """Ask the broker to connect to a port of this machine."""
     if cluster.network is None:
         return Finding("way back", "ok", "not needed: the run has no cluster.interface")
     try:
@@ -186,7 +184,7 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
 
 
 def _check_brokers(living: LivingBrokers | None) -> Finding:
-    """Connect to the other brokers of the run: a generator uses the broker that its hash selects."""
+    """Connect to the other brokers of the run, because a generator's hash selects its broker."""
     if living is None:
         return Finding("brokers", "ok", "the run has one")
     others = {name: address for name, address in living.brokers.items() if name != living.broker}
@@ -202,7 +200,6 @@ def _check_brokers(living: LivingBrokers | None) -> Finding:
 
 
 def _check_weights(address: str, keys: Keys) -> Finding:
-    """Connect to the learner's weight server, from which every generator fetches its first version."""
     if not address:
         fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
         return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
@@ -225,7 +222,6 @@ def _listen(cluster: ClusterConfig) -> socket.socket:
 
 
 def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
-    """Fetch one weight bucket's worth of bytes and extrapolate the time of a whole version."""
     received, took_s = link.measure(run.weights.bucket_bytes)
     if not received:
         return Finding(

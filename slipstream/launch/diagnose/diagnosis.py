@@ -1,4 +1,4 @@
-"""Diagnosis: all checks of installation, machine, run inputs, and the end of the last run, each with a deadline."""
+"""Diagnosis: all checks of installation, machine, inputs, and last run, each with a deadline."""
 
 import contextlib
 import io
@@ -61,7 +61,7 @@ _REMEDIES = {
 
 
 def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
-    """Check the state of a run, its events, and the logs of its roles."""
+    """Check a run's state, events, and logs."""
     has_ended = (folder / "summary.json").is_file()
     events, problem = read_events(folder, is_live=is_live)
     deaths = [event for event in events if _DEATH.search(event.text)]
@@ -79,7 +79,7 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
-    """Return the events of a run, oldest first, or none and the reason. Starts the store of a stopped run."""
+    """Return (events of a run, oldest first; why they cannot be read). Starts the store of a stopped run."""
     try:
         with RunReader(folder, starts_server=not is_live) as reader:
             return reader.store.events(limit=EVENTS_KEPT), ""
@@ -88,11 +88,11 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
 
 
 def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return the complete lines in the last `num_bytes` of a log."""
+    """Return the complete last lines of a log."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # Skip a partial line: it is no valid row, and masking would miss a partial secret.
+            # Skip a partial line, in which masking would miss a partial secret.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()
@@ -134,7 +134,7 @@ def _remedy(error: str, otherwise: str) -> str:
 
 _ENDING = ".tar.gz"
 _LINES, _LOG_BYTES = 300, 2**22
-"""Lines kept of each log and of the metrics, and the bytes read for them."""
+"""Lines kept per file, and bytes read for them."""
 
 
 class Subject(NamedTuple):
@@ -143,39 +143,37 @@ class Subject(NamedTuple):
     run: RunConfig
     folder: Path | None
     is_live: bool
-    """Whether a process holds the run lock."""
     origin: str
-    """Human-readable origin of the settings."""
     is_over: bool = False
-    """Whether the run has finished and the settings are its own, so that it needs no more disk space."""
+    """Whether the settings are those of a finished run, which needs no more disk space."""
 
 
 def check_bundle(path: Path) -> None:
-    """Raise ConfigError unless a bundle can be written there."""
+    """Raise ConfigError if `path` cannot become a bundle."""
     if not path.name.endswith(_ENDING) or path.exists() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--bundle must name a new file that ends in {_ENDING}, in a folder that exists, got {path}.")
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets: from the environment, and the tokens of the run and its guests."""
+    """Return the known secrets, including the tokens of the run and its guests."""
     tokens = []
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
     if folder:
         files = [folder / "token", *(folder / "guests").glob("*")]
-        # Tokens of another user's run cannot be read, so the bundle cannot contain them.
+        # Unreadable tokens, of another user's run, cannot reach the bundle.
         tokens += [read_or_nothing(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 
 def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
-    """Write the bundle, readable only by its owner. Raises ConfigError when it cannot be written."""
+    """Write the bundle, readable only by its owner. Raises ConfigError."""
     draft = path.with_name(f"{path.name}.new")
     try:
         with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             draft.chmod(0o600)
             for name, text in _contents(subject, findings, known=known):
-                # Mask whole files again: their writers may not have known all secrets.
+                # Mask everything again: the writers of these files may not have known all secrets.
                 data = mask(text, known=known).encode()
                 entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
                 entry.size, entry.mtime = len(data), int(time.time())
@@ -188,7 +186,6 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, k
 
 
 def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (file name, text) of a bundle."""
     yield "diagnosis.json", _json(findings)
     yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
     yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
@@ -226,7 +223,7 @@ class Check(NamedTuple):
     name: str
     find: Callable[[], Finding | list[Finding]]
     fix: str = _DEAD_MOUNT
-    """Remedy if it raises an error."""
+    """Remedy if `find` raises."""
     timeout_s: float = 15.0
 
 
@@ -237,16 +234,14 @@ _SURROUNDINGS = {
     "address": "stop the process that uses it, or choose another broker.address",
     "object store": "correct storage_uri, or the credentials in the environment",
 }
-"""Check from `surroundings` without a more specific one here -> remedy."""
+"""Check of `surroundings` that no check below replaces -> remedy."""
 
 
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
     """Run all checks and print the findings; exit with 1 if any check failed. Raises ConfigError.
 
-    `words`: settings as for `slipstream run`, or a run as for `find_run` (default: the newest), checked with its own
-    settings. With `cluster` as the first word, run the checks of `slipstream diagnose cluster`.
-
-    `bundle`: also write the findings and further data for a bug report to this file.
+    `words`: settings as for `slipstream run`; or a run as for `find_run`, by default the newest, to check with its own
+    settings; or `cluster` and settings. `bundle`: file to write for a bug report.
     """
     if bundle:
         check_bundle(bundle)
@@ -266,7 +261,7 @@ def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None)
 
 
 def choose(words: Sequence[str]) -> Subject:
-    """Parse the command line into the subject to check. Raises ConfigError."""
+    """Parse the command line. Raises ConfigError."""
     if options := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"no such option: {options[0]}; see `slipstream diagnose --help`.")
     runs = [word for word in words if ("=" not in word or word.startswith(_OF_A_RUN))]
@@ -278,7 +273,7 @@ def choose(words: Sequence[str]) -> Subject:
             is_live, has_ended = is_held(folder), (folder / "summary.json").is_file()
             return Subject(run, folder, is_live, f"settings of {folder}", is_over=has_ended and not is_live)
         except ConfigError:
-            # A run of another version, or the name of a new run.
+            # The run is from another version, or the name is a new run's.
             if any("=" not in word for word in words):
                 raise
     run = load(list(words))
@@ -297,9 +292,9 @@ def find_all(subject: Subject) -> list[Finding]:
 
 
 def list_checks(subject: Subject) -> list[Check]:
-    """Return all checks in display order."""
+    """List checks in display order."""
     run, folder = subject.run, RunFolder(subject.run)
-    # A live run counts only if the settings are its own.
+    # A live run matters only if it is the one that the settings describe.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
         Check("settings", lambda: Finding("settings", "ok", subject.origin)),
@@ -341,7 +336,7 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
     if run.cluster.network and not is_live:
         found.append(Check("interface", lambda: machine.check_interface(run.cluster)))
         found.append(Check("ports", lambda: machine.check_ports(run.cluster)))
-    # Check an existing run as one to resume.
+    # Check an existing run as if resuming it.
     tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     for name in (each for each in _SURROUNDINGS if each in tried):
         find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
@@ -371,13 +366,13 @@ def _last_run(subject: Subject) -> Finding | list[Finding]:
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
 def _start(function: Callable[[], T]) -> "Future[T]":
-    """Call in a daemon thread: a thread that hangs on a dead mount cannot be stopped."""
+    """Call in a daemon thread, because a call that hangs on a dead mount cannot be stopped."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # whatever it raises
+        except Exception as error:
             future.set_exception(error)
 
     Thread(target=work, daemon=True).start()
@@ -399,6 +394,6 @@ def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_a
         return found if isinstance(found, list) else [found]
     except TimeoutError:
         return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    except Exception as error:  # our own error, or a machine fault that the check did not expect
+    except Exception as error:  # ours, or a fault that the check did not expect
         kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
         return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]

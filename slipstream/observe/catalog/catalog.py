@@ -1,4 +1,4 @@
-"""Catalog: the trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
+"""Catalog: trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
 
 import os
 import threading
@@ -23,17 +23,15 @@ from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_s
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
-"""Sortable columns."""
 _QUERIES_KEPT = 8
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
-"""Blocks searched concurrently; each holds about a million tokens in memory."""
+"""Each holds about a million tokens in memory."""
 
 
 class CatalogQuery(Record):
     """Selection and order of rows. Example: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
 
     where: TrajectoryFilter = TrajectoryFilter()
-    """Conditions that a row must meet."""
     sort_by: str = ""
     """One of SORTABLE, unknown values last, ties in archive order; empty: archive order, then the store."""
     is_descending: bool = False
@@ -43,14 +41,13 @@ class Page(Record):
     """Consecutive rows of a result. Example: Page(num_rows=20000, start=100, rows=[CatalogRow(...), ...])."""
 
     num_rows: int
-    """Rows of the whole result."""
+    """In the whole result."""
     start: int
-    """Index of the first row in the result."""
     rows: list[CatalogRow]
 
 
 class _Snapshot:
-    """All blocks at one moment. Immutable, so threads may share it and results may be cached with it."""
+    """All blocks at one moment. Immutable, so threads and caches may share it."""
 
     def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
         self.blocks = blocks
@@ -59,18 +56,18 @@ class _Snapshot:
 
 
 class Catalog:
-    """The trajectories of a source. Threads may share it. `refresh` reads new trajectories.
+    """The trajectories of a source. Threads may share it.
 
     Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
     """
 
     def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
-        """Read the source. Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
+        """Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
         self._source = source
         self._seen: list[Block] = []
         self._unread = ""
         self.decoder = decoder
-        """Tokenizer of the model, which conditions on text require; None if not found."""
+        """Tokenizer of the model, required to search text; None if not found."""
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
@@ -79,19 +76,18 @@ class Catalog:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each source that cannot be read in full."""
+        """One sentence per source that cannot be read in full."""
         return list(dict.fromkeys([*([self._unread] if self._unread else []), *self._source.notes]))
 
     @property
     def rows(self) -> pa.Table:
-        """All rows, with the columns of ROWS."""
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read new trajectories; return whether any were found. Raises ArchiveError for a damaged manifest."""
+        """Read new trajectories; return whether there were any. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # The store before the archive: a group that moves in between is found in both, never in neither.
+            # Read the store first: a group that moves to the archive in between is found twice instead of not at all.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
@@ -111,9 +107,9 @@ class Catalog:
         size: int = 50,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Page:
-        """Return at most `size` rows of the result, from index `start`. Raises the errors of `select`.
+        """Return at most `size` rows of the result, from index `start`. Searching gigabytes of text takes minutes.
 
-        A search through gigabytes of text takes minutes. Raises SearchCancelledError once `is_cancelled` returns true.
+        Raises the errors of `select`, and SearchCancelledError once `is_cancelled` returns true.
         """
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
@@ -121,10 +117,10 @@ class Catalog:
         return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
 
     def select(self, query: CatalogQuery) -> pa.Table:
-        """Return the rows of the result, in its order.
+        """Return the rows of the result.
 
-        Raises ConfigError for a column that is not in SORTABLE and for a condition on text without a tokenizer,
-        ArchiveError for files that can no longer be read.
+        Raises ConfigError for a column outside SORTABLE and for a condition on text without a tokenizer, ArchiveError
+        for files that can no longer be read.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
@@ -139,7 +135,7 @@ class Catalog:
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
-        """Yield the trajectories of the result, block by block. Raises the errors of `select`."""
+        """Yield the trajectories of the result. Raises the errors of `select`."""
         snapshot = self._snapshot
         indices = np.sort(self._indices(snapshot, query))
         start = 0
@@ -175,7 +171,6 @@ class Catalog:
     def _indices(
         self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
     ) -> np.ndarray:
-        """Return the row indices of a result, in its order, int64[n]."""
         if query.sort_by not in ("", *SORTABLE):
             raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
         text = query.where.text
@@ -183,7 +178,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Search separately from the fast conditions, so that sorting differently does not search again.
+        # Search separately from the fast conditions, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -192,12 +187,11 @@ class Catalog:
     def _find_text(
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
-        """Return whether the decoded tokens of each row contain `text`, bool[N]."""
         last, known = self._found
-        # Cache the last text's matches per block: other pages and orders reuse them, and new rows add blocks.
+        # Cache the last text's matches per block, for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
-            # Compute it before the threads need it. Arrow releases the GIL, so blocks are searched in parallel.
+            # Compute the cached array before the threads share it. Arrow releases the GIL, so they run in parallel.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
@@ -228,7 +222,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
-    """Return the rows that meet all conditions except the one on text, in the query's order, int64[n]."""
+    """Return the rows that meet all conditions except on text, in the query's order, int64[n]."""
     rows, where = snapshot.rows, query.where
     mask = np.ones(rows.num_rows, dtype=bool)
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):
@@ -259,9 +253,6 @@ def open_catalog(
     tokenizer: Path | None = None,
     starts_server: bool = True,
 ) -> Iterator[Catalog]:
-    """Open the catalog of a run and its archive, of an archive, a file, or a server. `where`: as for `open_source`.
-
-    Raises ConfigError, ReplayBufferError.
-    """
+    """Open a catalog; `where` is as for `open_source`. Raises ConfigError, ReplayBufferError."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server) as source:
         yield Catalog(source, decoder=decoder_of(source, tokenizer))

@@ -176,8 +176,7 @@ def refused(
     with _open(where, run, runs_dir) as source:
         if not isinstance(source, StoreSource):
             raise ConfigError(f"SOURCE must be a run or a server, got {where}: only a store has rejected frames.")
-        # Raises for a run that the store does not know.
-        source.store.run_state()
+        source.store.run_state()  # raises for an unknown run
         frames = source.store.quarantined_frames()
     if is_json:
         print("".join(f"{line}\n" for line in as_json(frames[:limit])), end="")
@@ -221,7 +220,6 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
 
 
 def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
-    """Return a decoder if the filter has a condition on text."""
     if selected.text is None:
         return None
     decode = decoder_of(source, tokenizer)

@@ -1,4 +1,4 @@
-"""Details of a trajectory: tokens with per-token numbers, messages, and the steps that trained on it."""
+"""Details of a trajectory: tokens with numbers, messages, and the steps that trained on it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -35,11 +35,9 @@ class Message(Record):
     text: str
     """Decoded text; empty without a tokenizer."""
     is_model: bool
-    """Whether the model wrote the tokens."""
     first_token: int
-    """First token of the span with this message; messages between two model turns share a span."""
+    """First token of its span. Messages between two model turns share a span."""
     num_tokens: int
-    """Tokens in that span."""
     calls: list[str] = []
     """Tool calls in the text, between `<tool_call>` tags."""
     reward: float | None = None
@@ -57,31 +55,26 @@ class Use(Record):
 
 
 class TrajectoryDetail(Record):
-    """Everything stored of a trajectory, token by token, as JSON-compatible values."""
+    """A trajectory token by token, as JSON-compatible values."""
 
     row: CatalogRow
     token_ids: list[int]
     texts: list[str]
     """Text of each token; empty without a tokenizer."""
     model_mask: list[bool]
-    """True where the model wrote the token."""
     versions: list[int]
     """Version that sampled each token; -1 for tokens that the model did not write."""
     numbers: dict[str, list[float | None]]
-    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag` in the last step that trained on
-    it; `learner_log_ratio` and `learner_entropy` of that step, if the learner recorded them; `advantage`; and every
-    stored array with one number per token, such as `ratio` or `entropy`."""
+    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag`, `learner_log_ratio`, and
+    `learner_entropy` of the last step that trained on it; `advantage`; and stored arrays such as `ratio`."""
     messages: list[Message]
     uses: list[Use]
-    """In order of the steps."""
     reward: Reward
     sampling: Sampling
     context_starts: list[int]
     """First token of each context after the first."""
     metrics: dict[str, float]
-    """Numbers of the agent loop."""
     extras: dict[str, Any]
-    """Data of the agent loop."""
 
 
 def describe(
@@ -92,11 +85,7 @@ def describe(
     step_versions: Mapping[int, int],
     recorded: TokenNumbers,
 ) -> TrajectoryDetail:
-    """Build the details of a trajectory.
-
-    `step_versions`: step -> the learner's version at its start, for known steps. `recorded`: per-token numbers of the
-    learner.
-    """
+    """Build the details of a trajectory. `recorded`: per-token numbers of the learner."""
     trajectory = stored.trajectory
     return TrajectoryDetail(
         row=row,
@@ -154,7 +143,6 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
 
 
 def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of consecutive tokens by one writer within a context."""
     borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
     starts = sorted({*borders.tolist(), *trajectory.context_bounds()})
     yield from pairwise(starts)

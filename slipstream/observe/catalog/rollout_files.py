@@ -1,7 +1,7 @@
 """Reads and checks files of rollouts: trajectories of `export` or another tool, and verl's dumps.
 
-verl dumps (`trainer.rollout_data_dir`) hold one JSON line of texts and a score per rollout, without tokens or
-log-probabilities. They can be viewed but not trained on: each byte of the text becomes a token.
+verl's dumps (`trainer.rollout_data_dir`) hold texts and scores, without tokens or log-probabilities. They can be viewed
+but not trained on: each byte of the text becomes a token.
 """
 
 from collections import Counter
@@ -46,13 +46,11 @@ class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An array in a line of JSON. Example: {"dtype": "int16", "values": [[3, 5], [0, 7]]}"""
 
     dtype: str
-    """Type of the elements."""
     values: list[Any]
-    """Nested lists of numbers."""
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trajectory as a JSON line: fields of Trajectory and of its group. Fields with a default are optional.
+    """A trajectory as a JSON line. Fields with a default are optional.
 
     Example: {"group_id": "17", "index": 0, "token_ids": [4, 8, 3], "model_mask": [false, false, true],
         "generator_logprobs": [0, 0, -0.1], "reward": {"total": 1.0}}
@@ -87,15 +85,13 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: str = "retired"
     """Outcome of its group; a replay trains on retired groups."""
     reason: str = ""
-    """Reason of the outcome; empty for retired."""
+    """Empty for retired."""
     steps: list[int] = []
-    """Steps that trained on it, in order."""
     schema_version: int = SCHEMA_VERSION
     """Rejected if newer than the reader's."""
     archived_at: float | None = None
     """Ignored: the import sets it."""
     prompt: str | None = None
-    """Ignored: only the token ids are read."""
     response: str | None = None
     """Ignored: only the token ids are read."""
 
@@ -112,10 +108,7 @@ class SourcedTrajectory(NamedTuple):
 
 
 def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
-    """Yield the trajectories of a .jsonl or .parquet file, in order.
-
-    Raises ConfigError with the line (or row) and its defect.
-    """
+    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError with the line (or row) and its defect."""
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
     if not path.is_file():
@@ -161,7 +154,7 @@ def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield batches with an archive's columns, cast to its types: other tools write wider or narrower types."""
+    """Yield batches with an archive's columns and types: other tools write wider or narrower types."""
     with refusing_parquet(path):
         file = pq.ParquetFile(path)
         schema = _known_schema(path, file.schema_arrow)
@@ -170,13 +163,12 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def open_parquet(path: Path) -> ds.Dataset:
-    """Open a Parquet file with the columns of an archive, without copying it. Raises ConfigError."""
+    """Open a Parquet file with an archive's columns, without copying it. Raises ConfigError."""
     with refusing_parquet(path):
         return ds.dataset(path, format="parquet", schema=_known_schema(path, pq.read_schema(path)))
 
 
 def _known_schema(path: Path, schema: pa.Schema) -> pa.Schema:
-    """Return the archive columns that a file has, with the archive's types."""
     if reason := newer_schema(schema) or missing_columns(schema):
         raise ConfigError(f"{path} {reason}.")
     return pa.schema([SCHEMA.field(name) for name in known_columns(schema)])
@@ -196,7 +188,6 @@ def refusing_parquet(path: Path) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
 FORMATS = tuple(_READERS)
-"""Suffixes of readable files."""
 
 
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
@@ -247,14 +238,11 @@ class VerlLine(msgspec.Struct, frozen=True):
     """A line of a dump. Example: {"input": "What is 3 + 4?", "output": "7", "gts": "7", "score": 1.0, "step": 12}"""
 
     input: str
-    """Decoded prompt."""
     output: str
-    """Decoded response."""
     score: float
     step: int = 0
     """Step that trained on it; 0 if none."""
     gts: Any = None
-    """Reference answer."""
 
 
 _VERL_DECODER = msgspec.json.Decoder(VerlLine)

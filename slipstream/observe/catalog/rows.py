@@ -28,7 +28,7 @@ ROWS = pa.schema(
         "seconds": pa.float64(),
     }
 )
-"""Columns of a catalog: archive columns under the same names, then derived columns."""
+"""Archive columns, then derived columns."""
 
 
 class CatalogRow(Record):
@@ -40,9 +40,7 @@ class CatalogRow(Record):
     id: str
     group_id: str
     index: int
-    """Index in the group."""
     prompt_uid: str
-    """Name of the prompt's row."""
     attempt: int
     """Number of earlier leases of the prompt."""
     data_source: str
@@ -50,7 +48,6 @@ class CatalogRow(Record):
     outcome: str
     """State or outcome of its group."""
     reason: str
-    """Reason of the outcome."""
     reward_total: float
     reward_status: str
     is_correct: bool
@@ -62,20 +59,15 @@ class CatalogRow(Record):
     """Smallest version that sampled one of its tokens."""
     newest_version: int
     steps: list[int]
-    """Steps that trained on it, in order."""
     started_at: float
     """Seconds since 1970, as `finished_at` and `archived_at`."""
     finished_at: float
     archived_at: float | None
-    """None if it is not archived."""
     versions: list[int]
-    """Versions of its tokens, in order."""
     advantage: float | None
-    """Reward minus the mean reward of its group's sampled members; None if greedy, failed, or an evaluation."""
+    """Reward minus the group's mean over sampled members; None if greedy, failed, or an evaluation."""
     uses: int
-    """Number of steps that trained on it."""
     last_step: int | None
-    """Last step that trained on it."""
     lag: int | None
     """Learner's version at the start of `last_step` minus `oldest_version`; None if either is unknown."""
     seconds: float
@@ -83,10 +75,9 @@ class CatalogRow(Record):
 
 
 def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
-    """Return the rows of a dataset with an archive's columns, in order.
+    """Return the rows of a dataset, which must hold whole groups for correct advantages.
 
-    The dataset must hold whole groups, otherwise advantages are wrong. `step_versions`: step -> the learner's version
-    at its start. Raises pa.ArrowException, OSError.
+    `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
     """
     table = dataset.to_table(columns=_READ)
     columns = {name: table[name] for name in _AS_ARCHIVED}
@@ -115,7 +106,7 @@ def to_records(rows: pa.Table) -> list[CatalogRow]:
 
 
 def has_value_within(lists: pa.ChunkedArray, low: int | None, high: int | None) -> np.ndarray:
-    """Return for each list of integers whether any value is within the bounds, bool[N]."""
+    """Return whether each list has a value within the bounds, bool[N]."""
     masks = [np.empty(0, dtype=bool)]
     for chunk in lists.chunks:
         values = chunk.flatten().to_numpy(zero_copy_only=False)
@@ -156,6 +147,6 @@ def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: dict[int, i
     for step, version in step_versions.items():
         if 0 <= step < len(known) - 1:
             known[step] = version
-    # Index -1, of a row without a step, selects the last entry, which stays -1.
+    # Index -1 (no step) selects the last entry, which stays -1.
     versions = known[last_steps]
     return pa.array(versions - oldest, mask=versions < 0)

@@ -1,4 +1,4 @@
-"""Sources of trajectories: a run's store, an archive, or a file of rollouts, with the same methods."""
+"""Sources of trajectories with the same methods: a run's store, an archive, or a file of rollouts."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,24 +38,20 @@ from slipstream.observe.metrics_rows import read_rows as read_metrics
 from slipstream.observe.reader import RunReader
 
 _STORE_TIMEOUT_S = 5.0
-"""Limit for connecting to a server."""
 
 
 class Block(NamedTuple):
-    """Whole groups: their rows and, in the same order, everything stored of them."""
+    """Rows of whole groups, and their full trajectories in the same order."""
 
     rows: pa.Table
     dataset: ds.Dataset
 
 
 class ArchiveSource:
-    """An archive, with the metrics and settings of its run folder if they are still there.
-
-    The archive may grow while it is read. `blocks` reads each shard once.
-    """
+    """An archive, which may grow while it is read, and its run folder if that still exists."""
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
-        """Open the archive in `folder`. `note`: why the run's store is not read. Raises ArchiveError if it is none."""
+        """`note`: why the run's store is not read. Raises ArchiveError if `folder` is not an archive."""
         self.archive = Archive(folder)
         self._note = note
         self._blocks: dict[str, Block] = {}
@@ -64,10 +60,10 @@ class ArchiveSource:
         self._ledger_bytes = -1
         self.num_unreadable = 0
         """Shards that `read` could not read; each is reported on stderr."""
-        # The answers of `slipstream evaluate` and `generate` are next to their settings.
+        # Archives of `slipstream evaluate` and `generate` contain their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
-        """Folder with the run's other files, if they are still there."""
+        """Folder with the run's other files, if they still exist."""
 
     @property
     def parts(self) -> "list[Source]":
@@ -75,7 +71,7 @@ class ArchiveSource:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each thing that cannot be read: the store, the end of the manifest, a shard."""
+        """One sentence on each part that cannot be read."""
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
@@ -97,16 +93,16 @@ class ArchiveSource:
         return list(self._blocks.values())
 
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, for the known steps. Raises ArchiveError."""
+        """Return known step -> the learner's version at its start. Raises ArchiveError."""
         ledger = self.archive.folder / LEDGER
-        # The ledger is long and only grows: read it again only when its size changes.
+        # The ledger is long and only grows, so read it only when its size changes.
         size = ledger.stat().st_size if ledger.is_file() else 0
         if size != self._ledger_bytes:
             self._versions = {entry.step: entry.version for entry in self.archive.steps()}
             self._ledger_bytes = size
         if size:
             return self._versions
-        # A metrics row holds the version after its step, which is the version at the start of the next step.
+        # A metrics row holds the version after its step, which the next step starts with.
         rows = read_metrics(self.run_folder / "metrics.jsonl")
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
@@ -115,7 +111,7 @@ class ArchiveSource:
         try:
             return _model_paths(read_config(self.run_folder), self.run_folder)
         except ConfigError:
-            # The settings are missing or from another version of Slipstream; the archive is readable regardless.
+            # The settings are missing or from another version of Slipstream.
             return [self.run_folder / "final_model"]
 
     def _warn(self, error: ShardError) -> None:
@@ -152,21 +148,18 @@ class StoreSource:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence on each thing that cannot be read."""
         return [*(self._archive.notes if self._archive else []), *([self._problem] if self._problem else [])]
 
     @property
     def archive(self) -> Archive | None:
-        """The run's archive; None without one."""
         return self._archive.archive if self._archive else None
 
     @property
     def num_unreadable(self) -> int:
-        """Shards of the archive that `read` could not read."""
         return self._archive.num_unreadable if self._archive else 0
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, the store's before the archive's. A condition on text needs `decode`."""
+        """Yield the selected trajectories, the store's before the archive's."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
@@ -174,7 +167,7 @@ class StoreSource:
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # The archive last: a group that moves in between is found in both, never in neither.
+        # Read the archive last: a group that moves in between is then found twice instead of not at all.
         for stored in self._archive.read(selected, decode=decode) if self._archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
@@ -207,8 +200,7 @@ class StoreSource:
         self._places = places
 
     def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, for the known steps."""
-        # A repeated step after a rollback, like every later step, has a new fence.
+        # After a rollback, the newest known step has no entry or one with a new fence: read the whole ledger again.
         first = self._newest.step if self._newest else 1
         entries = self.store.ledger(first_step=first)
         if self._newest and entries[:1] != [self._newest]:
@@ -218,11 +210,10 @@ class StoreSource:
         return self._versions
 
     def model_paths(self) -> list[Path]:
-        """Return folders that may hold the run's model, and so its tokenizer."""
         try:
             config = msgspec.json.decode(self.store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
-            # Another version of Slipstream began the run; its settings cannot be read.
+            # Another version of Slipstream wrote the settings.
             return [self.run_folder / "final_model"] if self.run_folder else []
         return _model_paths(config, self.run_folder)
 
@@ -237,7 +228,7 @@ class FileSource:
         self.path = path
         self.notes: list[str] = []
         self.is_verl = path.suffix == ".jsonl" and is_verl_dump(path)
-        """Whether it holds verl's texts, without tokens and log-probabilities."""
+        """Whether it holds texts without tokens."""
         self._block: Block | None = None
 
     @property
@@ -245,15 +236,11 @@ class FileSource:
         return [self]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, in order. A condition on text needs `decode`."""
         found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return one block. Parquet is read in place; JSON lines are checked and converted in memory.
-
-        Raises ConfigError for a file without trajectories.
-        """
+        """Return a block: Parquet in place, JSON lines in memory. Raises ConfigError if there are no trajectories."""
         if self._block is None:
             if self.path.suffix == ".parquet":
                 dataset = open_parquet(self.path)
@@ -263,18 +250,15 @@ class FileSource:
         return [self._block]
 
     def step_versions(self) -> dict[int, int]:
-        """Return nothing: a file has no ledger."""
         return {}
 
     def model_paths(self) -> list[Path]:
-        """Return nothing: a file names no model."""
         return []
 
 
 Source = ArchiveSource | StoreSource | FileSource
-"""`blocks` reads only new data and returns unchanged blocks as the same objects.
-
-`parts`: the sources that make up this one. A group that moves from the last to an earlier one may be in both."""
+"""`blocks` reads only new data and returns unchanged blocks as the same objects. `parts` make up a source; a group that
+moves from the last to an earlier one may be in both."""
 
 
 def _members(group: StoredGroup) -> list[StoredTrajectory]:
@@ -282,7 +266,7 @@ def _members(group: StoredGroup) -> list[StoredTrajectory]:
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer, otherwise the tokenizer of the source; None without one. Raises ConfigError."""
+    """Return the given tokenizer or that of the source; None without one. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())
@@ -292,9 +276,8 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
     """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
 
-    If a run's store does not answer, its archive is opened with a note. `starts_server`: start the embedded server of a
-    run that is over, and stop it at the end. Raises ConfigError if `where` is none of these, and the errors of
-    `open_run_store` and `Archive`.
+    If a run's store does not answer, opens its archive with a note. `starts_server`: start the embedded server of a run
+    that is over, until the end of the block. Raises ConfigError, and the errors of `open_run_store` and `Archive`.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -323,7 +306,6 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:
-    """Return a run folder, or the folder of a run of `runs_dir` by its name. Raises ConfigError."""
     for folder in (Path(where), runs_dir / where):
         if (folder / "config.yaml").is_file():
             return folder

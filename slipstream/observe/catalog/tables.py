@@ -18,7 +18,7 @@ from slipstream.runtime.command_line import add_row, make_table
 
 
 def span(values: list[int]) -> str:
-    """Format sorted values as `3-5`, a single value as `3`, and no values as an empty string."""
+    """Format sorted values as `3-5`, or a single value as `3`."""
     if not values:
         return ""
     return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
@@ -36,7 +36,7 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (table with a line per group, number of lines). Counts and means cover the selected members."""
+    """Return (table with a line per group, number of lines), over the selected members."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
@@ -81,7 +81,7 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
 
 
 def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
-    """Yield a JSON line per (reason, first bytes), with the stored bytes and whether the frame was longer."""
+    """Yield a JSON line per (reason, first bytes)."""
     for reason, kept in frames:
         frame = {"reason": reason, "num_bytes": len(kept), "is_cut": _is_cut(kept), "hex": kept.hex()}
         yield msgspec.json.encode(frame).decode()
@@ -93,7 +93,7 @@ def _is_cut(kept: bytes) -> bool:
 
 # --- show ------------------------------------------------------------------------------------------------------------
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
-    """Return a table of a trajectory's origin, reward, and use in training."""
+    """Return a trajectory's origin, reward, and use in training."""
     table = make_table("", "")
     for name, value in _facts(stored, step_versions):
         add_row(table, name, value)
@@ -101,7 +101,7 @@ def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Ta
 
 
 def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Return a table of token ranges by sampling version: range, version, mean log-probability, text."""
+    """Return a table of token ranges by sampling version."""
     table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
     for start, end, version in _segments(trajectory):
         tokens = trajectory.token_ids[start:end]
@@ -175,7 +175,7 @@ _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "qu
 
 
 def describe_audit(audit: Audit) -> list[str]:
-    """Return the totals of a store and its problems, one per line."""
+    """Return a store's totals and problems, one per line."""
     sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
     total = sum(getattr(audit, name) for name in _ADDENDS)
     return [
@@ -187,7 +187,7 @@ def describe_audit(audit: Audit) -> list[str]:
 
 
 def describe_check(check: ArchiveCheck) -> list[str]:
-    """Return the totals of an archive and its problems, one per line."""
+    """Return an archive's totals and problems, one per line."""
     return [
         f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
         f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",
@@ -200,7 +200,7 @@ _POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
 
 
 class _Totals:
-    """Totals of one kind of trajectory. Keeps a few numbers per trajectory, no tokens."""
+    """Totals of one kind of trajectory."""
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
@@ -211,13 +211,12 @@ class _Totals:
         self.tokens: list[float] = []
         self.response_tokens: list[float] = []
         self.lags: list[float] = []
-        """Lag of the oldest model-written token, once per step that trained on the trajectory."""
+        """Lag of the oldest token, once per step that trained on the trajectory."""
         self.lags_of_tokens = Counter[int]()
-        """Lag -> model-written tokens, once per step that trained on them, as in `lag/histogram`."""
+        """Lag -> model-written tokens, once per step that trained on them."""
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
-        # A trajectory that was trained on twice has two lags. Failed rewards are excluded, and so are greedy baselines,
-        # which would shift the mean.
+        # Exclude failed rewards, and greedy baselines, which would shift the mean.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
         is_ok = trajectory.reward.status == "ok"
@@ -236,10 +235,9 @@ class _Totals:
 
 
 class TrajectoryStats:
-    """Totals of all trajectories, by outcome, by reason, and by data source."""
+    """Totals by outcome, reason, and data source."""
 
     def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
-        """Consume `found`."""
         self.all = _Totals()
         self.by_outcome: dict[str, _Totals] = {}
         self.by_reason: dict[str, _Totals] = {}
@@ -256,7 +254,7 @@ class TrajectoryStats:
                 totals.add(stored, step_versions=step_versions)
 
     def tables(self) -> list[Table]:
-        """Return counts by outcome, reason, and data source, and the distributions; empty without trajectories."""
+        """Return the counts and distributions; empty without trajectories."""
         if not self.all.tokens:
             return []
         outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}

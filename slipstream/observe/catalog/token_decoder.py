@@ -20,7 +20,7 @@ _FIRST_SHIFTED = 256
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 _ROWS_TRIED = 16
-"""Rows to decode and compare with their joined pieces before searching pieces instead of texts."""
+"""Rows to compare with their joined pieces before searching pieces instead of texts."""
 
 
 class TokenDecoder:
@@ -58,7 +58,7 @@ class TokenDecoder:
 
     @cached_property
     def piece_array(self) -> pa.BinaryArray:
-        """The pieces as an Arrow array, indexed by token id."""
+        """The pieces by token id."""
         return pa.array(self.pieces, pa.binary())
 
     def texts(self, tokens: np.ndarray) -> list[str]:
@@ -75,7 +75,7 @@ class TokenDecoder:
 
 
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
-    """Return the tokenizer of the folder or file `given`, otherwise of the first candidate that has one, or None.
+    """Return the tokenizer `given` as folder or file, or the first of `candidates`, or None.
 
     Raises ConfigError if `given` has none or a tokenizer cannot be read.
     """
@@ -89,7 +89,6 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder 
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return character -> byte of byte-level vocabularies: printable bytes map to themselves, others to 256 and up."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     plain = [byte for byte in range(256) if chr(byte) in alphabet]
     shifted = sorted(set(range(256)) - set(plain))
@@ -113,10 +112,9 @@ def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cance
 
 
 def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
-    """Yield the token ids of all rows, in order, in chunks of bounded size."""
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
-        # The row limit bounds chunks of short rows, this limit chunks of long rows.
+        # `batch_size` bounds batches of short rows. Split batches of long rows further.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
         yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))

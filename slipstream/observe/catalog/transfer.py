@@ -1,4 +1,4 @@
-"""Exports trajectories to one file, imports such files as an archive, and copies archives from an object store."""
+"""Exports trajectories to a file, imports such files as an archive, and copies archives from an object store."""
 
 import shutil
 import tempfile
@@ -34,9 +34,8 @@ _FORMATS = (".parquet", ".jsonl")
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
     """Write `target` atomically in the format of its suffix; return the number of trajectories.
 
-    Parquet has the columns of an archive. JSON lines have the same fields (bytes in `extras` as base64) and, with
-    `decode`, the decoded texts. `import` reads both. Raises ConfigError for another suffix or an existing file,
-    RecordRefusedError for a trajectory that does not fit the columns.
+    Parquet has the columns of an archive. JSON lines have the same fields and, with `decode`, the texts. Raises
+    ConfigError for another suffix or an existing file, RecordRefusedError for a value that does not fit its column.
     """
     if target.suffix not in _FORMATS:
         raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
@@ -44,7 +43,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
         raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
-    # Renamed once complete, so that a reader never sees a partial file.
+    # Rename once complete, so that a reader never sees a partial file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -100,7 +99,6 @@ def _as_list(value: Any) -> Any:
 
 # --- import ----------------------------------------------------------------------------------------------------------
 _SHARD_BYTES = 256 * 2**20
-"""Most bytes of encoded trajectories in memory."""
 _SHARD_GROUPS = 1024
 
 
@@ -112,15 +110,15 @@ class Imported(Record):
 
 
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
-    """Create the archive `where` from all trajectories in `files`, or leave nothing behind.
+    """Create the archive `where` from `files`, or leave nothing behind.
 
-    Raises ConfigError for a folder that cannot become an archive and for the first line that is not a trajectory.
+    Raises ConfigError for an unusable folder and for the first line that is not a trajectory.
     """
     _check_no_run(where, runs_dir)
     into = Path(where)
     _check_target(into)
     found = chain.from_iterable(map(read_rollouts, files))
-    # Answers to evaluations are never trained on.
+    # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
     # In the target's parent, so that the rename stays within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
@@ -151,7 +149,6 @@ def _content(shards: Iterable[ShardEntry]) -> Imported:
 
 
 def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
-    """Group consecutive members. Raises ConfigError if they are inconsistent."""
     seen: set[str] = set()
     members: list[SourcedTrajectory] = []
     for sourced in found:
@@ -243,7 +240,7 @@ _STORAGE_TIMEOUT_S = 60.0
 
 
 def fetch_archive(uri: str, into: Path) -> Imported:
-    """Copy an archive from an object store, skipping files that `into` already has. The manifest is copied last.
+    """Copy an archive from an object store, the manifest last, skipping files that `into` already has.
 
     Raises ConfigError if `uri` is not an archive or a run writes to `into`, StorageError after a minute of failures,
     DamagedObjectError for a shard with a wrong checksum, ArchiveError if `into` holds a different archive.

@@ -1,11 +1,8 @@
 """The dashboard: a web application for all runs of a folder.
 
-GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, one HTML shell
-GET  /static/...                                          scripts, styles
-GET  /api/meanings  /api/runs
-GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
-GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
-POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}   .../pause {"off": false}
+GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50
+GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION
+POST /api/runs/ID/scale {"generators": 2}  .../drain {"generator": "generator-1"}  .../pause {"off": false}
 """
 
 import asyncio
@@ -45,11 +42,11 @@ from slipstream.runtime.run_folder import find_run, list_runs
 
 _CONNECT_TIMEOUT_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
-"""An embedded server that was started to be read stops after this time without clients."""
+"""An embedded server that the dashboard started stops after this time without clients."""
 
 
 class Runs:
-    """The runs named on the command line, or all runs of a folder, including later ones."""
+    """The runs named on the command line, or all runs of a folder."""
 
     def __init__(self, words: Sequence[str]) -> None:
         """`words`: any number of runs, as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
@@ -60,7 +57,6 @@ class Runs:
         self._readers: dict[str, RunReader] = {}
 
     def ids(self) -> list[str]:
-        """Return the ids, newest run first."""
         return list(self._folders())
 
     def _folders(self) -> dict[str, Path]:
@@ -74,7 +70,7 @@ class Runs:
         return found
 
     def reader(self, run_id: str) -> RunReader | None:
-        """Return the one reader of a run; None for an unknown id."""
+        """Return a run's reader; None for an unknown id."""
         folder = self._folders().get(run_id)
         return self._reader(run_id, folder) if folder else None
 
@@ -101,18 +97,18 @@ class Runs:
 
 STATIC = Path(__file__).with_name("static")
 PAGES = ("pipeline", "trajectories", "events", "settings")
-"""Pages of a run in addition to its first page."""
+"""Pages of a run besides its first."""
 _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
-"""Time for the streams to end after Ctrl-C; below the server's own limit."""
+"""Time for the streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
 _WATCH_EVERY_S = 0.5
-"""Interval at which a search checks that its client is still connected."""
+"""Interval at which a search checks for its client."""
 
 
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to change the number of generators."""
+    """Body of a `scale` request."""
 
     generators: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -121,7 +117,7 @@ class Scale(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to pause or resume a run."""
+    """Body of a `pause` request."""
 
     off: bool
 
@@ -130,7 +126,7 @@ class Pause(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request to drain a generator."""
+    """Body of a `drain` request."""
 
     generator: str
 
@@ -152,7 +148,7 @@ def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> St
 
 
 class Dashboard:
-    """Handlers of all requests."""
+    """Request handlers."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -221,7 +217,7 @@ class Dashboard:
         feed = self._feed(request)
         await feed.refresh()
         table = feed.reader.table
-        # Copied without an await, so that the next rows follow `position`.
+        # No await from here on, so that the columns end at `position`.
         found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
         return _json(found)
 
@@ -273,7 +269,6 @@ class Dashboard:
 
     # --- actions -------------------------------------------------------------------------------------------------
     async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
-        """Decode the body as `kind` and carry out its request."""
         reader, asked = self._reader(request), await _body(request, kind)
 
         def act() -> object:
@@ -299,8 +294,6 @@ def _json(value: object) -> Response:
 
 # --- errors: one sentence each ---------------------------------------------------------------------------------------
 def _answering(status: int, words: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return a handler that answers with the error, after `words`."""
-
     async def answer(_: Request, error: Exception) -> Response:
         return PlainTextResponse(f"{words}{error}\n", status)
 
@@ -312,13 +305,13 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 PORT = 8420
-"""Default port. If it is in use, a free one is chosen."""
+"""Default; a free port if it is in use."""
 _STOP_TIMEOUT_S = 2
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[str]) -> None:
-    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: additional host names of this machine.
+    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: more host names of this machine.
 
     Raises ConfigError for an unusable run, token, or address.
     """
@@ -347,7 +340,6 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """Listen on a port, by default PORT or a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in (PORT, 0) if port is None else (port,):
         listening = socket.socket(family)

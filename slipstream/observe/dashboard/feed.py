@@ -13,16 +13,15 @@ from slipstream.observe.reader import RunReader
 _ROWS_EVERY_S = 0.25
 _VIEW_EVERY_S = 1.0
 _MAX_ROWS = 200
-"""Most rows in one message; a client that lacks more reads the columns again."""
+"""Rows per message; a client that is further behind reads the columns again."""
 _QUEUE_LENGTH = 64
-"""Messages queued for a slow client before it is disconnected."""
+"""Queued messages at which a slow client is disconnected."""
 
 Message = dict[str, str]
-"""Fields of a server-sent event."""
 
 
 class Feed:
-    """Feed of one run. Polls only while it has clients. Runs in the event loop.
+    """Feed of one run, in the event loop. Polls only while it has clients.
 
     Messages: `rows` (first index, rows), `reset` (rows must be read again), `view` (RunView), `events` (all events).
     The id of a `rows` message is `<generation>.<number of rows so far>`; a client that reconnects resumes there.
@@ -73,7 +72,7 @@ class Feed:
                     task.cancel()
 
     def _since(self, position: str) -> Message | None:
-        """Return a message with the rows after a position; None if the client has them all."""
+        """Return a message with the rows after a position; None if there are none."""
         generation, _, number = position.partition(".")
         first, table = int(number) if number.isdecimal() else 0, self.reader.table
         if generation != str(table.generation) or not 0 <= len(table) - first <= _MAX_ROWS:
@@ -96,7 +95,7 @@ class Feed:
     def _send(self, message: Message) -> None:
         for queue in list(self._queues):
             if queue.full():
-                # The client is too slow. Its browser reconnects and resumes at its last id.
+                # A slow client's browser reconnects and resumes at its last id.
                 self._disconnect(queue)
             else:
                 queue.put_nowait(message)

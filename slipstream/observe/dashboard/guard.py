@@ -1,9 +1,9 @@
 """Guard: admits only browsers that have the dashboard's token, and only requests from its own pages.
 
-The printed address contains the token. Opening it starts a session and removes the token from the address. The
-session's random id becomes a cookie that scripts cannot read and other sites cannot send. Browsers send cookies to
-every port of a host, so pages also send a key, kept in storage that other ports cannot read. Run data requires both.
-The Host header must name the dashboard, which stops DNS rebinding.
+Opening the printed address, which contains the token, starts a session. Its random id becomes a cookie that scripts
+cannot read and other sites cannot send. Browsers send cookies to every port of a host, so pages also send a key, kept
+in storage that other ports cannot read. Run data requires both. The Host header must name the dashboard, which stops
+DNS rebinding.
 """
 
 import os
@@ -21,12 +21,12 @@ from slipstream.configs.base import ConfigError
 from slipstream.observe.http_guard import host_of, is_equal
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
-"""Environment variable with the user's token; otherwise each start generates one."""
+"""The user's token; by default, each start generates one."""
 KEY_HEADER = "x-slipstream-key"
 _MAX_SESSIONS = 64
-"""Most concurrent sessions. A new one replaces the oldest; all end with the server."""
+"""A new session replaces the oldest; all end with the server."""
 _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
-"""Shortest token on the loopback interface, and where other machines can guess it, in characters."""
+"""Shortest token on the loopback interface, and on others, in characters."""
 _READING = ("GET", "HEAD")
 _ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
 <meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
@@ -47,7 +47,7 @@ def find_token(*, is_open: bool) -> str:
 
     Raises ConfigError if the token is too short.
     """
-    # Removed from the environment, so that no child process inherits it.
+    # Remove it from the environment, so that no child process inherits it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
     if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
@@ -60,7 +60,7 @@ def find_token(*, is_open: bool) -> str:
 
 
 class Guard:
-    """ASGI middleware for all requests. Answers 400, 401, and 403, and sets security headers on every response."""
+    """ASGI middleware. Answers 400, 401, and 403, and sets security headers on every response."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Iterable[str], cookie: str) -> None:
         """`hosts`: accepted names and addresses without a port. `cookie`: name of the session cookie."""
@@ -94,11 +94,10 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _enter(self, scope: Scope) -> Response | None:
-        """Answer the printed address: start a session and lead to an address without the token."""
+        """Start a session at the printed address, and lead to an address without the token."""
         if scope["path"] != "/" or not is_equal(_query(scope, "token"), self._token):
             return None
-        # A page instead of an HTTP redirect: after a click on another site, browsers would not send the strict cookie
-        # to the target of a redirect.
+        # Not an HTTP redirect: after a click on another site, browsers send it no strict cookie.
         response = HTMLResponse(_ENTER.format(key=self._key))
         session = secrets.token_urlsafe(32)
         self._sessions.append(session)

@@ -34,7 +34,7 @@ class Meaning(Record):
     """
 
     key: str
-    """Metric key; `<...>` stands for any text, such as a lag or a data source."""
+    """`<...>` stands for any text, such as a lag or a data source."""
     section: str
     meaning: str
     unit: str = ""
@@ -73,10 +73,7 @@ class SettingRow(Record):
 
 
 def read_settings(folder: Path) -> list[SettingRow]:
-    """Return every setting of the run in this folder, including settings unknown to this version of Slipstream.
-
-    Raises ConfigError if config.yaml cannot be read.
-    """
+    """Return every setting of a run, including those unknown to this version of Slipstream. Raises ConfigError."""
     path = folder / "config.yaml"
     try:
         values = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
@@ -106,15 +103,12 @@ class TrajectoryPage(Record):
     """One page of a list."""
 
     num_rows: int
-    """Rows in the whole result."""
     num_stored: int
-    """Trajectories of the run."""
     start: int
     rows: list[CatalogRow]
     notes: list[str]
-    """One sentence per source that cannot be read completely."""
+    """One sentence per unreadable source."""
     columns: list[str]
-    """Sortable columns."""
     conditions: list[str]
     """Names that a condition may start with."""
 
@@ -142,7 +136,7 @@ class Trajectories:
         start: int,
         is_cancelled: Callable[[], bool],
     ) -> TrajectoryPage:
-        """Return a page of the trajectories that meet the conditions. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         query = CatalogQuery(parse_conditions(conditions), sort_by=sort_by, is_descending=is_descending)
         catalog = self._catalog(reader)
         catalog.refresh()
@@ -169,7 +163,7 @@ class Trajectories:
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # Do not start a server: the archive of a run that is over has everything it trained on.
+            # Start no server: the archive of a run that is over has everything it trained on.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

@@ -37,13 +37,13 @@ from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _TIMEOUT_S = 10.0
-"""Limit for receiving a request, so that an idle connection does not hold a thread."""
+"""Limit for a request, so that an idle connection does not hold a thread."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsServer:
-    """Serves `/metrics` on its own threads. Life: set* -> close. One thread may call `set`."""
+    """Serves `/metrics` on its own threads. Life: set* -> close."""
 
     def __init__(self, host: str, port: int, *, token: str) -> None:
         """Listen on `port`; 0 chooses a free one. An empty `token` disables authentication. Raises ConfigError."""
@@ -67,7 +67,6 @@ class MetricsServer:
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        """Return the current metrics; the registry calls this."""
         return self._metrics
 
     def close(self) -> None:
@@ -76,10 +75,7 @@ class MetricsServer:
 
 
 def guarded(application: Application, *, token: str, is_local: bool) -> Application:
-    """Admit only GET /metrics, with the token and, for a local server, under a local host name.
-
-    The host name check stops other web pages in a local browser (DNS rebinding).
-    """
+    """Admit only GET /metrics, with the token and, for a local server, under a local host name (DNS rebinding)."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         refusal = _refusal(environ, token=token, is_local=is_local)
@@ -183,7 +179,7 @@ class Outbox:
         self._sending: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Start sending the run's trace if it is new and the previous one has been sent."""
+        """Start sending the trace if it is new and the previous one has been sent."""
         endpoint = self._run.exporter.otlp_endpoint
         if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
             return
@@ -194,16 +190,14 @@ class Outbox:
         self._sending.start()
 
     def _send(self, endpoint: str) -> None:
-        """Send the trace. Log an error without retrying."""
         try:
             num_spans, is_whole = send_trace(self._path, run=self._run.name, endpoint=endpoint)
             log.info("spans_sent" if is_whole else "spans_refused", spans=num_spans, endpoint=endpoint)
-        # The library's transport may raise anything; the next trace may succeed.
-        except Exception as error:
+        except Exception as error:  # the transport may raise anything
             log.warning("spans_not_sent", error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Send the trace of the last steps, which the learner writes when it ends."""
+        """Send the trace that the learner writes when it ends."""
         ends_at = time.monotonic() + _CLOSE_TIMEOUT_S
         for _ in range(2):
             self.poll()

@@ -1,4 +1,4 @@
-"""Families: Prometheus metric families of a run and their samples, from its status.
+"""Prometheus metric families of a run and their samples, from its status.
 
 The row key `learner/ess` becomes `slipstream_learner_ess`. Variable parts of a key become labels:
 `learner/by_lag/4-7/ess` is `slipstream_learner_by_lag_ess{lag="4-7"}`, `eval/accuracy_greedy` is
@@ -29,7 +29,7 @@ class Family(NamedTuple):
     """Name and meaning of a metric family. Example: Family("step", "steps committed", is_counter=False)."""
 
     name: str
-    """Name without the prefix and without `_total`."""
+    """Without the prefix and `_total`."""
     help: str
     is_counter: bool = False
 
@@ -84,7 +84,7 @@ FAMILIES = {
         Family("time_share", "share of a role's wall time by phase"),
     )
 }
-"""Metric families exported for every run, regardless of its metric rows."""
+"""Exported for every run, regardless of its metric rows."""
 
 
 class Context(NamedTuple):
@@ -114,7 +114,7 @@ def family_of(key: str) -> tuple[Family, dict[str, str]]:
 
 
 def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
-    """Return all families with samples. Every sample has the run's name as a label."""
+    """Return all families with samples, labeled with the run's name."""
     families: dict[str, Metric] = {}
     known = dict(FAMILIES)
     for key, value in status.last_row.items():
@@ -201,11 +201,11 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
         yield "ready_groups", {"lag": str(lag)}, number
     ends: Counter[tuple[str, str]] = Counter()
     for reason, number in status.counts.reasons.items():
-        # Drop the rest of the reason, which differs per group and would create a series each.
+        # Drop the rest of the reason, which would create a series per group.
         outcome, why, *_ = f"{reason}: ".split(": ")
         ends[outcome, why] += number
     yield from (("group_ends", {"outcome": outcome, "reason": why}, number) for (outcome, why), number in ends.items())
-    # Groups that were trained on end without a reason.
+    # Trained groups end without a reason.
     yield "group_ends", {"outcome": "retired", "reason": ""}, status.counts.outcomes.get("retired", 0)
     for kind in ("accepted", "duplicates", "superseded", "trained"):
         yield "trajectories", {"kind": kind}, counts[kind]

@@ -17,14 +17,12 @@ from opentelemetry.trace import SpanContext, TraceFlags
 _BATCH = 512
 _TIMEOUT_S = 10.0
 ID = "slipstream.trajectory"
-"""Span attribute with the trajectory id."""
 
 
 def send_trace(path: Path, *, run: str, endpoint: str) -> tuple[int, bool]:
-    """Send the trajectories of a `trace.json.gz`; return the number of accepted spans and whether all were accepted.
+    """Send a `trace.json.gz`; return (number of accepted spans, whether all were accepted).
 
-    Blocks during the requests, at most ten seconds each. Raises OSError, EOFError, KeyError, and msgspec's errors for a
-    damaged file.
+    Blocks for at most ten seconds per request. Raises OSError, EOFError, KeyError, and msgspec's errors.
     """
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
     spans, num_spans = read_spans(path, run=run), 0

@@ -31,9 +31,8 @@ from slipstream.runtime.run_folder import find_run
 _POLL_EVERY_S = 1.0
 _REPORT_EVERY_S = 5.0
 _REPORT_TIME_S = 1.0
-"""Part of `logging.close_timeout_s` that is reserved for the last report."""
+"""Part of `logging.close_timeout_s` reserved for the last report."""
 _NICENESS = 10
-"""Lower priority than the roles, which share the machine."""
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"the first word must name a logger: {', '.join(LOGGERS)} or module:Class.")
     name, *words = arguments
     is_stopping = on_stop_signal(lambda: None)
-    # The logger is third-party code and does not need the run's secret.
+    # Third-party code must not get the run's secret.
     os.environ.pop(TOKEN_VARIABLE, None)
     os.nice(_NICENESS)
     configure_logs(role_of(name))
@@ -102,7 +101,7 @@ class LoggerProcess:
         """Build the logger once the first row arrives, because the logger needs its step."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # A resume may have truncated the file: continue at its end, so that repeated steps are passed on.
+            # A resume may have truncated the file: move back to its end, so that repeated steps are logged.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
@@ -110,7 +109,7 @@ class LoggerProcess:
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         options = run.logging.options.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
-        # The backlog arrives in one read, which says nothing about the logger's speed.
+        # Make room for the backlog, which arrives in one read.
         self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))
         self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
 

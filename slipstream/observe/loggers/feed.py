@@ -24,9 +24,8 @@ from slipstream.runtime.model_files import find_file
 
 SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "reward", "ended by", "lag")
 _MAX_TEXT = 4000
-"""Characters of one cell."""
 _SLOW_S = 10.0
-"""A call that takes longer than this is reported."""
+"""Calls that take longer are reported."""
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +34,7 @@ class Delivery:
     """A bounded queue in front of a logger that may hang or raise. Life: put* -> close. Used by one thread."""
 
     def __init__(self, make: Callable[[], RunLogger], *, max_queue: int, clock: Clock = time.monotonic) -> None:
-        """`make` builds the logger and is called in the logger's thread."""
+        """`make` builds the logger, in the logger's thread."""
         self._make = make
         self._clock = clock
         self._max_queue = max_queue
@@ -48,14 +47,14 @@ class Delivery:
         self.num_sent = self.num_failed = self.num_dropped = 0
         """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position after the last row that was delivered or dropped; 0 before the first."""
+        """Position after the last row passed to the logger; 0 before the first."""
         self.error: Exception | SystemExit | None = None
-        """Exception that the logger raised on start."""
+        """Raised by the logger's start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        """Queue an entry without blocking. A full queue drops its oldest entry."""
+        """Queue an entry; a full queue drops its oldest."""
         with self._changed:
             if len(self._waiting) >= self._max_queue:
                 self._waiting.popleft()
@@ -64,7 +63,7 @@ class Delivery:
             self._changed.notify()
 
     def gauges(self) -> dict[str, Any]:
-        """Return the counters and the current call of the logger if it is slow."""
+        """Return the counters and the current call if it is slow."""
         busy_s = self._clock() - self._since if self._call else 0.0
         reason = f"{self._call} has taken {busy_s:.0f} s so far" if busy_s >= _SLOW_S else ""
         counts = {"sent": self.num_sent, "failed": self.num_failed, "dropped": self.num_dropped}
@@ -73,7 +72,7 @@ class Delivery:
         return {**counts, "queued": len(self._waiting), "reason": reason}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Deliver the queued entries and close the logger. Return whether that took less than `timeout_s`."""
+        """Deliver the queued entries and close the logger; return whether it took less than `timeout_s`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -107,7 +106,7 @@ class Delivery:
         self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
-        """Call the logger; return whether it succeeded. A missing method counts as success."""
+        """Return whether a call succeeded. A missing method counts as success."""
         self._since, self._call = self._clock(), name
         try:
             if call:
@@ -122,7 +121,7 @@ class Delivery:
 
 
 class Bookmark:
-    """Position after the last row that a logger has, and the run's id for the logger. Stored in the run folder."""
+    """Position after a logger's last row, and the run's id for the logger. Stored in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,7 +133,7 @@ class Bookmark:
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """Store a position. On a full disk the previous one stays, and a restart repeats the rows in between."""
+        """Store a position. On a full disk, the old one stays and a restart repeats rows."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -144,7 +143,7 @@ class Bookmark:
 
 
 class Feed:
-    """Passes new rows to a Delivery. Life: turn*. Used by one thread."""
+    """Passes new rows to a Delivery. Used by one thread."""
 
     def __init__(
         self,
@@ -155,7 +154,6 @@ class Feed:
         cursor: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`cursor`: position after the last row that the logger has."""
         self._reader = reader
         self._delivery = delivery
         self._config = config
@@ -172,7 +170,7 @@ class Feed:
         self.num_lost += changes.num_lost
         self._cursor = changes.position
         for row in changes.rows:
-            # After the last row, the logger has all of them.
+            # Only the last row moves the cursor: by then the logger has all rows.
             cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         if self._curve:
@@ -188,7 +186,7 @@ class Feed:
 
     def _put_samples(self, steps: list[int]) -> None:
         every = self._config.samples_every_steps
-        # Only the newest step: the store has dropped the answers of a backlog.
+        # Only the newest step: the store no longer holds the answers of a backlog.
         due = [step for step in steps if every and step % every == 0][-1:]
         for step in due:
             if rows := read_samples(self._reader, step, limit=self._config.num_samples):
@@ -196,10 +194,7 @@ class Feed:
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
-    """Return answers of a step as rows of SAMPLE_COLUMNS; none if the store has dropped them.
-
-    Raises ConfigError, ReplayBufferError.
-    """
+    """Return stored answers of a step as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
     entry = reader.find_step(step) if reader.has_store else None
     if entry is None:
         return []
@@ -219,7 +214,7 @@ def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version
 
 def _make_curve(reader: RunReader, *, cursor: int) -> Any:
     """Return a Curve that begins with the run, not with this process."""
-    # matplotlib is imported only if the curve is drawn.
+    # Import matplotlib only for the curve.
     from slipstream.observe.plot import Curve
 
     curve = Curve(title=reader.config.name)

@@ -1,4 +1,4 @@
-"""RunLogger: a destination for a run's metrics. LoggedRun: the run as loggers see it."""
+"""RunLogger: a destination for a run's metrics."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Cell = str | int | float
 
 
 class LoggedRun(Record):
-    """Run that a logger writes about.
+    """A run as loggers see it.
 
     Example: LoggedRun("digits_cpu", "digits_cpu-8f3a9c", Path("runs/digits_cpu"), settings={"seed": 0}, first_step=1)
     """
@@ -21,18 +21,17 @@ class LoggedRun(Record):
     id: str
     """Unique to the run; unchanged by a restart or resume."""
     folder: Path
-    """Run folder."""
     settings: dict[str, Any]
     """Resolved settings without secrets."""
     first_step: int
-    """Step of the first row that follows: above 1 after a restart or resume."""
+    """Step of the first row: above 1 after a restart or resume."""
 
 
 class RunLogger(Protocol):
     """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It runs in a
-    thread of its own process, so it may block and raise.
+    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It may block
+    and raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -47,9 +46,7 @@ class RunLogger(Protocol):
         """Log a table, such as `samples`. Texts come from a model and may contain markup."""
         ...
 
-    def close(self) -> None:
-        """Flush and release resources."""
-        ...
+    def close(self) -> None: ...
 
 
 Kind = Literal["log", "image", "table"]
@@ -63,7 +60,7 @@ class Entry(Record):
     arguments: tuple[Any, ...]
     """Arguments after the step."""
     cursor: int = 0
-    """Position after the last row that a logger has with this entry; 0 if unchanged."""
+    """Position after the last row once this entry is delivered; 0 if unchanged."""
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
@@ -87,6 +84,6 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_text(text: str) -> str:
-    """Escape a text for Markdown, so that markup in a model's answer is shown literally."""
+    """Escape Markdown, so that markup in a model's answer is shown literally."""
     escaped = "".join(f"&#{ord(each)};" if each in "\\`*_{}[]()#+-.!|~" else html.escape(each) for each in text)
     return escaped.replace("\n", "<br>")

@@ -55,7 +55,7 @@ class TensorboardLogger:
         self._writer.close()
 
     def _restart(self, step: int) -> None:
-        """Discard the steps from this one on in TensorBoard, because they are trained again."""
+        """Make TensorBoard discard steps >= `step`, which are trained again."""
         self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def _add(self, step: int, summary: Summary) -> None:

@@ -16,7 +16,7 @@ class WandbLogger:
     def __init__(self, run: LoggedRun, *, project: str = "slipstream", mode: str | None = None, **options: Any) -> None:
         """`options`: more arguments for `wandb.init`, such as `entity`, `group`, and `tags`."""
         given = {"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": run.settings}
-        # wandb would record this process, which prints nothing and is not the user's code.
+        # wandb would record this process, which is not the user's code.
         settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
         self._run = wandb.init(project=project, mode=mode, settings=settings, **(given | options))
         # A rollback repeats steps, which wandb's own step counter would drop.

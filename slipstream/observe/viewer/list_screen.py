@@ -33,7 +33,7 @@ from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScr
 from slipstream.runtime.command_line import printable, run_app
 
 _ROWS_READ = 256
-"""Rows read per request, so that scrolling by lines rarely reads."""
+"""Rows per read, so that scrolling by lines rarely reads."""
 
 
 def _number(value: float | None, form: str = "g") -> str:
@@ -66,7 +66,7 @@ WIDTH = sum(width + 1 for _, width, _ in COLUMNS.values())
 
 
 class RowList(ScrollView, can_focus=True):
-    """Rows with a cursor. `show` sets the result; drawing reads the visible rows with `read`."""
+    """Rows with a cursor. Drawing reads the visible rows."""
 
     DEFAULT_CSS = "RowList { height: 1fr; }"
     BINDINGS = [
@@ -89,10 +89,9 @@ class RowList(ScrollView, can_focus=True):
         self._page = Page(0, 0, [])
         self._headings = ""
         self.cursor = 0
-        """Index of the row under the cursor in the result."""
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result, starting with the rows of `first`, below its column headings."""
+        """Show a new result, beginning with `first`."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
@@ -113,7 +112,6 @@ class RowList(ScrollView, can_focus=True):
         return self._page.rows[offset] if offset < len(self._page.rows) else None
 
     def render_line(self, y: int) -> Strip:
-        """Draw one screen line. The headings stay at the top."""
         scrolled_x, scrolled_y = self.scroll_offset
         index = scrolled_y + y - 1
         row = self.row(index) if y else None
@@ -129,7 +127,6 @@ class RowList(ScrollView, can_focus=True):
         self._go(self.cursor + pages * max(1, self.scrollable_content_region.height - 2))
 
     def action_go(self, index: int) -> None:
-        """Move the cursor to a row; -1 is the last row."""
         self._go(self.num_rows - 1 if index < 0 else index)
 
     def action_choose(self) -> None:
@@ -151,13 +148,13 @@ class RowList(ScrollView, can_focus=True):
 
 
 def line_of(row: CatalogRow) -> str:
-    """Format a row in columns of fixed width, truncating longer texts."""
+    """Format a row in columns, truncating longer texts."""
     cells = ((text(row), width) for _, width, text in COLUMNS.values())
     return " ".join(f"{printable(cell)[:width]:<{width}}" for cell, width in cells)
 
 
 def headings(sort_by: str, *, is_descending: bool) -> str:
-    """Format the headings in the same columns, with an arrow at the sort column."""
+    """Format the headings, with an arrow at the sort column."""
     arrow = "↓" if is_descending else "↑"
     names = (
         (heading + arrow if column == sort_by else heading, width) for column, (heading, width, _) in COLUMNS.items()
@@ -166,12 +163,11 @@ def headings(sort_by: str, *, is_descending: bool) -> str:
 
 
 _REFRESH_S = 2.0
-"""Interval between refreshes."""
 _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread, so keys work while a search reads gigabytes."""
+    """The list of a catalog. Queries run in a thread, so that keys work during a long search."""
 
     # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
@@ -236,7 +232,6 @@ class ListScreen(Screen[None]):
         self._tell("")
 
     def _tell(self, state: str) -> None:
-        """Show the source, the number of rows, the conditions, and `state`."""
         where = format_conditions(self._query.where)
         total = self._catalog.rows.num_rows
         parts = [self._source, f"{self._list.num_rows:,} of {total:,}", where, state, *self._catalog.notes]
@@ -320,7 +315,7 @@ class ListScreen(Screen[None]):
             self.app.push_screen(DetailScreen(found, self._find_beside, self.show_group))
 
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
-        """Move the cursor by `rows` and return that trajectory; None beyond the ends, or if it is gone."""
+        """Move the cursor by `rows` and return that trajectory; None beyond the ends."""
         index = self._list.cursor + rows
         row = self._list.row(index)
         if row is None:
@@ -340,7 +335,6 @@ class ViewerApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, catalog: Catalog, *, name: str) -> None:
-        """`name`: shown as the source."""
         super().__init__()
         self._catalog = catalog
         self._source = name
@@ -374,8 +368,8 @@ def view(
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
-    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads alone, whichever role of
-    the run is dead.
+    Search, filter and sort; tokens coloured by advantage or lag; a group side by side. Reads only, and works while
+    roles of the run are dead.
 
     \b
     slipstream view runs/mine
@@ -385,7 +379,7 @@ def view(
         raise ConfigError(
             "slipstream view must run in a terminal, got a pipe or a file: `slipstream data ls` prints trajectories."
         )
-    # Imported here: Arrow takes half a second, which other commands do not need.
+    # Arrow takes half a second to load.
     from slipstream.observe.catalog.catalog import open_catalog
 
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:

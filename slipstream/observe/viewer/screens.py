@@ -17,18 +17,18 @@ from slipstream.observe.catalog.detail import Message, TrajectoryDetail
 from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
-"""Tokens per page; laying out more would delay key presses."""
-CENTERS = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
-"""Two-sided numbers -> center value; all others are colored from minimum to maximum."""
+"""Per page; laying out more would delay key presses."""
+CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
+"""Two-sided number -> center; other numbers are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
-"""Backgrounds far below and far above the center; one-sided numbers use the second."""
+"""Backgrounds far below and above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
 def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = TOKENS_AT_ONCE) -> Text:
-    """Return `size` tokens starting at `first`, colored by the number `name`. Tokens of other writers are dim.
+    """Return `size` tokens from `first` on, or their ids without a tokenizer, colored by the number `name`.
 
-    Without a tokenizer, tokens are shown as ids.
+    Tokens of other writers are dim.
     """
     texts = detail.texts or [f"{token} " for token in detail.token_ids]
     numbers = detail.numbers.get(name, [None] * len(texts))
@@ -43,7 +43,7 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
 
 
 def legend(detail: TrajectoryDetail, *, name: str) -> Text:
-    """Return the name and range of a number, with the background colors of both ends."""
+    """Return the name and range of a number, with the colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
@@ -55,8 +55,6 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
 
 
 class _Scale:
-    """Maps a number to a style."""
-
     def __init__(self, name: str, numbers: Sequence[float]) -> None:
         self._centre = CENTERS.get(name, min(numbers, default=0.0))
         self._reach = max((abs(number - self._centre) for number in numbers), default=0.0) or 1.0
@@ -65,8 +63,8 @@ class _Scale:
         if number is None or number == self._centre:
             return Style()
         share = (number - self._centre) / self._reach
-        color = _HIGH if share > 0 else _LOW
-        # Start at a third of the color, so that small differences stay visible on light and dark terminals.
+        colour = _HIGH if share > 0 else _LOW
+        # Start at a third of the color, so that small differences are visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in color)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
@@ -87,7 +85,6 @@ class TokenScreen(Screen[None]):
     ]
 
     def __init__(self, detail: TrajectoryDetail) -> None:
-        """`detail`: trajectory that provides the selectable numbers."""
         super().__init__()
         self._detail = detail
         self._number = next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
@@ -165,7 +162,7 @@ class DetailScreen(TokenScreen):
 
 
 def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
-    """Return lines with origin, reward, and use of a trajectory, and the color legend."""
+    """Format origin, reward, and use of a trajectory, and the color legend."""
     row, reward = detail.row, detail.reward
     parts = "".join(f", {part} {value:g}" for part, value in reward.parts.items())
     uses = [
