@@ -368,7 +368,7 @@ def view(
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
-    Search, filter and sort; tokens coloured by advantage or lag; a group side by side. Reads only, and works while
+    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads only, and works while
     roles of the run are dead.
 
     \b

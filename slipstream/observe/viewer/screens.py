@@ -63,7 +63,7 @@ class _Scale:
         if number is None or number == self._centre:
             return Style()
         share = (number - self._centre) / self._reach
-        colour = _HIGH if share > 0 else _LOW
+        color = _HIGH if share > 0 else _LOW
         # Start at a third of the color, so that small differences are visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in color)
