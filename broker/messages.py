@@ -350,7 +350,7 @@ class Update(Message):
     max_probe_diff: float
     """Largest `probe_diff` that passes the probe."""
     timeout_s: float
-    """Time limit for each bucket of a broadcast, or each file of a fetch."""
+    """Time limit for each bucket of a broadcast, or for a whole fetch."""
     source: SnapshotSource | None = None
     """None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []

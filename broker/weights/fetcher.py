@@ -3,7 +3,7 @@
 It reads from the update's lenders, then from the learner's folder if visible, then from the learner's server. If a
 lender fails, it tries the next source; if the learner's deltas fail, the whole snapshot. The result always matches the
 update's checksums. A lender's bytes must also match the learner's digests, which cannot be forged. Lenders get half of
-the learner's time limit per file.
+the time limit.
 """
 
 import os
@@ -75,7 +75,7 @@ class Fetcher:
     def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
         """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
-        `update.timeout_s` limits each file; returns soon after `cancelled` is set. Raises WeightTransferError.
+        Blocks at most `update.timeout_s`, and returns soon after `cancelled` is set. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"

@@ -21,6 +21,7 @@ from slipstream.broker.weights import snapshots as snapshot
 from slipstream.broker.weights.delta import Delta, apply
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import DELTA, Manifest, WeightFiles, delta_name
+from slipstream.runtime.clock import Deadline
 
 _MAX_DELTAS = 16
 """Maximum length of a delta chain."""
@@ -91,16 +92,17 @@ class HostWeights:
     ) -> None:
         """Update to the manifest's version, by a chain of deltas if one exists and is smaller, else by whole buckets.
 
-        `timeout_s` limits each file. `digests`: BLAKE3 of each bucket, for a lender's files; a lender without the
+        `timeout_s` limits the whole call. `digests`: BLAKE3 of each bucket, for a lender's files; a lender without the
         deltas is an error, since the learner has them. Raises WeightTransferError.
         """
+        deadline = Deadline(timeout_s, what=f"the weights of version {manifest.version}")
         self._num_arrived, self._source = self._progress - files.num_arrived, files
         if manifest.checksum != self._target:
             self._target = manifest.checksum
             self._base = [checksum for checksum in self._held if checksum is not None]
         if with_deltas and len(self._base) == len(self._held) > 0:
             try:
-                self._apply_deltas(files, manifest, timeout_s=timeout_s, digests=digests)
+                self._apply_deltas(files, manifest, deadline=deadline, digests=digests)
                 return
             except WeightTransferError as error:
                 if digests:
@@ -110,7 +112,7 @@ class HostWeights:
         self._allocate(manifest.bucket_bytes)
         for index in self._outdated(manifest):
             with self._replacing(index, manifest, digests):
-                self._read_bucket(files, manifest.version, index, timeout_s=timeout_s)
+                self._read_bucket(files, manifest.version, index, deadline=deadline)
 
     def _outdated(self, manifest: Manifest) -> Iterator[int]:
         return (index for index, checksum in enumerate(manifest.checksums) if self._held[index] != checksum)
@@ -138,31 +140,31 @@ class HostWeights:
                 self.buckets, self._held = fresh, [None] * len(sizes)
 
     def _apply_deltas(
-        self, files: WeightFiles, manifest: Manifest, *, timeout_s: float, digests: Sequence[bytes]
+        self, files: WeightFiles, manifest: Manifest, *, deadline: Deadline, digests: Sequence[bytes]
     ) -> None:
         read: DeltaFiles = {}
-        deltas = self._chain(files, manifest, read, timeout_s=timeout_s)
+        deltas = self._chain(files, manifest, read, deadline=deadline)
         for index in self._outdated(manifest):
             # A bucket that failed before, or that a delta replaces, is read whole; earlier payloads are skipped.
             full = [delta.version for delta in deltas if delta.buckets[index].is_full]
             whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
             later = [delta for delta in deltas if whole is None or delta.version > whole]
-            payloads = [self._read_payload(files, delta, index, read, timeout_s=timeout_s) for delta in later]
+            payloads = [self._read_payload(files, delta, index, read, deadline=deadline) for delta in later]
             with self._replacing(index, manifest, digests):
                 if whole is not None:
-                    self._read_bucket(files, whole, index, timeout_s=timeout_s)
+                    self._read_bucket(files, whole, index, deadline=deadline)
                 for delta, payload in zip(later, payloads, strict=True):
                     apply(delta.buckets[index], payload, onto=self.tensors[index])
         if self._lent:
             self._lend_deltas(read)
 
-    def _chain(self, files: WeightFiles, manifest: Manifest, read: DeltaFiles, *, timeout_s: float) -> list[Delta]:
+    def _chain(self, files: WeightFiles, manifest: Manifest, read: DeltaFiles, *, deadline: Deadline) -> list[Delta]:
         """Return the deltas from the base, in order. Raises WeightTransferError if no chain leads there."""
         deltas: list[Delta] = []
         base = flat.combine(self._base)
         version, checksum = manifest.version, manifest.checksum
         while not deltas or checksum != base:
-            delta = _parse(self._read(files, version, DELTA, read, timeout_s=timeout_s))
+            delta = _parse(self._read(files, version, DELTA, read, deadline=deadline))
             if (delta.version, delta.checksum, len(delta.buckets)) != (version, checksum, len(self.tensors)):
                 raise AlteredWeightsError(
                     f"a delta must lead to version {version} with checksum {checksum} and {len(self.tensors)} buckets, "
@@ -177,18 +179,18 @@ class HostWeights:
         return deltas
 
     def _read_payload(
-        self, files: WeightFiles, delta: Delta, index: int, read: DeltaFiles, *, timeout_s: float
+        self, files: WeightFiles, delta: Delta, index: int, read: DeltaFiles, *, deadline: Deadline
     ) -> bytes:
         is_changed = delta.buckets[index].size_bytes > 0
-        return self._read(files, delta.version, delta_name(index), read, timeout_s=timeout_s) if is_changed else b""
+        return self._read(files, delta.version, delta_name(index), read, deadline=deadline) if is_changed else b""
 
-    def _read_bucket(self, files: WeightFiles, version: int, index: int, *, timeout_s: float) -> None:
+    def _read_bucket(self, files: WeightFiles, version: int, index: int, *, deadline: Deadline) -> None:
         bucket = memoryview(self.tensors[index].numpy())
-        files.read_into(version, snapshot.bucket_name(index), bucket, timeout_s=timeout_s)
+        files.read_into(version, snapshot.bucket_name(index), bucket, timeout_s=deadline.left_s)
         self.num_bytes += len(bucket)
 
-    def _read(self, files: WeightFiles, version: int, name: str, read: DeltaFiles, *, timeout_s: float) -> bytes:
-        content = files.read(version, name, timeout_s=timeout_s)
+    def _read(self, files: WeightFiles, version: int, name: str, read: DeltaFiles, *, deadline: Deadline) -> bytes:
+        content = files.read(version, name, timeout_s=deadline.left_s)
         self.num_bytes += len(content)
         if self._lent:
             read[version, name] = content

@@ -147,14 +147,14 @@ def test_a_bucket_is_lent_on_before_the_next_one_has_arrived(scene: Scene) -> No
     gate, passed = Event(), Event()
 
     class Gated(HostWeights):
-        def _read_bucket(self, files, version, index, *, timeout_s):  # type: ignore[no-untyped-def]
+        def _read_bucket(self, files, version, index, *, deadline):  # type: ignore[no-untyped-def]
             if index == 2:
                 assert gate.wait(TIMEOUT_S)
-            super()._read_bucket(files, version, index, timeout_s=timeout_s)
+            super()._read_bucket(files, version, index, deadline=deadline)
 
     class Watched(HostWeights):
-        def _read_bucket(self, files, version, index, *, timeout_s):  # type: ignore[no-untyped-def]
-            super()._read_bucket(files, version, index, timeout_s=timeout_s)
+        def _read_bucket(self, files, version, index, *, deadline):  # type: ignore[no-untyped-def]
+            super()._read_bucket(files, version, index, deadline=deadline)
             if index == 1:
                 passed.set()
 

@@ -121,7 +121,7 @@ def test_a_run_that_was_refused_trains_under_its_name_once_the_settings_are_corr
         assert (folder / "runs" / "again" / "config.yaml").exists()
     done = launch(folder, "name=again")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "runs/again is used again" in done.stdout
+    assert "runs/again is reused" in done.stdout
     assert len(runs.metrics(folder, "again")) == 2
     assert_ends_with_one_sentence(launch(folder, "name=again"), folder, "name must be unused")
 

@@ -33,7 +33,7 @@ def test_a_run_leaves_all_that_it_made_in_the_object_store(tmp_path: Path) -> No
     again = runs.command(*SMALL, "name=mine", "learner.max_steps=12", f"storage_uri={uri}", "runs_dir=others")
     refused = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
-    assert f"of which {uri}/mine has files: choose another with name=" in refused.stderr
+    assert f"but {uri}/mine has files: choose another with name=" in refused.stderr
 
 
 HANGING = """

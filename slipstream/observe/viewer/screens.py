@@ -18,7 +18,7 @@ from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
 """Per page; laying out more would delay key presses."""
-CENTRES = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
+CENTERS = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Two-sided number -> center; other numbers are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
 """Backgrounds far below and above the center; one-sided numbers use the second."""

@@ -1,7 +1,9 @@
 """The snapshot store prunes old versions, and host weights are updated from it."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import snapshots
+from slipstream.broker.weights import host_weights, snapshots
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
+from slipstream.runtime.clock import Deadline
 from tests.unit.broker.weight_versions import make_update, make_version
 
 NUM_BYTES = 3 * 32 * 1024
@@ -114,6 +117,22 @@ def test_a_file_that_was_pruned_is_named(store: SnapshotStore) -> None:
 def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
     fill(store, [1, 2])
     assert update_to(HostWeights(), store, 2) >= NUM_BYTES
+
+
+def test_one_time_limit_covers_all_files_of_an_update(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits, read = 0.0, list[float](), store.read_into
+
+    def read_slowly(*arguments: Any, timeout_s: float) -> None:
+        nonlocal now
+        now += 0.4
+        limits.append(timeout_s)
+        read(*arguments, timeout_s=timeout_s)
+
+    monkeypatch.setattr(store, "read_into", read_slowly)
+    monkeypatch.setattr(host_weights, "Deadline", partial(Deadline, clock=lambda: now))
+    fill(store, [0])
+    update_to(HostWeights(), store, 0)
+    assert limits == pytest.approx([1.0, 0.6, 0.2])
 
 
 def test_the_next_version_is_read_as_a_delta(store: SnapshotStore) -> None:
