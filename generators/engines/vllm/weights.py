@@ -87,7 +87,7 @@ class EpochInfo(WeightTransferInitInfo):
     opening: dict[str, Any]
     """An OpenEpoch as builtins, which vLLM can serialize."""
     rank: int
-    """Of this generator in the weight group, where the learner has rank 0."""
+    """This generator's rank in the weight group, where the learner has rank 0."""
 
 
 @dataclass
