@@ -82,7 +82,8 @@ def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_
     assert len(re.findall("weights_not_broadcast", scene.learner)) == 2
     assert not re.search(r"epoch_opened.*far", scene.learner)
     assert "members_evicted" not in scene.learner
-    assert "lender_failed" not in scene.generators
+    # A lender that was further ahead lacks the older deltas, which the learner has.
+    assert all("must be lent here" in line for line in re.findall("lender_failed.*", scene.generators))
     assert "Traceback" not in scene.generators
 
 
