@@ -126,7 +126,7 @@ class Inspect(Message):
 
 
 class Inspected(Message):
-    """Answer to Inspect."""
+    """The run, settings, versions, and model of the broker, in reply to Inspect."""
 
     run_id: str
     config_json: str

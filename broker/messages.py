@@ -391,7 +391,7 @@ class Audit(Message):
 
 
 class Audited(Message):
-    """Answer to Audit."""
+    """A generator's verdict on an answer, in reply to Audit."""
 
     check: AnswerCheck
 

@@ -249,7 +249,7 @@ _FIRST_REPORT_S = 1.0
 
 @dataclass
 class Session:
-    """A joined peer."""
+    """Connections of this peer to the run that it joined."""
 
     client: BrokerClient
     thread: BrokerClientThread

@@ -47,7 +47,7 @@ class Find(_Stream):
 
 
 class Found(_Stream):
-    """Answer to Find."""
+    """The version with the requested checksum, in reply to Find."""
 
     checksum: Name
     version: int | None
