@@ -39,7 +39,7 @@ class StoreCounts(Record):
     duplicates: int
     """Trajectories received again with the same checksum."""
     superseded: int
-    """Trajectories whose index in the group was already filled."""
+    """Trajectories for an index of the group that was already filled."""
     refused: dict[str, int]
     """Quarantined frames, by reason."""
     outcomes: dict[str, int]
@@ -219,7 +219,6 @@ def _states_of(snapshot: Snapshot) -> dict[str, list[str]]:
 
 
 def _overused(snapshot: Snapshot) -> list[str]:
-    """Return trajectories trained on in too many steps, or twice within one."""
     total: Counter[str] = Counter()
     repeated = []
     for entry in snapshot.ledger:

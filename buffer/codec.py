@@ -51,7 +51,7 @@ _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "gene
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Absolute value up to which sums of squares over a group, and their differences, stay finite."""
+"""Largest absolute value with finite sums of squares over a group, and finite differences of these."""
 _MOST_NAMES = 64
 """Per trajectory, for named arrays and for metrics."""
 _INT64 = 2**63
@@ -328,7 +328,6 @@ def _is_short_name(name: str) -> bool:
 
 
 def _check_plain(trajectory: Trajectory) -> None:
-    """Check limits of the archive's columns: 64-bit integers, plain `extras`."""
     sampling = trajectory.sampling
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:

@@ -127,7 +127,12 @@ class LineFile:
 
     def append(self, entries: Iterable[Record]) -> None:
         """Append one line per entry, durably. Can be retried after an OSError."""
-        data = b"".join(map(self._line, entries))
+        lines = []
+        for entry in entries:
+            encoded = msgspec.json.encode(entry)
+            line = CheckedLine(self._schema, xxhash.xxh3_64_hexdigest(encoded), msgspec.Raw(encoded))
+            lines.append(msgspec.json.encode(line) + b"\n")
+        data = b"".join(lines)
         with self._path.open("r+b") as file:
             # An append that failed on a full disk may have left partial lines.
             file.truncate(self.num_bytes)
@@ -137,11 +142,6 @@ class LineFile:
             os.fsync(file.fileno())
         self._digest.update(data)
         self.num_bytes += len(data)
-
-    def _line(self, entry: Record) -> bytes:
-        data = msgspec.json.encode(entry)
-        line = CheckedLine(self._schema, xxhash.xxh3_64_hexdigest(data), msgspec.Raw(data))
-        return msgspec.json.encode(line) + b"\n"
 
 
 # --- sealed folders ---------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ PHASES = {
 """Role -> phase of its TimeAccount -> description. Other phases, such as startup, are not counted."""
 _LEAST_SHARE = 0.005
 _ALIKE = 0.1
-"""Difference of wait shares up to which neither side is called slower."""
+"""Largest difference of wait shares without a slower side."""
 
 Counter = tuple[str, str, str]
 """(role, process name, gauge): ("generator", "generator-0", "time/working")."""
@@ -200,11 +200,9 @@ class StepTimes(Record):
     """Learner first."""
 
     def share(self, role: str, phase: str) -> float:
-        """Return a phase's share; 0 if not reported."""
         return self.shares(role).get(phase, 0.0)
 
     def shares(self, role: str) -> dict[str, float]:
-        """Return phase -> share of a role; empty if not reported."""
         return next((each.shares for each in self.roles if each.role == role), {})
 
 

@@ -253,7 +253,12 @@ class AlgorithmConfig(Config):
     def __post_init__(self) -> None:
         if self.proximal == "auto":
             # Allowed here: the record is not shared yet. config.yaml thus records the resolved value.
-            structs.force_setattr(self, "proximal", "reuse" if self._can_reuse else "recompute")
+            # `reuse` takes the same step and saves the pass, unless the correction's drops must be known before the
+            # gradient: masks select among the remaining tokens, and an update with no token left must not change the
+            # weights.
+            drops = self.correction.rejects or (self.correction.bound == "mask" and self.needs_current_logprobs)
+            can_reuse = self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
+            structs.force_setattr(self, "proximal", "reuse" if can_reuse else "recompute")
         _check_proximal(self)
         _check_advantage(self)
         _check_policy_loss(self)
@@ -280,15 +285,6 @@ class AlgorithmConfig(Config):
             or (self.proximal == "generator" and self.correction.rejects)
             or self._takes_start_logprobs
         )
-
-    @property
-    def _can_reuse(self) -> bool:
-        """Whether `reuse` gives the same step as `recompute` and saves the pass."""
-        correction = self.correction
-        # The correction's drops must be known before the gradient: masks select among the remaining tokens, and an
-        # update with no token left must not change the weights.
-        drops = correction.rejects or (correction.bound == "mask" and self.needs_current_logprobs)
-        return self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
 
     @property
     def _takes_start_logprobs(self) -> bool:

@@ -86,7 +86,12 @@ class ClusterConfig(Config):
         must, why = "be auto or HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
         require("://" not in self.address, "cluster.address", must, got=self.address, why=why)
         if self.interface:
-            self._check_interface()
+            try:
+                IPv4Network(self.interface)
+            except ValueError as error:
+                raise ConfigError(
+                    f"cluster.interface must be an IPv4 network such as 10.0.0.0/8, got {self.interface!r}: {error}."
+                ) from None
         is_range = re.fullmatch(r"\d{1,5}-\d{1,5}", self.ports, re.ASCII) is not None
         is_fit = is_range and bool(own := self.port_range) and own[0] in _PORTS and own[-1] in _PORTS
         must = f"be FIRST-LAST within {_PORTS[0]}-{_PORTS[-1]}, such as 20000-20999"
@@ -94,14 +99,6 @@ class ClusterConfig(Config):
         is_fit, key = bool(self.interface) or not self.trusted_network, "cluster.trusted_network"
         why = "there is no network to trust"
         require(is_fit, key, "be false without cluster.interface", got=True, why=why)
-
-    def _check_interface(self) -> None:
-        try:
-            IPv4Network(self.interface)
-        except ValueError as error:
-            raise ConfigError(
-                f"cluster.interface must be an IPv4 network such as 10.0.0.0/8, got {self.interface!r}: {error}."
-            ) from None
 
     def check_machines(self, *, num_ranks: int) -> None:
         """Raise ConfigError unless the learner ranks fit its machines."""

@@ -102,7 +102,7 @@ class RewardConfig(Config):
         names = [one.part for one in self.functions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(
-                f"generators.reward.functions must have different names, got {', '.join(twice)} more than once: give "
+                f"generators.reward.functions must have unique names, got {', '.join(twice)} more than once: give "
                 "each one a `name`."
             )
 

@@ -123,7 +123,11 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
     """Map the dotted key of each leaf to its origin: preset file, `command line a.b=c`, or `default`."""
     origins: dict[str, str] = {}
-    for origin, values in [*_preset_layers(overrides), *_command_line_layers(overrides)]:
+    layers = [*_preset_layers(overrides)]
+    for text, override in zip(overrides, parse(overrides), strict=True):
+        if override.type is not OverrideType.DEL and override.key_or_group not in groups():
+            layers.append((f"command line {text}", _nest(override.key_or_group, override.value())))
+    for origin, values in layers:
         origins.update(dict.fromkeys((key for key, _ in leaves(values)), origin))
     return {key: origins.get(key, "default") for key, _ in leaves(to_plain(run))}
 
@@ -172,12 +176,6 @@ def _preset_file(path: str) -> str:
     return f"configs/presets/{file.relative_to(PRESETS)}" if file.is_relative_to(PRESETS) else str(file)
 
 
-def _command_line_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for text, override in zip(overrides, parse(overrides), strict=True):
-        if override.type is not OverrideType.DEL and override.key_or_group not in groups():
-            yield f"command line {text}", _nest(override.key_or_group, override.value())
-
-
 def _nest(package: str, value: Any) -> dict[str, Any]:
     for name in reversed(package.split(".") if package else []):
         value = {name: value}
@@ -199,22 +197,16 @@ def parse(overrides: list[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed = []
     for index, text in enumerate(overrides):
-        override = _parse_one(parser, text)
-        if override is None:
+        try:
+            override: Override = parser.parse_override(text)
+        except HydraException:
+            raise ConfigError(_advice(overrides, index)) from None
+        if not override.key_or_group or text.startswith("-"):
             raise ConfigError(_advice(overrides, index))
         if override.is_sweep_override():
             raise ConfigError(f"a setting must have one value, got `{text}`: write a list as key=[a,b].")
         parsed.append(override)
     return parsed
-
-
-def _parse_one(parser: OverridesParser, text: str) -> Override | None:
-    """Return None for text that is not `key=value`, such as `--option`."""
-    try:
-        override: Override = parser.parse_override(text)
-    except HydraException:
-        return None
-    return override if override.key_or_group and not text.startswith("-") else None
 
 
 def _advice(texts: list[str], index: int) -> str:
@@ -230,16 +222,13 @@ def _advice(texts: list[str], index: int) -> str:
     if not value:
         # Written as two or three words: `max_steps 5`, `max_steps = 5`, `--max-steps 5`.
         value = next((word.lstrip("=") for word in texts[index + 1 :] if word != "="), "")
-    if value and "=" not in value and (key := _key_of(name.replace("-", "_"))):
+    plain = name.replace("-", "_")
+    is_known = plain in groups() or any(setting.key == plain for setting in settings())
+    if value and "=" not in value and (key := plain if is_known else nearest_key(plain)):
         return f"a setting must read key=value, got `{text}`: write {key}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]
     advice = f": write {presets[0]}." if len(presets) == 1 else "."
     return f"a setting must read key=value, got `{text}`{advice}"
-
-
-def _key_of(name: str) -> str | None:
-    is_known = name in groups() or any(setting.key == name for setting in settings())
-    return name if is_known else nearest_key(name)
 
 
 def _hydra_argument(text: str, override: Override) -> str:
@@ -291,7 +280,7 @@ def convert(data: object, record: type[C]) -> C:
 
 
 def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
-    """Errors in which msgspec would not name the alternatives."""
+    """Errors that msgspec would report without the alternatives."""
     if isinstance(expected, UnionType) and isinstance(value, dict):
         yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
@@ -338,17 +327,13 @@ def _record_errors(expected: StructType, value: dict[str, Any], path: str) -> It
         if key in fields:
             yield from _errors(fields[key].type, item, here)
         elif key != expected.tag_field:
-            yield unknown_key(_first_leaf(here, item))
+            while isinstance(item, dict) and item:
+                inner, item = next(iter(item.items()))
+                here = f"{here}.{inner}"
+            yield unknown_key(here)
     for name, field in fields.items():
         if field.required and name not in value:
             yield f"{path}.{name}".lstrip(".") + " must be set, got nothing."
-
-
-def _first_leaf(path: str, value: object) -> str:
-    while isinstance(value, dict) and value:
-        key, value = next(iter(value.items()))
-        path = f"{path}.{key}"
-    return path
 
 
 def _sentence(error: msgspec.ValidationError, data: object) -> str:
@@ -358,22 +343,18 @@ def _sentence(error: msgspec.ValidationError, data: object) -> str:
     message, _, place = str(error).partition(" - at `$")
     path = place.rstrip("`").lstrip(".")
     rule = re.sub(r", got .*$", "", message).removeprefix("Expected ")
-    expected = re.sub(r"`([^`]*)`", lambda types: _describe(types[1]), rule, count=1)
-    got = _lookup(data, path)
+    types = re.search(r"`([^`]*)`", rule)
+    expected = rule
+    if types:
+        named = " or ".join(_TYPE_NAMES.get(name, name) for name in types[1].split(" | "))
+        expected = rule.replace(types[0], named, 1)
+    got: Any = data
+    for step in re.findall(r"[^.\[\]]+", path):
+        got = got[int(step)] if isinstance(got, list) else got[step]
     advice = (
         f" Quote it: \"{path}='{got}'\"." if expected.startswith("a string") and isinstance(got, int | float) else ""
     )
     return f"{path or 'the config'} must be {expected}, got {got!r}.{advice}"
-
-
-def _describe(types: str) -> str:
-    return " or ".join(_TYPE_NAMES.get(name, name) for name in types.split(" | "))
-
-
-def _lookup(data: Any, path: str) -> object:
-    for step in re.findall(r"[^.\[\]]+", path):
-        data = data[int(step)] if isinstance(data, list) else data[step]
-    return data
 
 
 _OWN_SETTINGS = (

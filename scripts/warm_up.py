@@ -78,7 +78,14 @@ def read_problems(
             f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
         )
     rows = [make_row(row, uid="", file_name="", folder=path.parent) for row in pq.read_table(path).to_pylist()]
-    problems = [_tokenize(str(row.prompt), row.ground_truth, tokenizer) for row in rows]
+    problems = []
+    for row in rows:
+        prompt, answer = str(row.prompt), row.ground_truth
+        prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+        # A character tokenizer drops unknown characters silently.
+        if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
+            raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but lacks some.")
+        problems.append(Problem(prompt_ids, [*answer_ids, tokenizer.eos_token_id]))
     if not vision:
         return problems
     return [_add_pictures(problem, row.images, vision) for problem, row in zip(problems, rows, strict=True)]
@@ -90,14 +97,6 @@ def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) ->
     positions = torch.from_numpy(vision.positions(len(prompt) + len(problem.response), grids))
     patches = torch.cat([torch.from_numpy(vision.patches(data)) for data in images])
     return Problem(prompt, problem.response, Pictures(patches, [grid for _, grid in grids], positions))
-
-
-def _tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
-    # A character tokenizer drops unknown characters silently.
-    if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
-        raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but lacks some.")
-    return Problem(prompt_ids, [*answer_ids, tokenizer.eos_token_id])
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:

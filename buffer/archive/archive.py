@@ -78,22 +78,6 @@ class ArchiveCheck(Record):
         return not (self.duplicated or self.problems)
 
 
-def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[str]:
-    return [
-        name
-        for group, names in zip(entry.group_ids, entry.trajectory_ids, strict=True)
-        for name in names
-        if name not in found and group not in overflow
-    ]
-
-
-def _missing_problem(step: int, missing: list[str]) -> str:
-    return (
-        f"step {step} must have all of its trajectories in shards, got {len(missing)} that are in none, such "
-        f"as {missing[0]}: restore the shard that held them."
-    )
-
-
 def _raise(error: ShardError) -> None:
     raise error
 
@@ -163,7 +147,11 @@ class Archive:
             except ShardError as error:
                 damages.append(str(error))
         overflow = overflow_groups(self.folder)
-        missing = {entry.step: _missing(entry, found, overflow) for entry in steps}
+        missing: dict[int, list[str]] = {}
+        for entry in steps:
+            groups = zip(entry.group_ids, entry.trajectory_ids, strict=True)
+            wanted = (name for group, names in groups if group not in overflow for name in names)
+            missing[entry.step] = [name for name in wanted if name not in found]
         return ArchiveCheck(
             shards=len(shards),
             groups=sum(shard.groups for shard in shards),
@@ -172,7 +160,13 @@ class Archive:
             damaged=len(damages),
             duplicated=found.total() - len(found),
             missing=sum(map(len, missing.values())),
-            problems=damages + [_missing_problem(step, names) for step, names in missing.items() if names],
+            problems=damages
+            + [
+                f"step {step} must have all of its trajectories in shards, got {len(names)} that are in none, such as "
+                f"{names[0]}: restore the shard that held them."
+                for step, names in missing.items()
+                if names
+            ],
         )
 
 

@@ -112,15 +112,22 @@ def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
 
 def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
     """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError (beyond 64 bits)."""
-    columns = _list_columns(stored) | _reward_columns(stored) | _outcome_columns(stored)
+    columns = _list_columns(stored) | _outcome_columns(stored)
     trajectories = [each.trajectory for each in stored]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    columns |= {column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()}
+    columns["reward_parts"] = [list(reward.parts.items()) for reward in rewards]
+    columns["reward_turns"] = [reward.turns for reward in rewards]
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
     columns["sampling"] = [msgspec.structs.asdict(trajectory.sampling) for trajectory in trajectories]
     columns["extras"] = [encode(trajectory.extras) for trajectory in trajectories]
     columns["context_starts"] = [trajectory.context_starts for trajectory in trajectories]
     columns["media"] = [list(map(msgspec.structs.asdict, trajectory.media)) for trajectory in trajectories]
     columns["metrics"] = [list(trajectory.metrics.items()) for trajectory in trajectories]
-    columns["arrays"] = [list(map(_from_array, trajectory.arrays.items())) for trajectory in trajectories]
+    columns["arrays"] = [
+        [(name, dict(zip(("dtype", "shape", "data"), to_wire(array), strict=True))) for name, array in each.items()]
+        for each in (trajectory.arrays for trajectory in trajectories)
+    ]
     built = [(columns[field.name], field.type) for field in SCHEMA]
     arrays = [values if isinstance(values, pa.Array) else pa.array(values, kind) for values, kind in built]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
@@ -171,16 +178,6 @@ def _list_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
     return columns
 
 
-def _reward_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
-    rewards = [each.trajectory.reward for each in stored]
-    columns: dict[str, Any] = {
-        column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()
-    }
-    columns["reward_parts"] = [list(reward.parts.items()) for reward in rewards]
-    columns["reward_turns"] = [reward.turns for reward in rewards]
-    return columns
-
-
 def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
     return {
         "oldest_version": [each.oldest_version for each in stored],
@@ -199,12 +196,6 @@ def _split(lists: pa.ListArray) -> list[np.ndarray]:
     values = lists.flatten().to_numpy(zero_copy_only=False)
     starts = (offsets - offsets[0]).tolist()
     return [values[start:end] for start, end in pairwise(starts)]
-
-
-def _from_array(item: tuple[str, np.ndarray]) -> tuple[str, dict[str, Any]]:
-    name, array = item
-    dtype, shape, data = to_wire(array)
-    return name, {"dtype": dtype, "shape": shape, "data": data}
 
 
 def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:

@@ -216,7 +216,6 @@ def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
 
 
 def _parse_ledger(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, StepEntry], bytes]:
-    """Return (step -> entry, complete lines)."""
     content = path.read_bytes() if path.exists() else b""
     parsed, whole = parse_lines(
         content,

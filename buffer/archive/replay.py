@@ -113,7 +113,11 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         )
     replayed = steps[: run.learner.max_steps]
     _check_complete(archive, replayed, groups)
-    return ReplayPlan(groups, samples={entry.step: _sample(entry) for entry in replayed})
+    samples = {}
+    for entry in replayed:
+        ones, none = [1.0] * per_step, [False] * per_step
+        samples[entry.step] = Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
+    return ReplayPlan(groups, samples)
 
 
 def stored_groups(archive: Path) -> list[FinishedGroup]:
@@ -128,13 +132,7 @@ def stored_groups(archive: Path) -> list[FinishedGroup]:
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 
-def _sample(entry: StepEntry) -> Sample:
-    ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
-    return Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
-
-
 def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
-    """Raise ArchiveError if a step would train on an incomplete batch."""
     stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
     for entry in steps:
         for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):

@@ -131,7 +131,11 @@ class ShardWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         try:
-            self.manifest = self._recover()
+            self.manifest = ManifestWriter(folder)
+            for path in (*map(folder.joinpath, self.manifest.unnamed), *folder.glob("*.tmp")):
+                path.unlink()
+                log.info("removed_unfinished", file=path.name)
+            sync_path(folder)
             self._recent = deque(map(self._groups_in, self.shards[-_REMEMBERED_SHARDS:]), maxlen=_REMEMBERED_SHARDS)
         except BaseException:
             self.close()
@@ -159,7 +163,16 @@ class ShardWriter:
         table, groups = self._tabulate(groups, archived_at=now)
         if not table.num_rows:
             return None
-        data = _to_parquet(table)
+        sink = pa.BufferOutputStream()
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            row_group_size=_ROWS_PER_ROW_GROUP,
+            use_dictionary=_REPETITIVE,
+            use_byte_stream_split=[_LOGPROBS],
+        )
+        data = memoryview(sink.getvalue())
         steps = [step for group in groups for step in group.steps]
         shard = ShardEntry(
             file=next_shard(self.shards),
@@ -180,14 +193,6 @@ class ShardWriter:
     def close(self) -> None:
         self._lock.close()
 
-    def _recover(self) -> ManifestWriter:
-        manifest = ManifestWriter(self._folder)
-        for path in (*map(self._folder.joinpath, manifest.unnamed), *self._folder.glob("*.tmp")):
-            path.unlink()
-            log.info("removed_unfinished", file=path.name)
-        sync_path(self._folder)
-        return manifest
-
     def _groups_in(self, shard: ShardEntry) -> set[str]:
         try:
             return set(read_column(self._folder, shard, "group_id"))
@@ -201,31 +206,15 @@ class ShardWriter:
             return to_table(groups, archived_at=archived_at), groups
         except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
             if len(groups) == 1:
-                self._write_overflow(groups[0], error)
+                path = self._folder / OVERFLOW / f"{_PREFIX}{groups[0].id}{_SUFFIX}"
+                path.parent.mkdir(exist_ok=True)
+                write_durably(path, encode(groups[0]))
+                log.warning("group_overflow", group=groups[0].id, file=str(path), reason=str(error))
                 return SCHEMA.empty_table(), []
         # Bisect: one bad group among N costs about 2 log2(N) conversions instead of N.
         half = len(groups) // 2
         parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]
-
-    def _write_overflow(self, group: FinishedGroup, error: Exception) -> None:
-        path = self._folder / OVERFLOW / f"{_PREFIX}{group.id}{_SUFFIX}"
-        path.parent.mkdir(exist_ok=True)
-        write_durably(path, encode(group))
-        log.warning("group_overflow", group=group.id, file=str(path), reason=str(error))
-
-
-def _to_parquet(table: pa.Table) -> memoryview:
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        row_group_size=_ROWS_PER_ROW_GROUP,
-        use_dictionary=_REPETITIVE,
-        use_byte_stream_split=[_LOGPROBS],
-    )
-    return memoryview(sink.getvalue())
 
 
 def _lock(folder: Path) -> io.TextIOWrapper:

@@ -64,7 +64,7 @@ _EQUAL = ("id", "group_id", "prompt_uid", "generator_id", "data_source", "stop_r
 
 
 class TrajectoryFilter(Record):
-    """Conditions on a trajectory, all of which must hold. Bounds are inclusive; None = no condition.
+    """Conditions on a trajectory; all must hold. Bounds are inclusive; None = no condition.
 
     Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")
     """

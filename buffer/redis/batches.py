@@ -84,7 +84,13 @@ class RedisBatches(RedisConnection):
             elif rules.only_oldest:
                 selected = sample_oldest([text(group) for group in oldest], num_groups=num_groups, num_ready=num_ready)
             else:
-                selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
+                _, seed = self._rows_and_seed()
+                queue = self._read_queue()
+                evictions = evict(queue, rules, version=version)
+                if not evictions.is_empty:
+                    self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
+                    queue = self._read_queue()
+                selected = sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
             if isinstance(selected, NotReady):
                 return selected
             if claimed := self._run("claim", step, int(lease_s * 1000), *selected.group_ids):
@@ -93,15 +99,6 @@ class RedisBatches(RedisConnection):
         raise StaleFenceError(
             f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
         )
-
-    def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
-        _, seed = self._rows_and_seed()
-        queue = self._read_queue()
-        evictions = evict(queue, rules, version=version)
-        if not evictions.is_empty:
-            self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
-            queue = self._read_queue()
-        return sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
 
     def _read_queue(self) -> Queue:
         num_arrived, num_uses, ready, reusable = self._run("read_queue")
@@ -123,20 +120,18 @@ class RedisBatches(RedisConnection):
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         groups: list[list[bytes]] = []
         for start in range(0, len(group_ids), _FETCHED_AT_ONCE):
-            groups += self._fetch_chunk(group_ids[start : start + _FETCHED_AT_ONCE])
+            chunk = group_ids[start : start + _FETCHED_AT_ONCE]
+            # Not a script: payloads never change, and reading megabytes would block all clients.
+            pipeline = self._client.pipeline(transaction=False)
+            for group_id in chunk:
+                pipeline.hgetall(self._key(f"payloads:{group_id}"))
+            with self._mapped_errors():
+                stored = pipeline.execute()
+            for group_id, members in zip(chunk, stored, strict=True):
+                if not members:
+                    raise not_stored(group_id)
+                groups.append([members[index] for index in sorted(members, key=int)])
         return groups
-
-    def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
-        # Not a script: payloads never change, and reading megabytes would block all clients.
-        pipeline = self._client.pipeline(transaction=False)
-        for group_id in group_ids:
-            pipeline.hgetall(self._key(f"payloads:{group_id}"))
-        with self._mapped_errors():
-            stored = pipeline.execute()
-        for group_id, members in zip(group_ids, stored, strict=True):
-            if not members:
-                raise not_stored(group_id)
-        return [[members[index] for index in sorted(members, key=int)] for members in stored]
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
         if not self._run("renew_claim", claim.step, claim.fence, int(lease_s * 1000)):

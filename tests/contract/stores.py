@@ -5,9 +5,11 @@ import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -15,6 +17,7 @@ from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.records import CheckpointPointer, Claim, Heartbeat, Lease, StepEntry
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Sampling
@@ -68,8 +71,27 @@ def shared_server() -> EmbeddedRedis:
     return server
 
 
+@contextmanager
+def running(server: Any) -> Iterator[Any]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def opened(url: str, run_id: str = "run", *, retry_timeout_s: float = 0.0) -> RedisStore:
+    store = open_run_store(url, run_id, timeout_s=20, retry_timeout_s=retry_timeout_s)
+    store.open_run(run_id, config_json="{}", num_rows=1000, seed=0)
+    return store
+
+
+def lease_all(store: RedisStore, count: int, *, group_size: int) -> list[Lease]:
+    asked = {"owner": "generator-0", "max_groups": count, "group_size": group_size, "lease_s": 600.0}
+    return store.lease(admission_limit=10**9, **asked)
+
+
 def check_state(store: AnyStore) -> None:
-    """Check that no key of a Redis store contradicts another."""
     if isinstance(store, RedisStore):
         admin = redis.Redis.from_url(shared_server().url)
         assert find_state_problems(read_snapshot(admin, store._prefix)) == []
@@ -77,7 +99,6 @@ def check_state(store: AnyStore) -> None:
 
 
 def open_run(store: AnyStore, **overrides: object) -> AnyStore:
-    """Open the run that the tests work on and return the store."""
     run_id = store._run_id if isinstance(store, RedisStore) else "run"
     settings = {"config_json": "{}", "num_rows": NUM_ROWS, "seed": SEED} | overrides
     store.open_run(run_id, **settings)  # type: ignore[arg-type]
@@ -93,7 +114,6 @@ def renew(store: AnyStore, lease_ids: list[str], *, owner: str = "generator-0", 
 
 
 def fill(store: AnyStore, lease: Lease) -> None:
-    """Insert every member that the lease asks for."""
     store.insert([answer(lease, index) for index in lease.indices])
 
 
@@ -109,7 +129,6 @@ def answer(lease: Lease, index: int = 0, *, has_baseline: bool = False, **overri
 
 
 def make_ready(store: AnyStore, count: int) -> list[str]:
-    """Lease and fill `count` groups; return their ids in order of readiness."""
     leases = lease(store, count)
     for each in leases:
         fill(store, each)
@@ -129,7 +148,6 @@ def commit(store: AnyStore, claim: Claim) -> None:
 
 
 def entry_of(claim: Claim) -> StepEntry:
-    """Build the ledger entry of a step with groups that were complete at their first attempt."""
     names = [[f"{group_id}-0-{index}" for index in range(GROUP_SIZE)] for group_id in claim.group_ids]
     return StepEntry(claim.step, claim.step - 1, claim.fence, SEED, "hash", claim.group_ids, names)
 

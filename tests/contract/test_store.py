@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
+from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
-from slipstream.buffer.sampling import FileShare, NotReady, SamplingRules, row_of
+from slipstream.buffer.sampling import FileShare, NotReady, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.buffer import DropShortConfig, UniformConfig
+from slipstream.configs.buffer import DropShortConfig
 from tests.builders import make_packed
 from tests.contract.stores import (
     GROUP_SIZE,
@@ -41,33 +41,31 @@ def refused(reason: str) -> Insertion:
     return Insertion(outcome="refused", reason=reason)
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
 def test_operations_on_a_run_that_was_not_opened_are_refused(fresh_store):
-    operations = [
-        fresh_store.run_state,
-        fresh_store.run_config_json,
-        fresh_store.counts,
-        fresh_store.reap,
-        lambda: lease(fresh_store),
-        lambda: fresh_store.insert([make_packed("0", 0)]),
-        lambda: fresh_store.record_event("learner", "evicted"),
-    ]
-    for operation in operations:
+    asking = [fresh_store.run_state, fresh_store.run_config_json, fresh_store.counts, fresh_store.reap]
+    changing = [lambda: lease(fresh_store), lambda: fresh_store.insert([make_packed("0", 0)])]
+    for operation in [*asking, *changing, lambda: fresh_store.record_event("learner", "evicted")]:
         with pytest.raises(RunConflictError, match="must be opened"):
             operation()
     assert fresh_store.events(limit=9) == []
 
 
-def test_a_run_starts_at_zero_and_is_found_again_where_it_stands(fresh_store):
+def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_only_grow(fresh_store):
     state = open_run(fresh_store).run_state()
     assert (state.phase, state.step, state.version, state.announced_version) == ("starting", 0, 0, 0)
     fresh_store.set_phase("training", detail="first batch")
     fresh_store.commit_version(4)
-    state = open_run(fresh_store).run_state()
-    assert (state.phase, state.detail, state.version) == ("training", "first batch", 4)
+    store = open_run(fresh_store)
+    state = store.run_state()
+    assert (state.phase, state.detail, state.version, state.announced_version) == ("training", "first batch", 4, 4)
+    for announced in (7, 2):
+        store.announce_version(announced)
+    for committed in (5, 1):
+        store.commit_version(committed)
+    assert (store.run_state().version, store.run_state().announced_version) == (5, 7)
 
 
-def test_only_settings_of_the_end_of_a_run_may_change(fresh_store):
+def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are_known(fresh_store):
     opened = '{"learner": {"groups_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
     for changes, key in (
@@ -79,27 +77,12 @@ def test_only_settings_of_the_end_of_a_run_may_change(fresh_store):
     longer = opened.replace("10", "20").replace("false", "true")
     open_run(fresh_store, config_json=longer)
     assert fresh_store.run_config_json() == longer
-
-
-def test_another_run_and_an_unknown_phase_are_refused(store):
     with pytest.raises(RunConflictError, match="somebody-else"):
-        store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
+        fresh_store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
     with pytest.raises(ValueError, match="phase"):
-        store.set_phase("resting")
+        fresh_store.set_phase("resting")
 
 
-def test_versions_only_grow_and_a_committed_one_is_announced(store):
-    store.announce_version(3)
-    store.announce_version(2)
-    assert store.run_state().announced_version == 3
-    store.commit_version(2)
-    assert store.run_state().version == 2
-    store.commit_version(5)
-    store.commit_version(1)
-    assert (store.run_state().version, store.run_state().announced_version) == (5, 5)
-
-
-# --- leases ----------------------------------------------------------------------------------------------------------
 def test_leases_follow_the_seeded_permutation_of_rows(store):
     leases = lease(store, 2 * NUM_ROWS)
     assert [each.ordinal for each in leases] == list(range(2 * NUM_ROWS))
@@ -169,10 +152,7 @@ def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
     assert renew(store, [foreign.id], owner="other", lease_s=10) == 0
 
 
-DAY_S = 86400.0
-
-
-@pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
+@pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
 def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(store, clock, jump_s):
     late = DropShortConfig(after_s=30.0)
     make_ready(store, 1)
@@ -221,14 +201,6 @@ def test_training_prompts_are_leased_only_before_the_finish(store):
     assert [each.group_id for each in lease(store, 2)] == ["e:2", "0"]
 
 
-# --- trajectories ----------------------------------------------------------------------------------------------------
-def test_a_group_is_ready_when_its_last_member_arrives(store):
-    (each,) = lease(store)
-    assert store.insert([answer(each, 1), answer(each, 0)]) == [INSERTED, READY]
-    counts = store.counts()
-    assert (counts.ready, counts.open, counts.leased, counts.accepted) == (1, 0, 0, 2)
-
-
 def test_a_repeat_is_acknowledged_and_other_content_under_its_id_is_a_conflict(store):
     (each,) = lease(store)
     assert store.insert([answer(each, 0)]) == [INSERTED]
@@ -263,14 +235,10 @@ def test_a_late_answer_completes_its_group_and_ends_the_new_lease(store, clock, 
     assert lease(store)[0].ordinal == 1
 
 
-@pytest.mark.parametrize("group_id", ["1", "007x", "-1", "99999999999999999999", "e:0", ""])
-def test_a_group_never_leased_is_refused(store, group_id):
-    lease(store)
-    assert store.insert([make_packed(group_id, 0)]) == [refused("unknown_group")]
-
-
-def test_an_answer_that_does_not_fit_its_lease_is_refused(store):
+def test_an_answer_of_no_lease_or_that_does_not_fit_it_is_refused(store):
     (each,) = lease(store)
+    never_leased = ["1", "007x", "-1", "99999999999999999999", "e:0", ""]
+    assert store.insert([make_packed(group_id, 0) for group_id in never_leased]) == [refused("unknown_group")] * 6
     assert store.insert([make_packed("0", 0, group_size=3)]) == [refused("group_size")]
     assert store.insert([make_packed("0", 2, group_size=2)]) == [refused("group_size")]
     assert store.insert([make_packed("0", 0, attempt=1)]) == [refused("unknown_lease")]
@@ -289,7 +257,10 @@ def test_of_many_trajectories_each_has_its_own_outcome_in_order(store):
     whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
     insertions = store.insert([*whole, make_packed("150", 0), whole[0]])
     assert insertions == [INSERTED, READY] * 150 + [refused("unknown_group"), DUPLICATE]
-    assert (store.counts().ready, store.counts().accepted) == (150, 300)
+    counts = store.counts()
+    assert (counts.ready, counts.open, counts.leased, counts.accepted) == (150, 0, 0, 300)
+    stored = [payload for group in store.fetch([each.group_id for each in leases]) for payload in group]
+    assert stored == [payload for _, payload in whole]
 
 
 @pytest.mark.parametrize("stage", ["claimed", "used", "retired"])
@@ -299,7 +270,9 @@ def test_answers_for_a_group_past_ready_do_not_change_it(store, stage):
     if stage != "claimed":
         commit(store, taken)
     if stage == "retired":
-        assert checkpoint(store, 1) == 1
+        assert (checkpoint(store, 1), checkpoint(store, 1)) == (1, 0)
+        with pytest.raises(StaleFenceError):
+            store.fetch([group_id])
         assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED], "a very late repeat"
         counts = store.counts()
         assert (counts.open, counts.unarchived, counts.outcomes) == (0, 0, {"retired": 1})
@@ -317,7 +290,6 @@ def test_rejected_frames_are_kept_short_few_and_counted(store):
     assert store.counts().refused == {"malformed": 260}
 
 
-# --- claims ----------------------------------------------------------------------------------------------------------
 def test_fifo_claims_the_groups_that_were_ready_first_all_or_none(store):
     for each in reversed(lease(store, 3)):
         fill(store, each)
@@ -327,12 +299,6 @@ def test_fifo_claims_the_groups_that_were_ready_first_all_or_none(store):
     assert store.counts().ready == 3
     assert claim(store, 1, 2).group_ids == ["2", "1"]
     assert claim(store, 2, 1).group_ids == ["0"], "two steps may be claimed at once"
-
-
-def test_uniform_takes_the_same_groups_for_the_same_seed_and_step(store):
-    make_ready(store, 12)
-    taken = claim(store, 4, 5, rules=SamplingRules(UniformConfig()))
-    assert taken.group_ids == ["8", "5", "9", "10", "3"], "fixed by seed 3, step 4, 12 ready"
 
 
 def test_fetch_returns_each_groups_members_by_index(store):
@@ -399,7 +365,7 @@ def test_a_rejected_group_leaves_the_claim_and_returns_its_admission(store):
     assert store.reject(taken, group_ids=[first, first, third], reason="unfit") == 1
     counts = store.counts()
     assert (counts.claimed, counts.ready, counts.admitted) == (1, 1, 2)
-    assert counts.reasons == {"rejected: unfit": 1}
+    assert (counts.reasons, counts.waste_fraction) == ({"rejected: unfit": 1}, 1 / 3)
     again = claim(store, 1, 2)
     assert again.group_ids == [second, third]
     with pytest.raises(StaleFenceError):
@@ -436,7 +402,6 @@ def test_a_claim_takes_no_group_if_one_has_moved(clock):
     check_state(store)
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
 def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
     make_ready(store, 3)
     taken, ahead = claim(store, 1, 2), claim(store, 2, 1)
@@ -452,19 +417,6 @@ def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
         claim(store, 2, 1)
 
 
-def test_a_checkpoint_retires_the_steps_it_covers(store):
-    make_ready(store, 3)
-    for step in (1, 2, 3):
-        commit(store, claim(store, step, 1))
-    assert checkpoint(store, 2) == 2
-    assert checkpoint(store, 2) == 0
-    counts = store.counts()
-    assert (counts.used, counts.outcomes, counts.accepted) == (1, {"retired": 2}, 6)
-    with pytest.raises(StaleFenceError):
-        store.fetch(["0"])
-    assert len(store.fetch(["2"])[0]) == GROUP_SIZE
-
-
 def test_a_rollback_returns_the_groups_after_the_checkpoint(store):
     make_ready(store, 5)
     assert store.run_state().checkpoint is None
@@ -477,6 +429,7 @@ def test_a_rollback_returns_the_groups_after_the_checkpoint(store):
     store.commit_version(3)
     with pytest.raises(StaleFenceError, match=r"got step 4 .* but step 3 is the last one committed"):
         checkpoint(store, 4)
+    assert store.run_state().checkpoint is None
     checkpoint(store, 1)
     assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
     returned, fence = store.roll_back(to_step=1, to_version=1)
@@ -511,7 +464,6 @@ def test_after_a_roll_back_the_learner_of_before_neither_commits_nor_checkpoints
     assert store.checkpoint(pointer, fence=store.run_state().fence) == 1
 
 
-# --- evaluations -----------------------------------------------------------------------------------------------------
 def test_evaluation_rows_are_leased_first_and_counted_once(store):
     store.announce_version(4)
     store.open_evaluation("at-4", purpose="sampled", version=4, rows=[9, 5, 9])
@@ -586,6 +538,16 @@ def test_an_evaluation_accepts_answers_only_from_its_version(store):
     assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0, 1]
 
 
+def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[3])
+    for attempt in range(MAX_ATTEMPTS + 2):
+        (each,) = lease(store, lease_s=1)
+        assert each.id == f"e:3-{attempt}"
+        clock.now += 2
+        assert len(store.reap()) == 1
+    assert store.insert([answer(each)]) == [READY]
+
+
 def test_evaluations_leave_training_its_share_and_take_the_rest(store):
     store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(8)))
     ask = {"owner": "generator-0", "group_size": GROUP_SIZE, "lease_s": 60.0, "version": 0}
@@ -616,19 +578,6 @@ def test_evaluation_answers_are_kept_like_finished_groups(fresh_store):
     assert store.insert([packed]) == [DUPLICATE]
 
 
-def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):
-    store.open_evaluation("e", purpose="greedy", version=0, rows=[3])
-    for attempt in range(MAX_ATTEMPTS + 2):
-        (each,) = lease(store, lease_s=1)
-        assert each.id == f"e:3-{attempt}"
-        clock.now += 2
-        assert len(store.reap()) == 1
-    assert store.insert([answer(each)]) == [READY]
-    assert lease(store)[0].purpose == "train"
-    assert store.counts().outcomes == {}
-
-
-# --- finished groups -------------------------------------------------------------------------------------------------
 def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     used, unfit = lease(store, 2)
@@ -642,27 +591,8 @@ def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     assert (second.id, second.outcome, second.steps) == (used.group_id, "retired", [1])
     assert second.payloads == [answer(used, index)[1] for index in range(GROUP_SIZE)]
     assert store.insert([answer(used)]) == [DUPLICATE]
+    assert store.counts().payload_bytes == sum(map(len, first.payloads + second.payloads))
     assert store.forget([first.id, second.id, "no-such"]) == 2
-    assert store.finished(limit=9) == []
+    assert (store.finished(limit=9), store.counts().payload_bytes, store.counts().outstanding) == ([], 0, 0)
     assert store.insert([answer(used)]) == [SUPERSEDED]
     assert store.audit().is_sound
-
-
-def test_every_trajectory_that_was_accepted_can_be_fetched(store):
-    num_groups = 60
-    packed = [answer(each, index) for each in lease(store, num_groups) for index in each.indices]
-    outcomes = store.insert(packed)
-    assert all(outcome.outcome == "inserted" for outcome in outcomes)
-    claimed = claim(store, 1, num_groups)
-    fetched = [payload for group in store.fetch(claimed.group_ids) for payload in group]
-    assert fetched == [payload for _, payload in packed]
-
-
-def test_a_pointer_that_is_refused_is_not_stored(store):
-    make_ready(store, 1)
-    commit(store, claim(store, 1, 1))
-    fence = store.run_state().fence
-    for step, of in ((2, fence), (1, fence - 1)):
-        with pytest.raises(ReplayBufferError):
-            store.checkpoint(CheckpointPointer(step, step, "refused"), fence=of)
-        assert store.run_state().checkpoint is None

@@ -8,17 +8,7 @@ from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, row_of
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.buffer import TrainShortConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig
-from tests.contract.stores import (
-    GREEDY,
-    GROUP_SIZE,
-    NUM_ROWS,
-    SEED,
-    AnyStore,
-    answer,
-    claim,
-    commit,
-    open_run,
-)
+from tests.contract.stores import GREEDY, GROUP_SIZE, NUM_ROWS, SEED, AnyStore, answer, claim, commit, open_run
 from tests.contract.stores import audit as check_counts
 
 BAND = CurriculumConfig(low=0.2, high=0.8, decay=0.5, min_answers=2)
@@ -44,7 +34,6 @@ def answer_all(store: AnyStore, leases: list[Lease], *rewards: Reward) -> None:
 
 
 def epoch(store: AnyStore) -> list[Lease]:
-    """Lease every row once, from the next epoch on."""
     return lease(store, NUM_ROWS)
 
 
@@ -197,10 +186,3 @@ def test_another_broker_finds_the_same_success_rates(fresh_store, clock):
         assert {each.row for each in leases} == {row(ordinal) for ordinal in range(3, NUM_ROWS)}
         open_run(successor)
         assert counted(successor)["rows_too_hard"] == 3, "the run keeps its curriculum"
-
-
-def test_a_run_without_a_curriculum_measures_and_skips_nothing(fresh_store):
-    store = open_run(fresh_store)
-    answer_all(store, epoch(store), WRONG, WRONG)
-    assert [each.ordinal for each in lease(store, 3)] == [7, 8, 9]
-    assert store.counts().curriculum == {}

@@ -39,7 +39,6 @@ def pack(lease: Lease, answers: list[Reward], *, greedy: Reward | None = None) -
 
 
 def fate(store: AnyStore) -> str:
-    """State of the one group that was leased."""
     counts = store.counts()
     return "ready" if counts.ready else next(iter(counts.reasons))
 
@@ -156,7 +155,6 @@ def test_a_group_made_ready_short_is_judged_by_the_members_it_has(fresh_store, c
     assert (counts.leased, counts.open, counts.admitted, counts.short_members) == (0, 0, is_ready, is_ready)
 
 
-# --- the greedy member -----------------------------------------------------------------------------------------------
 def test_a_group_with_a_baseline_is_ready_when_its_greedy_member_is_present(fresh_store):
     store = open_run(fresh_store)
     (lease,) = leased(store, has_baseline=True)

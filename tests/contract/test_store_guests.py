@@ -33,11 +33,12 @@ def assert_reconciled(store: AnyStore) -> None:
     assert store.audit().is_sound, store.audit()
 
 
-def test_quarantining_a_guest_ends_only_its_ready_and_open_groups(store):
+def test_quarantining_a_guest_ends_only_its_ready_and_open_groups_and_only_once(store):
     first, second, third = lease(store, 3)
     ready, honest = fill(store, first, guest="mallory"), fill(store, second, guest="alice")
     store.insert([answer(third, 0)], guest="mallory")
     assert store.quarantine_guest("mallory", reason="lies") == 2
+    assert store.quarantine_guest("mallory", reason="again") == 0
     assert store.quarantined_guests() == {"mallory": "lies"}
     counts = store.counts()
     assert (counts.ready, counts.open, counts.leased) == (1, 0, 0)
@@ -46,7 +47,7 @@ def test_quarantining_a_guest_ends_only_its_ready_and_open_groups(store):
     assert_reconciled(store)
 
 
-def test_one_member_of_a_quarantined_guest_ends_a_group_and_later_members_are_superseded(store):
+def test_one_member_of_a_quarantined_guest_ends_a_group_and_later_members_are_superseded_or_refused(store):
     (first,) = lease(store)
     store.insert([answer(first, 0)], guest="mallory")
     store.return_leases_of(owner="generator-0", reason="gone")
@@ -56,25 +57,14 @@ def test_one_member_of_a_quarantined_guest_ends_a_group_and_later_members_are_su
     assert store.insert([answer(again, 1)]) == [Insertion(outcome="superseded")]
     assert store.counts().leased == store.counts().returned == 0
     assert_reconciled(store)
-
-
-def test_nothing_of_a_quarantined_guest_is_stored_and_the_lease_can_be_returned(store):
+    # Nothing more of the guest is stored, and the lease can be returned.
     (each,) = lease(store)
-    store.quarantine_guest("mallory", reason="lies")
     assert store.insert([answer(each, 0)], guest="mallory") == [REFUSED]
-    assert store.counts().accepted == 0
+    assert store.counts().accepted == 1
     assert store.return_leases(lease_ids=[each.id], reason="refused") == 1
     (again,) = lease(store)
     assert fill(store, again, guest="alice") == each.group_id
     assert store.counts().ready == 1
-
-
-def test_the_first_reason_stays_and_a_repeat_ends_nothing_more(store):
-    fill(store, *lease(store), guest="mallory")
-    assert store.quarantine_guest("mallory", reason="first") == 1
-    assert store.quarantine_guest("mallory", reason="second") == 0
-    assert store.quarantined_guests() == {"mallory": "first"}
-    assert_reconciled(store)
 
 
 def test_groups_in_a_claim_end_when_it_is_taken_back(store):

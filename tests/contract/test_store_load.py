@@ -23,7 +23,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[RedisStore]:
         assert opened.audit().is_sound
 
 
-def test_groups_are_claimed_in_the_order_in_which_they_were_loaded(store: RedisStore):
+def test_groups_are_claimed_in_the_order_loaded_and_prompts_between_them_never_leased(store: RedisStore):
     store.load(GROUPS, samples={})
     taken = claim(store, 1, 2)
     assert taken.group_ids == ["5", "2"]
@@ -33,6 +33,7 @@ def test_groups_are_claimed_in_the_order_in_which_they_were_loaded(store: RedisS
     counts = store.counts()
     assert (counts.admitted, counts.ready, counts.accepted) == (3, 1, 3 * GROUP_SIZE)
     assert counts.payload_bytes == sum(map(len, GROUPS[2].payloads)), "what is retired is gone"
+    assert [each.ordinal for each in lease(store, 1)] == [10]
 
 
 def test_a_planned_step_claims_its_groups_under_any_rules(store: RedisStore):
@@ -49,11 +50,6 @@ def test_groups_that_several_steps_take_stay_until_the_last(store: RedisStore):
         commit(store, claim(store, step, 1))
         checkpoint(store, step)
     assert store.counts().outcomes == {"retired": 1}
-
-
-def test_prompts_between_the_groups_are_never_leased(store: RedisStore):
-    store.load(GROUPS, samples={})
-    assert [each.ordinal for each in lease(store, 1)] == [10]
 
 
 def test_of_a_long_ledger_only_the_steps_that_are_asked_for_are_read(store: RedisStore):

@@ -1,11 +1,16 @@
-"""Every store: role reports, events, metrics, requests, the queue by age."""
+"""Every store: role reports, events, metrics, the queue by age; live brokers, their chief, and its fence."""
 
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows
+from slipstream.buffer.store_rules import NO_FENCE, Brokers
 from slipstream.buffer.trajectory import VersionSpan
-from tests.contract.stores import answer, claim, commit, lease, make_ready
+from tests.contract.stores import AnyStore, answer, claim, commit, lease, make_ready
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------
 def test_roles_show_their_newest_gauges_and_the_time(store, clock):
     store.report_role("learner-0", {"step": 1, "loss": 0.5, "waits_for": "ready groups"})
     clock.now = 1234.5
@@ -24,16 +29,12 @@ def test_a_role_progresses_when_its_totals_grow_and_not_when_it_only_reports(sto
     store.report_role("learner", {"state": "ready", "tokens": 101.0})
     assert store.roles()["learner"]["progressed_at"] == 1006.0
     assert "progressed_at" not in store.roles()["broker"], "it has no totals"
-
-
-def test_joining_again_and_leaving_are_no_progress(store, clock):
-    working = {"version": 3, "tokens": 7.0}
-    for gauges in (working, {"version": -1}, working, {"state": "gone", "reason": "silent"}):
-        store.report_role("generator-0", gauges)
-        clock.now += 1
-    assert store.roles()["generator-0"] == {
-        "state": "gone", "reason": "silent", "reported_at": 1003.0, "progressed_at": 1000.0,
-    }  # fmt: skip
+    # Joining again and leaving are no progress.
+    clock.now += 1
+    for gauges in ({"version": -1}, {"state": "ready", "tokens": 101.0}, {"state": "gone", "reason": "silent"}):
+        store.report_role("learner", gauges)
+    gone = {"state": "gone", "reason": "silent", "reported_at": 1007.0, "progressed_at": 1006.0}
+    assert store.roles()["learner"] == gone
 
 
 def test_above_the_cap_the_role_that_is_silent_for_longest_is_forgotten(store, clock):
@@ -82,7 +83,6 @@ def test_the_run_records_when_its_last_step_was_committed(store, clock):
     assert (store.run_state().stepped_at, store.now()) == (1234.5, 1244.5)
 
 
-# --- events, metrics, requests ---------------------------------------------------------------------------------------
 def test_the_newest_events_are_kept_in_order_and_short(store, clock):
     for number in range(300):
         store.record_event("generator-0", f"died {number}")
@@ -105,16 +105,6 @@ def test_metrics_are_counted_from_the_first_ever_appended(store):
     assert store.metrics(after=1003) == store.metrics(after=5000) == MetricsRows(1003, [])
 
 
-def test_a_request_is_taken_once_by_its_addressee_and_replaced_by_a_newer_one(store):
-    store.request("launcher", "generators", "2")
-    store.request("launcher", "generators", "4")
-    store.request("broker", "drain/generator-1", "99.5")
-    assert store.take_requests("launcher") == {"generators": "4"}
-    assert store.take_requests("launcher") == {}
-    assert store.take_requests("broker") == {"drain/generator-1": "99.5"}
-
-
-# --- the queue by age ------------------------------------------------------------------------------------------------
 def test_ready_groups_are_counted_by_their_oldest_version(store):
     assert store.ready_versions() == {}
     store.announce_version(12)
@@ -127,9 +117,82 @@ def test_ready_groups_are_counted_by_their_oldest_version(store):
     assert store.ready_versions() == {12: 1, 3: 1}
 
 
-# --- images of prompts -----------------------------------------------------------------------------------------------
 def test_images_are_kept_once_by_name(store):
     store.put_images({"aa": b"\x89PNG\x00", "bb": b"2"})
     store.put_images({"bb": b"other", "cc": b"3"})
     assert store.images(["cc", "aa", "bb", "dd"]) == {"aa": b"\x89PNG\x00", "bb": b"2", "cc": b"3"}
     assert store.images([]) == {}
+
+
+LEASE_S = 5.0
+
+
+def report(store: AnyStore, name: str, incarnation: str = "a", **facts: object) -> Brokers:
+    return store.report_broker(name, incarnation=incarnation, facts=facts, lease_s=LEASE_S)
+
+
+def test_the_first_broker_is_the_chief_and_stays_it_while_it_reports(store, clock):
+    assert report(store, "broker", generators=3) == Brokers("broker", 1, {"broker": {"generators": 3}})
+    for _ in range(4):
+        clock.now += 4
+        other = report(store, "broker-1")
+        assert (other.chief, other.fence) == ("broker", NO_FENCE)
+        assert report(store, "broker").fence == 1
+    assert report(store, "broker").living == {"broker": {}, "broker-1": {}}
+
+
+def test_a_broker_that_was_restarted_replaces_the_chief_that_it_was(store):
+    report(store, "broker", "a")
+    assert report(store, "broker", "b").fence == 2
+    assert report(store, "broker-1").fence == NO_FENCE
+
+
+@pytest.mark.parametrize("jump_s", [LEASE_S, -3600.0])
+def test_another_broker_becomes_chief_with_a_new_fence_when_the_lease_lapses_or_the_clock_is_set_back(
+    store, clock, jump_s
+):
+    report(store, "broker")
+    clock.now += jump_s
+    assert report(store, "broker-1") == Brokers("broker-1", 2, {"broker-1": {}})
+    back = report(store, "broker")
+    assert (back.chief, back.fence, set(back.living)) == ("broker-1", NO_FENCE, {"broker", "broker-1"})
+
+
+OPERATIONS: dict[str, Callable[[AnyStore, int], object]] = {
+    "reap": lambda store, fence: store.reap(fence=fence),
+    "follow_clock": lambda store, fence: store.follow_clock(jump_s=1.0, lease_s=30, claim_lease_s=30, fence=fence),
+    "forget": lambda store, fence: store.forget(["0"], fence=fence),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_work_for_all_needs_the_fence_of_the_chief(store, clock, operation):
+    operation(store, NO_FENCE)
+    first = report(store, "broker").fence
+    operation(store, first)
+    for other in (NO_FENCE, first + 1):
+        with pytest.raises(StaleFenceError, match="must be the chief of its run"):
+            operation(store, other)
+    lease(store, 1, lease_s=1.0)
+    clock.now += LEASE_S
+    with pytest.raises(StaleFenceError):
+        operation(store, first)
+    assert (store.counts().leased, store.counts().returned) == (1, 0)
+    second = report(store, "broker-1").fence
+    operation(store, second)
+    with pytest.raises(StaleFenceError):
+        operation(store, first)
+
+
+def test_of_requests_that_all_brokers_read_each_is_taken_by_one_in_its_newest_form(store):
+    for subject, value in (("drain/generator-0", "8"), ("drain/generator-0", "9"), ("drain/generator-1", "9")):
+        store.request("broker", subject, value)
+    store.request("launcher", "generators", "2")
+    assert store.requests("broker") == {"drain/generator-0": "9", "drain/generator-1": "9"}
+    assert store.take_requests("broker", subjects=[]) == {}
+    wanted = ["drain/generator-1", "drain/generator-2"]
+    assert store.take_requests("broker", subjects=wanted) == {"drain/generator-1": "9"}
+    assert store.take_requests("broker", subjects=wanted) == {}
+    assert store.take_requests("broker") == {"drain/generator-0": "9"}
+    assert store.requests("broker") == {}
+    assert store.take_requests("launcher") == {"generators": "2"}

@@ -9,7 +9,6 @@ from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.buffer import (
     DropShortConfig,
     FreshestConfig,
-    PrioritizedConfig,
     RefillConfig,
     ReuseConfig,
     StalenessConfig,
@@ -44,13 +43,11 @@ def take_step(store: AnyStore, step: int, count: int, rules: SamplingRules = TWI
 
 @pytest.fixture
 def reusing(fresh_store):
-    """A store in which groups may be used three times."""
     yield open_run(fresh_store, max_uses=3, keeps_finished=True)
     audit(fresh_store.counts())
     assert fresh_store.audit().is_sound
 
 
-# --- samplers --------------------------------------------------------------------------------------------------------
 def test_freshest_takes_the_group_with_the_newest_oldest_token(store):
     store.announce_version(3)
     for each, version in zip(lease(store, 3), (1, 3, 2), strict=True):
@@ -58,15 +55,6 @@ def test_freshest_takes_the_group_with_the_newest_oldest_token(store):
     assert claim(store, 1, 2, rules=SamplingRules(FreshestConfig())).group_ids == ["1", "2"]
 
 
-def test_prioritized_samples_by_the_spread_of_rewards_and_returns_weights(store):
-    for each, spread in zip(lease(store, 4), (0.0, 4.0, 4.0, 4.0), strict=True):
-        fill_with(store, each, rewards=(0.0, spread))
-    taken = claim(store, 1, 2, rules=SamplingRules(PrioritizedConfig(exponent=4)))
-    assert "0" not in taken.group_ids
-    assert (len(taken.weights), taken.reused) == (2, [])
-
-
-# --- reuse -----------------------------------------------------------------------------------------------------------
 def test_a_used_group_is_claimed_again_until_it_has_had_its_uses(reusing):
     make_ready(reusing, 1)
     assert take_step(reusing, 1, 1).reused == []
@@ -126,7 +114,7 @@ def test_a_used_group_that_fails_later_is_only_released(reusing, clock, ending):
     assert checkpoint(reusing, 1) == 1
 
 
-def test_only_the_first_use_makes_room_for_new_prompts(reusing):
+def test_only_the_first_use_makes_room_for_new_prompts_from_the_version_it_is_in(reusing):
     make_ready(reusing, 2)
     for step in (1, 2):
         take_step(reusing, step, 2)
@@ -134,19 +122,14 @@ def test_only_the_first_use_makes_room_for_new_prompts(reusing):
     assert reusing.run_state().consumed == 2
     reusing.roll_back(to_step=0, to_version=0)
     assert reusing.run_state().consumed == 0
-
-
-def test_consumption_counts_from_the_version_it_is_in(store):
-    make_ready(store, 3)
     for step in (1, 2):
-        commit(store, claim(store, step, 1))
-    assert store.run_state().consumed == 0
-    store.record_version(VersionEntry(1, 1, "sum"))
-    store.commit_version(1)
-    assert store.run_state().consumed == 1, "step 2 is not in version 1"
+        commit(reusing, claim(reusing, step, 1))
+    assert reusing.run_state().consumed == 0
+    reusing.record_version(VersionEntry(1, 1, "sum"))
+    reusing.commit_version(1)
+    assert reusing.run_state().consumed == 1, "step 2 is not in version 1"
 
 
-# --- staleness -------------------------------------------------------------------------------------------------------
 def test_stale_groups_expire_under_drop_and_give_their_admission_back(store):
     make_ready(store, 3)
     rules = SamplingRules(staleness=StalenessConfig(max_lag=1, on_stale="drop"))
@@ -158,25 +141,13 @@ def test_stale_groups_expire_under_drop_and_give_their_admission_back(store):
     assert store.audit().expired == 3 * GROUP_SIZE
 
 
-# --- groups short of members -----------------------------------------------------------------------------------------
-def test_a_short_group_waits_for_its_deadline(store, clock):
-    (each,) = lease(store)
-    store.insert([answer(each, 0)])
-    clock.now += 30
-    for deadline in (
-        None,
-        RefillConfig(),
-        TrainShortConfig(31.0, min_members=1),
-        TrainShortConfig(10.0, min_members=2),
-    ):
-        assert store.reap(group_deadline=deadline) == []
-
-
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_a_short_group_is_trained_on_or_expires_as_the_deadline_says(store, clock, is_trained):
     (each,) = lease(store)
     store.insert([answer(each, 0)])
     clock.now += 10
+    for early in (None, RefillConfig(), TrainShortConfig(11.0, min_members=1), TrainShortConfig(5.0, min_members=2)):
+        assert store.reap(group_deadline=early) == []
     (line,) = store.reap(group_deadline=TrainShortConfig(10.0, min_members=1) if is_trained else DropShortConfig(10.0))
     fate = "is trained on as it is" if is_trained else "expires"
     assert line == f"group 0 has 1 of 2 members after 10 s: it {fate}"
@@ -191,7 +162,6 @@ def test_a_short_group_is_trained_on_or_expires_as_the_deadline_says(store, cloc
     assert store.audit().is_sound
 
 
-# --- counters --------------------------------------------------------------------------------------------------------
 def test_lag_is_split_into_flight_publishing_and_queue(store):
     store.commit_version(2)
     store.announce_version(3)
@@ -210,21 +180,3 @@ def test_length_bias_compares_trained_with_accepted_lengths(store):
         commit(store, claim(store, step, 1))
         biases.append(store.counts().length_bias)
     assert biases == pytest.approx([1.0, 6 / 9, 1.0])
-
-
-def test_groups_never_trained_on_count_as_waste(store):
-    make_ready(store, 4)
-    taken = claim(store, 1, 2)
-    store.reject(taken, group_ids=[taken.group_ids[0]], reason="unfit")
-    assert store.counts().waste_fraction == 0.25
-
-
-def test_payload_bytes_are_those_of_the_payloads_stored(fresh_store):
-    store = open_run(fresh_store, keeps_finished=True)
-    make_ready(store, 2)
-    size = sum(len(payload) for group in store.fetch(["0", "1"]) for payload in group)
-    commit(store, claim(store, 1, 2))
-    checkpoint(store, 1)
-    assert store.counts().payload_bytes == size, "until the archive has them"
-    store.forget(["0", "1"])
-    assert (store.counts().payload_bytes, store.counts().outstanding) == (0, 0)

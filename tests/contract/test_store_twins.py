@@ -100,7 +100,6 @@ class Twins(RuleBasedStateMachine):
         for store in self.stores:
             open_run(store, keeps_finished=keeps, max_uses=uses, group_filter=group_filter, curriculum=curriculum)
 
-    # --- leases and trajectories ---
     @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=pick([3, 40]), ahead=pick([-2, 0, 0, 1]))
     def lease(self, owner: str, count: int, lease_s: float, limit: int, ahead: int) -> None:
         self.lease_to(owner, count, lease_s, limit, ahead)
@@ -185,7 +184,6 @@ class Twins(RuleBasedStateMachine):
         self.lease_to("a", 3, lease_s=5.0)
         self.both(lambda store: store.set_phase("training"))
 
-    # --- claims and steps ---
     @rule(step=st.integers(1, 6), version=st.integers(0, 5), count=st.integers(1, 3), rules=RULES, lease_s=LEASE_S)
     def claim(self, step: int, version: int, count: int, rules: SamplingRules, lease_s: float) -> None:
         self.claim_for(step, version, count, rules, lease_s)
@@ -256,7 +254,6 @@ class Twins(RuleBasedStateMachine):
     def look_at_every_key(self) -> None:
         check_state(self.stores[1])
 
-    # --- versions and evaluations ---
     @rule(version=st.integers(0, 3), committed=st.booleans())
     def raise_version(self, version: int, committed: bool) -> None:
         self.both(lambda store: store.commit_version(version) if committed else store.announce_version(version))

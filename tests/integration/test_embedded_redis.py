@@ -1,13 +1,13 @@
 """EmbeddedRedis: starts, is adopted, stops, dies, and returns with everything that it acknowledged."""
 
 import os
+import re
 import shutil
 import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,12 +20,11 @@ from slipstream.buffer.redis import embedded
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from tests.builders import make_packed
-from tests.contract.stores import renew
+from tests.contract.stores import lease_all, opened, renew, running
 from tests.runs import processes_of, until
 
 GROUP_SIZE = 4
@@ -36,34 +35,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@contextmanager
-def running(server: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
-    server.start(timeout_s=20)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
 @pytest.fixture
 def server(folder: Path) -> Iterator[EmbeddedRedis]:
     with running(EmbeddedRedis(folder, max_memory_mib=64)) as server:
         yield server
-
-
-def opened(server: EmbeddedRedis, run_id: str = "run") -> RedisStore:
-    store = open_run_store(server.url, run_id, timeout_s=10)
-    store.open_run(run_id, config_json="{}", num_rows=100, seed=0)
-    return store
-
-
-def lease_groups(store: RedisStore, count: int) -> list[str]:
-    asked = {"owner": "generator-0", "max_groups": count, "group_size": GROUP_SIZE, "lease_s": 600.0}
-    return [lease.group_id for lease in store.lease(admission_limit=10**6, **asked)]
-
-
-def renew_first_attempts(store: RedisStore, groups: list[str]) -> int:
-    return renew(store, [f"{group}-0" for group in groups], lease_s=60)
 
 
 def test_the_server_is_private_to_its_folder_and_its_user(server, folder):
@@ -77,7 +52,7 @@ def test_the_server_is_private_to_its_folder_and_its_user(server, folder):
 
 
 def test_a_second_start_adopts_the_running_server_and_may_stop_it(server, folder):
-    opened(server).set_phase("training")
+    opened(server.url).set_phase("training")
     second = EmbeddedRedis(folder, durability="strict", max_memory_mib=32)
     second.start(timeout_s=20)
     assert second.pid == server.pid
@@ -101,63 +76,6 @@ def test_two_starters_at_once_share_one_server(folder):
     assert len({each.pid for each in servers}) == 1
     for each in servers:
         each.stop()
-
-
-def test_a_restart_finds_the_run_again(server, folder):
-    store = opened(server)
-    (group_id,) = lease_groups(store, 1)
-    store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
-    server.stop()
-    server.start(timeout_s=20)
-    assert store.counts().ready == 1, "an open store finds the new server without help"
-
-
-@pytest.mark.parametrize("durability", ["standard", "strict"])
-def test_a_killed_server_has_lost_nothing_it_acknowledged(folder, durability):
-    with running(EmbeddedRedis(folder, durability=durability)) as server:
-        store = opened(server)
-        groups = lease_groups(store, 400)
-        acknowledged = insert_until_it_dies(store, groups, kill=lambda: kill(server))
-        assert len(acknowledged) >= 100
-        server.start(timeout_s=20)
-        audit_after(store, acknowledged)
-
-
-def insert_until_it_dies(store: RedisStore, groups: list[str], *, kill: Callable[[], None]) -> list[tuple]:
-    """Insert without pause while another thread kills the server. Returns the acknowledged trajectories."""
-    acknowledged: list[tuple] = []
-    enough = threading.Event()
-    killer = threading.Thread(target=lambda: enough.wait(timeout=30) and kill())
-    killer.start()
-    try:
-        for group in groups:
-            for index in range(GROUP_SIZE):
-                packed = make_packed(group, index, group_size=GROUP_SIZE)
-                (insertion,) = store.insert([packed])
-                assert insertion.outcome == "inserted"
-                acknowledged.append(packed)
-                if len(acknowledged) == 100:
-                    enough.set()
-    except StoreUnavailableError:
-        pass
-    killer.join(timeout=30)
-    return acknowledged
-
-
-def kill(server: EmbeddedRedis) -> None:
-    process = psutil.Process(server.pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
-
-
-def audit_after(store: RedisStore, acknowledged: list[tuple]) -> None:
-    """Check that everything acknowledged is stored once and the sums agree."""
-    again = store.insert(acknowledged)
-    assert {insertion.outcome for insertion in again} == {"duplicate"}
-    counts = store.counts()
-    assert counts.accepted == counts.open_members + GROUP_SIZE * counts.ready
-    # The insert in flight when the server died may also be stored, unacknowledged.
-    assert counts.accepted - len(acknowledged) in (0, 1)
 
 
 def cut_transaction(*, in_command: bool) -> bytes:
@@ -198,13 +116,13 @@ def test_a_server_starts_on_damaged_files_though_it_dies_while_it_loads_a_log_th
 
 def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
     with running(EmbeddedRedis(folder, durability="fast", max_memory_mib=8)) as server:
-        store = opened(server)
+        store = opened(server.url)
         extras = {"padding": "x" * 200_000}
-        leased = lease_groups(store, 200)
+        leased = lease_all(store, 200, group_size=GROUP_SIZE)
         groups = iter(leased)
         insertions = [Insertion(outcome="inserted")]
         while all(insertion.outcome == "inserted" for insertion in insertions):
-            refused_group = next(groups)
+            refused_group = next(groups).group_id
             members = [make_packed(refused_group, n, group_size=GROUP_SIZE, extras=extras) for n in range(GROUP_SIZE)]
             insertions = store.insert(members)
         assert insertions[-1] == Insertion(outcome="refused", reason="store_full")
@@ -216,7 +134,7 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
             admin.set("anything", 1)
         ready = store.counts().ready
         assert ready >= 1
-        assert renew_first_attempts(store, leased) == 200 - ready
+        assert renew(store, [each.id for each in leased], lease_s=60) == 200 - ready
         claim = store.claim(step=1, num_groups=ready, version=0, rules=SamplingRules(), lease_s=60)
         store.renew_claim(claim, lease_s=60)
         store.append_metrics({"step": 1})
@@ -240,7 +158,7 @@ def test_a_directory_too_deep_for_a_socket_gets_a_short_one(tmp_path):
         assert len(socket) < 107
         assert stat.S_IMODE(Path(socket).parent.stat().st_mode) == 0o700
         assert server.url == EmbeddedRedis(deep).url, "every process of the run derives the same"
-        assert opened(server).counts().accepted == 0
+        assert opened(server.url).counts().accepted == 0
     assert not Path(socket).parent.exists()
 
 
@@ -258,30 +176,38 @@ def test_another_users_short_folder_is_rejected(tmp_path):
 
 def test_a_directory_with_odd_characters_is_fine(tmp_path):
     with running(EmbeddedRedis(tmp_path / "a b%20c?d'e")) as server:
-        assert opened(server).counts().accepted == 0
+        assert opened(server.url).counts().accepted == 0
 
 
 def test_a_server_that_cannot_start_says_why(folder):
     folder.mkdir()
     (folder / "appendonly.aof").write_text("not an append-only file\n")
+    server = EmbeddedRedis(folder)
     with pytest.raises(StoreUnavailableError, match=r"died at its start; the end of .*redis\.log: .*Bad file format"):
-        EmbeddedRedis(folder).start(timeout_s=20)
+        server.start(timeout_s=20)
+    server.stop()
 
 
-def test_stopping_what_was_never_started_does_nothing(folder):
-    EmbeddedRedis(folder).stop()
+def test_a_folder_that_cannot_be_written_is_an_unavailable_store(tmp_path):
+    (tmp_path / "redis.socket-path").mkdir()
+    with pytest.raises(StoreUnavailableError, match=re.escape(str(tmp_path))):
+        EmbeddedRedis(tmp_path).start(timeout_s=5)
 
 
-# --- open_run_store ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
-def test_an_absent_store_is_named_with_a_remedy(url):
-    with pytest.raises(StoreUnavailableError, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
+ABSENT = r"no store answered at .* within 0\.2 s .*start the run's broker"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("unix:///nowhere/redis.sock", ABSENT),
+        ("redis://127.0.0.1:1/0", ABSENT),
+        ("localhost", r"must be a redis://, rediss:// or unix:// .*, got 'localhost'"),
+    ],
+)
+def test_an_absent_store_and_an_invalid_address_are_named_with_a_remedy(url, words):
+    with pytest.raises(StoreUnavailableError, match=words):
         open_run_store(url, "run", timeout_s=0.2)
-
-
-def test_an_invalid_address_is_refused():
-    with pytest.raises(StoreUnavailableError, match=r"must be a redis://, rediss:// or unix:// .*, got 'localhost'"):
-        open_run_store("localhost", "run", timeout_s=0)
 
 
 def test_a_server_that_may_evict_is_refused(server):
@@ -290,18 +216,6 @@ def test_a_server_that_may_evict_is_refused(server):
         open_run_store(server.url, "run", timeout_s=5)
     connect(server.url).config_set("maxmemory", 0)
     open_run_store(server.url, "run", timeout_s=5).close()
-
-
-def test_the_password_comes_from_the_environment(server, monkeypatch):
-    admin = connect(server.url)
-    admin.ping()
-    admin.config_set("requirepass", "secret")
-    with pytest.raises(StoreUnavailableError, match=r"must take the password in .* got: Auth"):
-        open_run_store(server.url, "run", timeout_s=5)
-    monkeypatch.setenv(STORE_PASSWORD_VARIABLE, "secret")
-    store = open_run_store(server.url, "run", timeout_s=5)
-    store.close()
-    admin.config_set("requirepass", "")
 
 
 def test_a_password_is_refused_by_name_because_the_embedded_server_has_none(server, folder, monkeypatch):
@@ -314,18 +228,10 @@ def test_a_password_is_refused_by_name_because_the_embedded_server_has_none(serv
         open_run_store(server.url, "run", timeout_s=5)
 
 
-def test_a_payload_comes_back_as_it_was_sent(server):
-    store = opened(server)
-    (group_id,) = lease_groups(store, 1)
-    packed = [make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)]
-    store.insert(packed)
-    assert store.fetch([group_id]) == [[payload for _, payload in packed]]
-
-
 def test_two_runs_share_a_server_without_meeting(server):
-    one, other = opened(server, "one"), opened(server, "other")
+    one, other = opened(server.url, "one"), opened(server.url, "other")
     for store in (one, other):
-        (group_id,) = lease_groups(store, 1)
+        group_id = lease_all(store, 1, group_size=GROUP_SIZE)[0].group_id
         store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
     one.open_evaluation("e", purpose="greedy", version=0, rows=[1])
     claim = one.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
@@ -349,7 +255,6 @@ def test_a_server_that_cannot_be_watched_is_not_left_behind(tmp_path: Path, monk
     assert processes_of(tmp_path) == []
 
 
-# --- unused servers --------------------------------------------------------------------------------------------------
 def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
     server.start()

@@ -20,7 +20,7 @@ from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.load import load
-from tests.contract.stores import as_limited_user
+from tests.contract.stores import as_limited_user, running
 
 PASSWORD = "kept-to-ourselves-kept-to-ourselves"
 TIMEOUT_S = 10.0
@@ -86,10 +86,8 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    started = EmbeddedRedis(tmp_path / "store", durability="fast", max_memory_mib=64)
-    started.start(timeout_s=20)
-    yield started
-    started.stop()
+    with running(EmbeddedRedis(tmp_path / "store", durability="fast", max_memory_mib=64)) as started:
+        yield started
 
 
 @pytest.fixture
@@ -108,7 +106,6 @@ def door(server: EmbeddedRedis, certificate: Certificate, monkeypatch: pytest.Mo
 
 
 def url_of(url: str, authority: Path | None) -> str:
-    """Address of the store with these settings."""
     file = [] if authority is None else [f"buffer.store.tls_ca_file={authority}"]
     return store_url(load(["name=mine", "buffer/store=redis", f"buffer.store.url={url}", *file]), Path())
 
@@ -121,12 +118,20 @@ def refusal(url: str, run: str = "mine") -> str:
     return str(caught.value)
 
 
-def test_a_run_is_kept_over_tls_by_a_user_of_its_keys_alone(door: TlsDoor, certificate: Certificate) -> None:
+def test_a_run_is_kept_over_tls_by_a_user_of_its_keys_alone(
+    server: EmbeddedRedis, door: TlsDoor, certificate: Certificate
+) -> None:
     url = url_of(door.url(), certificate.file)
     with open_run_store(url, "mine", timeout_s=TIMEOUT_S) as store:
         store.open_run("mine", config_json="{}", num_rows=5, seed=0)
         assert store.run_state().phase == "starting"
+        assert store.cpu_s() > 0
+        assert store.full_disk() == ""
+        assert store.counts().ready == 0
     assert PASSWORD not in url
+    admin = redis.Redis.from_url(server.url)
+    assert admin.execute_command("ACL LOG") == []
+    admin.close()
 
 
 def test_the_keys_of_another_run_are_refused_in_one_sentence(door: TlsDoor, certificate: Certificate) -> None:
@@ -210,14 +215,3 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(url: str, shown: 
 def test_a_file_of_authorities_without_tls_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tls_ca_file must be null unless .* got 'ca.pem' with redis://"):
         load(["buffer/store=redis", "buffer.store.url=redis://store", "buffer.store.tls_ca_file=ca.pem"])
-
-
-def test_the_admin_is_not_needed(server: EmbeddedRedis, door: TlsDoor, certificate: Certificate) -> None:
-    with open_run_store(url_of(door.url(), certificate.file), "mine", timeout_s=TIMEOUT_S) as store:
-        store.open_run("mine", config_json="{}", num_rows=5, seed=0)
-        assert store.cpu_s() > 0
-        assert store.full_disk() == ""
-        assert store.counts().ready == 0
-    admin = redis.Redis.from_url(server.url)
-    assert admin.execute_command("ACL LOG") == []
-    admin.close()

@@ -11,8 +11,8 @@ from slipstream.buffer.errors import StoreLostError, StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from tests.contract.stores import opened, running
 from tests.runs import until
 
 
@@ -28,16 +28,8 @@ def server(folder: Path) -> EmbeddedRedis:
 
 @pytest.fixture
 def supervisor(server: EmbeddedRedis) -> Iterator[RedisSupervisor]:
-    supervisor = RedisSupervisor(server, start_timeout_s=20)
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
-
-
-def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
-    store = open_run_store(url, "run", timeout_s=10, retry_timeout_s=retry_timeout_s)
-    store.open_run("run", config_json="{}", num_rows=100, seed=0)
-    return store
+    with running(RedisSupervisor(server, start_timeout_s=20)) as supervisor:
+        yield supervisor
 
 
 def kill(server: EmbeddedRedis) -> None:
@@ -67,25 +59,19 @@ def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(
 def test_a_store_started_by_another_process_is_also_supervised(server, folder):
     # Its parent is not the supervisor's process, so only the supervisor's polling notices its end.
     server.start(timeout_s=20)
-    supervisor = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
-    supervisor.start()
-    try:
+    with running(RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)) as supervisor:
         kill(server)
         until(lambda: supervisor.num_restarts == 1, what="a restart")
         assert "the store died" in supervisor.poll()[0]
         assert opened(supervisor.url).counts().accepted == 0
-    finally:
-        supervisor.stop()
 
 
 def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
     server = EmbeddedRedis(folder, durability="fast", max_memory_mib=64)
-    supervisor = RedisSupervisor(server, start_timeout_s=20)
-    supervisor.start()
-    kill(server)
-    with pytest.raises(StoreLostError, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
-        until(supervisor.poll, what="news")
-    supervisor.stop()
+    with running(RedisSupervisor(server, start_timeout_s=20)) as supervisor:
+        kill(server)
+        with pytest.raises(StoreLostError, match=r"died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
+            until(supervisor.poll, what="news")
     assert not server.is_alive
 
 
@@ -96,15 +82,6 @@ def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(serve
     with pytest.raises(StoreLostError, match=r"died 5 times within 60 s .*redis\.log: .*Bad file format"):
         until(lambda: said.extend(supervisor.poll()), what="the end")
     assert any("died at its start" in sentence for sentence in said)
-
-
-def test_half_written_data_of_a_kill_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
-    opened(supervisor.url).set_phase("training")
-    with (folder / "appendonly.aof").open("ab") as log:
-        log.write(b"*3\r\n$3\r\nSET\r\n$3\r\nhal")
-    kill(server)
-    assert opened(supervisor.url, retry_timeout_s=20).run_state().phase == "training"
-    assert connect(supervisor.url).get("hal") is None
 
 
 def test_rewrites_of_the_log_that_a_kill_left_behind_are_removed(server, supervisor, folder):
@@ -127,7 +104,6 @@ def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervis
 
 
 def synced_inodes() -> set[int]:
-    """Inodes of the files open in this process."""
     files = (Path(file.path) for file in psutil.Process().open_files())
     return {file.stat().st_ino for file in files if file.exists()}
 

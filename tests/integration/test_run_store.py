@@ -11,6 +11,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
+from tests.contract.stores import opened, running
 
 
 def make_run_folder(folder: Path) -> EmbeddedRedis:
@@ -20,9 +21,7 @@ def make_run_folder(folder: Path) -> EmbeddedRedis:
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))
     server = EmbeddedRedis(folder / "store")
     server.start(timeout_s=20)
-    store = open_run_store(server.url, run.name, timeout_s=10)
-    store.open_run(run.name, config_json="{}", num_rows=5, seed=0)
-    store.close()
+    opened(server.url, run.name).close()
     return server
 
 
@@ -36,29 +35,19 @@ def test_the_store_of_a_run_that_is_over_is_started_and_stopped_again(tmp_path):
         open_run_store(server.url, "looked-into", timeout_s=0)
 
 
-def test_the_store_of_a_live_run_keeps_running(tmp_path):
+def test_the_store_of_a_live_run_keeps_running_and_another_layout_is_refused_by_name(tmp_path):
     server = make_run_folder(tmp_path / "run")
-    try:
+    with running(server):
         with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
             assert store.run_state().step == 0
-        store = open_run_store(server.url, "looked-into", timeout_s=1)
-        assert store.run_state().step == 0
-        store.close()
-    finally:
-        server.stop()
-
-
-def test_a_run_stored_by_another_version_is_refused_by_name(tmp_path):
-    server = make_run_folder(tmp_path / "run")
-    try:
+        with open_run_store(server.url, "looked-into", timeout_s=1) as store:
+            assert store.run_state().step == 0
         connect(server.url).hset("{looked-into}:run", "layout", 1)
         with (
             pytest.raises(RunConflictError, match="stored with key layout 1"),
             open_run_store(tmp_path / "run", timeout_s=20, starts_server=True),
         ):
             pass
-    finally:
-        server.stop()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

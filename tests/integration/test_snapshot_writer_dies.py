@@ -29,7 +29,6 @@ for version in itertools.count(int(sys.argv[2])):
 
 
 def kill_after(folder: Path, *, first: int, num_versions: int, delay_s: float) -> None:
-    """Kill the writer `delay_s` after it has written `num_versions`."""
     command = [sys.executable, "-c", WRITER, str(folder), str(first)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None

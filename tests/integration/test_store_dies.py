@@ -4,8 +4,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,12 +11,12 @@ import pytest
 
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
-from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests import runs
 from tests.builders import make_packed
+from tests.contract.stores import lease_all, opened, running
 from tests.runs import SMALL, Run, assert_reconciled, end, has_stepped, start_role, until
 
 GROUP_SIZE = 4
@@ -34,7 +32,6 @@ class Inserter:
 
     def __init__(self, url: str, number: int) -> None:
         self._store = opened(url)
-        self._owner = f"generator-{number}"
         self._random = random.Random(number)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -58,9 +55,8 @@ class Inserter:
             self.error = error
 
     def _lease(self) -> list[str]:
-        asked = {"owner": self._owner, "max_groups": GROUPS_AT_ONCE, "group_size": GROUP_SIZE, "lease_s": 600.0}
         try:
-            return [lease.group_id for lease in self._store.lease(admission_limit=10**9, **asked)]
+            return [lease.group_id for lease in lease_all(self._store, GROUPS_AT_ONCE, group_size=GROUP_SIZE)]
         except StoreUnavailableError:
             return []
 
@@ -77,29 +73,13 @@ class Inserter:
             return
 
 
-@contextmanager
-def kept(folder: Path, durability: Durability) -> Iterator[tuple[EmbeddedRedis, RedisSupervisor]]:
-    server = EmbeddedRedis(folder, durability=durability, max_memory_mib=2048)
-    supervisor = RedisSupervisor(server, start_timeout_s=30)
-    supervisor.start()
-    try:
-        yield server, supervisor
-    finally:
-        supervisor.stop()
-
-
-def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
-    store = open_run_store(url, "run", timeout_s=20, retry_timeout_s=retry_timeout_s)
-    store.open_run("run", config_json="{}", num_rows=100, seed=0)
-    return store
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("durability", ["standard", "strict"])
 def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_path, durability, monkeypatch):
     monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # frequent deaths are intended here
     instants = random.Random(SEED)
-    with kept(tmp_path / "store", durability) as (server, supervisor):
+    server = EmbeddedRedis(tmp_path / "store", durability=durability, max_memory_mib=2048)
+    with running(RedisSupervisor(server, start_timeout_s=30)) as supervisor:
         store = opened(supervisor.url, retry_timeout_s=30)
         inserters = [Inserter(supervisor.url, number) for number in range(NUM_THREADS)]
         for each in inserters:
@@ -141,7 +121,6 @@ def assert_stored(store: RedisStore, acknowledged: list[Packed]) -> None:
     assert outcomes <= {"duplicate"}, "an acknowledged trajectory is missing"
 
 
-# --- whole runs --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make_task(tmp_path_factory.mktemp("store"), warm=False)

@@ -21,6 +21,7 @@ from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.store import StoreOutage
 from tests import runs
 from tests.builders import make_packed
+from tests.contract.stores import lease_all, opened, running
 from tests.runs import Run, assert_all_steps_once, assert_reconciled, has_stepped, until
 
 GROUP_SIZE = 4
@@ -40,21 +41,13 @@ def limitable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, limitable: None) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(tmp_path / "store", max_memory_mib=64)
-    server.start(timeout_s=20)
-    yield server
-    server.stop()
+    with running(EmbeddedRedis(tmp_path / "store", max_memory_mib=64)) as server:
+        yield server
 
 
 @pytest.fixture
 def store(server: EmbeddedRedis) -> RedisStore:
-    return opened(server)
-
-
-def opened(server: EmbeddedRedis, *, retry_timeout_s: float = 0.0) -> RedisStore:
-    store = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=retry_timeout_s)
-    store.open_run("run", config_json="{}", num_rows=1000, seed=0)
-    return store
+    return opened(server.url)
 
 
 def fill_disk(server: EmbeddedRedis) -> None:
@@ -68,10 +61,9 @@ def limit_files(server: EmbeddedRedis, limits: tuple[int, int]) -> None:
 
 
 def make_batches(store: RedisStore, count: int) -> list[list[Packed]]:
-    asked = {"owner": "generator-0", "max_groups": count, "group_size": GROUP_SIZE, "lease_s": 600.0}
     return [
         [make_packed(lease.group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)]
-        for lease in store.lease(admission_limit=10**6, **asked)
+        for lease in lease_all(store, count, group_size=GROUP_SIZE)
     ]
 
 
@@ -83,7 +75,6 @@ def fill_disk_and_notice(server: EmbeddedRedis, store: RedisStore) -> None:
 
 
 def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
-    """Put a batch. Returns the answers to its sender."""
     ingest.add(SENDER, Put([header for header, _ in batch]), [payload for _, payload in batch])
     return [answer for _, answer in ingest.flush()]
 
@@ -106,7 +97,7 @@ def test_a_full_disk_defers_trajectories_and_loses_none(server, store):
     assert "MISCONF" in said[0]
 
     limit_files(server, NO_LIMIT)
-    retrying = opened(server, retry_timeout_s=20)  # wait until the server has noticed
+    retrying = opened(server.url, retry_timeout_s=20)  # wait until the server has noticed
     retrying.set_phase("training")
     assert put(ingest, batch) == [Ack([header.id for header, _ in batch])]
     assert ingest.reason == ""
@@ -160,10 +151,8 @@ def test_a_replica_is_distinguished_from_an_absent_store(server, store):
 @pytest.mark.usefixtures("limitable")
 def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_it(tmp_path):
     server = EmbeddedRedis(tmp_path / "store", durability="strict", max_memory_mib=64)
-    supervisor = RedisSupervisor(server, start_timeout_s=20)
-    supervisor.start()
-    try:
-        store, retrying = opened(server), opened(server, retry_timeout_s=20)
+    with running(RedisSupervisor(server, start_timeout_s=20)) as supervisor:
+        store, retrying = opened(server.url), opened(server.url, retry_timeout_s=20)
         batches, acknowledged = make_batches(store, 200), []
         fill_disk(server)
         with contextlib.suppress(StoreUnavailableError):
@@ -177,8 +166,6 @@ def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_
         assert "exit code 1, last line of its log: " in died
         assert "Can't recover from AOF write error" in died
         assert retrying.audit().is_sound
-    finally:
-        supervisor.stop()
 
 
 def limit_all(processes: list[psutil.Process], size: int) -> None:

@@ -18,7 +18,6 @@ from tests.memory_store.state import Group, LiveClaim, MemoryState, UsedStep
 class MemoryBatches(MemoryState):
     """Operations on the learner's batches, see `Store`."""
 
-    # --- claims ------------------------------------------------------------------------------------------------------
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
@@ -26,7 +25,6 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if step <= run.step:
                 raise already_committed(step, newest=run.step)
-            # A learner that retries after a lost answer must not hold two claims of one step.
             if earlier := self._claims.pop(step, None):
                 self._enqueue_all(earlier.group_ids)
             selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
@@ -34,7 +32,6 @@ class MemoryBatches(MemoryState):
                 return selected
             for group_id in selected.group_ids:
                 self._dequeue(group_id)
-            # The fence grows with every claim, even of the same step, to tell the live claim from older ones.
             run.fence += 1
             self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
             lag = self._lag(selected.group_ids, version=version)
@@ -71,7 +68,6 @@ class MemoryBatches(MemoryState):
             sequence=group.sequence,
             oldest_version=group.oldest_version,
             answered=len(rewards),
-            # In order of arrival, like Redis, because floating-point sums depend on the order.
             reward_sum=sum(rewards),
             reward_squares=sum(reward * reward for reward in rewards),
         )
@@ -87,7 +83,6 @@ class MemoryBatches(MemoryState):
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         with self._changed:
-            # All or nothing: an incomplete batch must not be trained on.
             for group_id in group_ids:
                 if group_id not in self._groups or not self._groups[group_id].members:
                     raise not_stored(group_id)
@@ -116,21 +111,17 @@ class MemoryBatches(MemoryState):
             raise stale_claim(claim)
         return live
 
-    # --- steps -------------------------------------------------------------------------------------------------------
     def commit(self, claim: Claim, entry: StepEntry) -> None:
         with self._changed:
-            # Repeating an accepted commit is accepted, because its answer may have been lost.
             if claim.step in self._used and self._used[claim.step].fence == claim.fence:
                 return
             run, live = self._opened(), self._live(claim)
-            # Steps are committed without gaps, because a checkpoint of step N covers every group used up to N.
             if claim.step != run.step + 1:
                 raise out_of_order(claim, newest=run.step)
             del self._claims[claim.step]
             self._used[claim.step] = UsedStep(claim.fence, live.group_ids)
             for group_id in live.group_ids:
                 self._use(self._groups[group_id], step=claim.step)
-            # Stored per step, because the version may be committed when the learner is a step further.
             self._consumed_at[claim.step] = run.consumed
             self._ledger[claim.step] = entry
             run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
@@ -153,11 +144,9 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if pointer.step > run.step:
                 raise not_yet_committed(pointer, step=run.step)
-            # A replaced learner may still finish a checkpoint of steps that the run has undone.
             if fence != run.learner_fence:
                 raise superseded_learner(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
-            # No later step can reuse a group.
             if run.phase == "finishing":
                 self._reusable.clear()
             return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
@@ -166,7 +155,6 @@ class MemoryBatches(MemoryState):
         used = self._used.pop(step)
         kept = [group_id for group_id in used.group_ids if self._groups[group_id].sequence in self._reusable]
         if kept:
-            # No fence: the step is covered, so its commit cannot be repeated.
             self._used[step] = UsedStep(None, kept)
         for group_id in used.group_ids:
             if group_id not in kept:
@@ -176,7 +164,6 @@ class MemoryBatches(MemoryState):
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         with self._changed:
             run = self._opened()
-            # In the order of Redis's sorted set, so that groups return in the same order in both stores.
             by_deadline = sorted(self._claims, key=lambda step: (self._claims[step].deadline, str(step)))
             num_returned = sum(self._fail_claim(step)[0] for step in by_deadline)
             for step in sorted(step for step in self._used if step > to_step):
@@ -184,7 +171,6 @@ class MemoryBatches(MemoryState):
             self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
             self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
             run.step, run.version = to_step, to_version
-            # The new fence locks out the previous learner.
             run.fence += 1
             run.learner_fence = run.fence
             run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)

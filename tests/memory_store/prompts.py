@@ -32,7 +32,6 @@ from tests.memory_store.state import Group, Member, MemoryState, OpenEvaluation
 class MemoryPrompts(MemoryState):
     """Operations on leases, trajectories, and evaluations, see `Store`."""
 
-    # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
         self,
         *,
@@ -47,12 +46,10 @@ class MemoryPrompts(MemoryState):
         upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
         with self._changed:
-            # Evaluations first, because the learner waits for them; then returned prompts, because they are older.
             most = max_groups * group_size
             group_ids = self._take_pending_rows(
                 most if max_evaluations is None else min(most, max_evaluations), version
             )
-            # A row is one answer, so one group's slot holds as many rows as the group has members.
             room = max_groups + len(group_ids) - ceil(len(group_ids) / group_size)
             if self._opened().phase in ("starting", "training"):
                 group_ids += self._take_returned(room - len(group_ids))
@@ -73,7 +70,6 @@ class MemoryPrompts(MemoryState):
 
     def _renew_leases(self, owner: str, lease_ids: list[str], *, lease_s: float) -> int:
         held = self._leased_to(owner)
-        # An owner cannot extend a lease that another one holds now.
         groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
         for group_id in groups:
             self._leases_of_kind(group_id)[group_id] = self._deadline(lease_s)
@@ -83,7 +79,6 @@ class MemoryPrompts(MemoryState):
         with self._changed:
             self._opened()
             num_returned = 0
-            # Resolve ids one at a time, so that an id named twice is returned once.
             for lease_id in lease_ids:
                 group_id = self._leased_group(lease_id)
                 if group_id is not None and owner in ("", self._groups[group_id].owner):
@@ -127,7 +122,6 @@ class MemoryPrompts(MemoryState):
         return [str(ordinal) for ordinal in ordinals]
 
     def _admit(self, room: int, *, limit: int, upcoming: Upcoming, **of_all: Any) -> list[str]:
-        """Admit new prompts that are not skipped, as groups with these fields; return their ids."""
         run, group_ids = self._opened(), list[str]()
         rows = upcoming.rows(num_rows=run.num_rows, seed=run.seed)
         known = dict(enumerate(zip(rows, upcoming.explored, strict=True), start=upcoming.first))
@@ -170,18 +164,15 @@ class MemoryPrompts(MemoryState):
         return [group_id for group_id in leased if self._groups[group_id].owner == owner]
 
     def _leased_group(self, lease_id: str) -> str | None:
-        """Return the group of a lease; None unless it is the group's current lease."""
         group_id = group_of(lease_id)
         is_leased = group_id in self._leases_of_kind(group_id)
         is_current = is_leased and make_lease_id(group_id, self._groups[group_id].attempt) == lease_id
         return group_id if is_current else None
 
     def _return_lease(self, group_id: str, reason: str) -> str:
-        """End the lease of an incomplete group; return the log line of a lapse."""
         group = self._groups[group_id]
         del self._leases_of_kind(group_id)[group_id]
         group.attempt += 1
-        # Evaluation rows can be leased without limit, because the role that opened the evaluation has its own deadline.
         is_quarantined = not is_evaluation(group_id) and group.attempt >= self._max_attempts
         if is_quarantined:
             self._end(group_id, "quarantined", f"lease_attempts: {reason}")
@@ -212,7 +203,6 @@ class MemoryPrompts(MemoryState):
             self._returned.discard(int(group.id))
             self._end(group.id, "expired", "group_deadline")
         else:
-            # Closed, so that a late member is superseded: a step may be training on the group.
             group.is_closed = True
             self._complete(group)
         return message
@@ -225,7 +215,6 @@ class MemoryPrompts(MemoryState):
             messages.append(lapsed_claim_message(step, num_ready=num_ready, quarantined=quarantined))
         return messages
 
-    # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
         with self._changed:
             self._opened()
@@ -264,7 +253,6 @@ class MemoryPrompts(MemoryState):
             self._refused[reason] += 1
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
-        """Return (reason, first bytes) of the newest rejected frames, newest first."""
         with self._changed:
             return list(self._frames)
 
@@ -288,9 +276,6 @@ class MemoryPrompts(MemoryState):
         return Insertion(outcome="inserted", group_is_ready=is_ready)
 
     def _objection_to(self, header: TrajectoryHeader) -> Insertion | None:
-        """Return the outcome of a trajectory that is not stored; None if it is to be stored."""
-        # The order of the checks matters: a repeat is acknowledged whatever happened to its group, and a late answer
-        # for a finished group is superseded instead of refused, because its sender did nothing wrong.
         group = self._groups.get(header.group_id)
         sums = {member.id: member.checksum for member in group.members.values()} if group else {}
         if header.id in sums:
@@ -308,7 +293,6 @@ class MemoryPrompts(MemoryState):
         return self._lease_objection_to(header, group)
 
     def _lease_objection_to(self, header: TrajectoryHeader, group: Group) -> Insertion | None:
-        # Answers of an earlier attempt are accepted: its lease lapsed, but they are as good as new ones.
         if header.attempt > group.attempt:
             return _refusal("unknown_lease")
         if header.newest_version > self._opened().announced_version:
@@ -316,15 +300,12 @@ class MemoryPrompts(MemoryState):
         return None
 
     def _make_member(self, header: TrajectoryHeader, payload: bytes) -> Member:
-        # Lag of the oldest token: in flight up to the version applied by all generators, then publishing up to the
-        # announced one; later versions count as time in the queue.
         run = self._opened()
         applied = max(header.oldest_version, run.version)
         announced = max(applied, run.announced_version)
         in_flight = applied - header.oldest_version
         return Member(header.id, header.checksum, payload, header, in_flight, announced - applied, announced)
 
-    # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
@@ -391,7 +372,6 @@ class MemoryPrompts(MemoryState):
 
 
 def _lapsed(deadlines: dict[str, int], *, now: int) -> list[str]:
-    """Return names with a deadline that passed: earliest first, ties by name, like Redis."""
     return sorted((name for name, deadline in deadlines.items() if deadline <= now), key=lambda n: (deadlines[n], n))
 
 

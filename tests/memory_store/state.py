@@ -20,60 +20,80 @@ from slipstream.buffer.records import (
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.store_rules import no_run, stale_chief
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.configs.buffer import FilterConfig
+from slipstream.configs.base import Record
+from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig
-from tests.memory_store.rules import GroupRewards, SuccessRate, rejection_reason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    answered: int
+    correct: int
+    least: float
+    most: float
+
+
+def rejection_reason(rewards: GroupRewards, group_filter: FilterConfig) -> str:
+    if isinstance(group_filter, ZeroSignalConfig | AccuracyConfig) and not rewards.answered:
+        return "no_reward"
+    match group_filter:
+        case ZeroSignalConfig(min_spread=least):
+            return "zero_signal" if rewards.most - rewards.least < least else ""
+        case AccuracyConfig(above=above, below=below):
+            share = rewards.correct / rewards.answered
+            return "too_hard" if share <= above else "too_easy" if share >= below else ""
+        case _:
+            return ""
+
+
+class SuccessRate(Record):
+    answers: int = 0
+    weight: float = 0.0
+    right: float = 0.0
+
+    def after(self, group: GroupRewards, curriculum: CurriculumConfig) -> "SuccessRate":
+        weight, right = self.weight * curriculum.decay + group.answered, self.right * curriculum.decay + group.correct
+        return SuccessRate(self.answers + group.answered, weight, right)
+
+    def flaw(self, curriculum: CurriculumConfig) -> str:
+        if self.answers < curriculum.min_answers:
+            return ""
+        share = self.right / self.weight
+        return "too_hard" if share < curriculum.low else "too_easy" if share > curriculum.high else ""
 
 
 @dataclass
 class Member:
-    """One stored trajectory of a group."""
-
     id: str
     checksum: int
     payload: bytes
     header: TrajectoryHeader
     in_flight: int = 0
-    """Versions applied by all generators between the sampling of its oldest token and its arrival."""
     publish: int = 0
-    """Versions announced at its arrival but not applied by all generators."""
     arrived: int = 0
-    """Version announced at its arrival."""
 
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, or one row of an evaluation."""
-
     id: str
     purpose: Purpose
     size: int
     sequence: int = 0
-    """Position among ready groups; of an evaluation row: among pending rows."""
     attempt: int = 0
     owner: str = ""
     first_at: int = 0
-    """Arrival of the first member, ms."""
     claim_attempts: int = 0
     steps: list[int] = field(default_factory=list)
-    """Steps that trained on it, in order."""
     is_closed: bool = False
-    """Made ready while incomplete."""
     has_baseline: bool = False
-    """Whether its last member is decoded greedily."""
     row: int | None = None
-    """Row whose success rate it measures; None without a curriculum."""
     outcome: Outcome | None = None
-    """None until it is finished."""
     reason: str = ""
     members: dict[int, Member] = field(default_factory=dict)
-    """By index, in the order of arrival."""
     guests: set[str] = field(default_factory=set)
-    """Guests that wrote members."""
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version of a token of any member; None without members."""
         return min((member.header.oldest_version for member in self.members.values()), default=None)
 
     @property
@@ -82,7 +102,6 @@ class Group:
 
     @property
     def num_sampled(self) -> int:
-        """Members except the greedy one."""
         return sum(not member.header.is_greedy for member in self.members.values())
 
     @property
@@ -91,7 +110,6 @@ class Group:
 
     @property
     def rewards(self) -> GroupRewards:
-        """Input of the group filter."""
         answered = [member.header for member in self.members.values() if member.header.reward_status == "ok"]
         sampled = [header for header in answered if not header.is_greedy]
         rewards = [header.reward for header in answered] or [0.0]
@@ -99,14 +117,11 @@ class Group:
 
     @property
     def payloads(self) -> list[bytes]:
-        """Encoded trajectories by index."""
         return [self.members[index].payload for index in sorted(self.members)]
 
 
 @dataclass
 class Run:
-    """State of the run, without its groups."""
-
     id: str
     config_json: str
     num_rows: RowCount
@@ -116,11 +131,8 @@ class Run:
     max_uses: int
     curriculum: CurriculumConfig | None
     consumed: int = 0
-    """Groups trained on for the first time."""
     consumed_by_version: int = 0
-    """Groups trained on for the first time in the steps included in `version`."""
     uses: int = 0
-    """Uses of groups in committed steps."""
     checkpoint: CheckpointPointer | None = None
     phase: str = "starting"
     detail: str = ""
@@ -133,15 +145,11 @@ class Run:
     ready_sequence: int = 0
     evaluation_sequence: int = 0
     fence: int = 0
-    """Newest fencing token."""
     learner_fence: int = 0
-    """Fence of the last commit or rollback."""
 
 
 @dataclass
 class LiveClaim:
-    """Groups held by the learner."""
-
     fence: int
     deadline: int
     group_ids: list[str]
@@ -152,14 +160,11 @@ class UsedStep:
     """Groups last trained on by a committed step, until it is retired."""
 
     fence: int | None
-    """Fence that committed the step; None once a checkpoint covers it."""
     group_ids: list[str]
 
 
 @dataclass
 class OpenEvaluation:
-    """Running totals of an evaluation, and the answers so far."""
-
     purpose: Purpose
     version: int
     num_asked: int
@@ -170,30 +175,26 @@ class OpenEvaluation:
 
 @dataclass
 class Chief:
-    """The broker that does the work shared by all."""
-
     name: str
     incarnation: str
     fence: int
     deadline: int
-    """End of its lease, ms."""
 
 
 class MemoryState:
-    """The state, its lock, and the transitions that several operations share."""
+    """The state, its lock, and the transitions that several operations share.
+
+    The reasons for each are in the Lua scripts of the Redis store.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_attempts: int = 5) -> None:
-        """`clock` returns the time in seconds."""
         self._clock = clock
         self._max_attempts = max_attempts
-        # One lock for all state, and the condition that `wait_ready` waits on.
         self._changed = threading.Condition()
         self._run: Run | None = None
         self._groups: dict[str, Group] = {}
-        # Deadlines in ms by group id.
         self._leases: dict[str, int] = {}
         self._evaluation_leases: dict[str, int] = {}
-        # Group ids by sequence.
         self._evaluation_pending: dict[int, str] = {}
         self._images: dict[str, bytes] = {}
         self._ready: dict[int, str] = {}
@@ -229,7 +230,6 @@ class MemoryState:
         """No-op: the state lives as long as the store."""
 
     def _check_chief(self, fence: int) -> None:
-        """Raise StaleFenceError unless the run has never had a chief, or `fence` is the chief's."""
         self._opened()
         if self._chief and not (self._chief.fence == fence and self._chief.deadline > self._now()):
             raise stale_chief(fence)
@@ -245,13 +245,7 @@ class MemoryState:
     def _deadline(self, lease_s: float) -> int:
         return self._now() + int(lease_s * 1000)
 
-    # --- queue and claims --------------------------------------------------------------------------------------------
     def _enqueue(self, group_id: str, *, is_released: bool = False) -> bool:
-        """Put a group back in the queue; return whether it is there.
-
-        A used group that `is_released`, or that a quarantined guest wrote, is not sampled again. An unused group of a
-        quarantined guest goes to quarantine.
-        """
         group = self._groups[group_id]
         authors = sorted(group.guests & self._quarantined.keys())
         if group.steps:
@@ -277,11 +271,6 @@ class MemoryState:
             self._used[group.steps[-1]].group_ids.remove(group_id)
 
     def _fail_claim(self, step: int) -> tuple[int, list[str]]:
-        """Take back an uncommitted claim; return (number of groups back in the queue, quarantined groups).
-
-        Groups that were claimed too often go to quarantine, because they may be crashing their learners; those that
-        were trained on before are only released.
-        """
         kept, quarantined = [], []
         for group_id in self._claims.pop(step).group_ids:
             group = self._groups[group_id]
@@ -295,9 +284,7 @@ class MemoryState:
                 quarantined.append(group_id)
         return self._enqueue_all(kept), quarantined
 
-    # --- finished groups ---------------------------------------------------------------------------------------------
     def _complete(self, group: Group) -> bool:
-        """Make a group ready, or reject it by the run's filter; return whether it is ready."""
         self._leases.pop(group.id, None)
         self._returned.discard(int(group.id))
         run = self._opened()
@@ -305,14 +292,12 @@ class MemoryState:
         if reason := rejection_reason(group.rewards, run.group_filter):
             self._end(group.id, "rejected", reason)
             return False
-        # Assigned once: a group that returns to the queue gets its old position.
         run.ready_sequence += 1
         group.sequence = run.ready_sequence
         self._enqueue_all([group.id])
         return True
 
     def _measure(self, group: Group) -> None:
-        """Add a complete group to its row's success rate, before any filter."""
         curriculum, rewards = self._opened().curriculum, group.rewards
         if curriculum is None or group.row is None or not rewards.answered:
             return
@@ -325,16 +310,13 @@ class MemoryState:
                 self._curriculum[f"rows_{flaw}"] += change
 
     def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
-        """End a group that the caller has removed from every queue, lease, and claim."""
         run, group = self._opened(), self._groups[group_id]
-        # Outlives the record, so that a late answer is recognized as superseded.
         self._done.add(int(group_id))
         self._outcomes[outcome] += 1
         self._outcome_members[outcome] += len(group.members)
         if outcome != "retired":
             self._reasons[f"{outcome}: {reason}"] += 1
             self._counters["wasted_tokens"] += group.written_tokens
-            # A group that was never trained on returns its pacing budget.
             run.admitted -= 1
         if run.keeps_finished and group.members:
             group.outcome, group.reason = outcome, reason

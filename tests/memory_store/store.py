@@ -35,7 +35,6 @@ _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained",
 class MemoryStore(MemoryPrompts, MemoryBatches):
     """Every operation of `buffer.store.Store` on dicts, under one lock. Thread-safe; lost with the process."""
 
-    # --- the run -----------------------------------------------------------------------------------------------------
     def open_run(
         self,
         run_id: str,
@@ -99,14 +98,12 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             run.announced_version = max(run.announced_version, version)
             if version > run.version:
                 run.version = version
-                # Pacing counts the steps included in the version, not later ones.
                 step = self._version_steps.get(version, run.step)
                 run.consumed_by_version = self._consumed_at.get(step, 0)
 
     def record_version(self, entry: VersionEntry) -> None:
         with self._changed:
             self._opened()
-            # A version may be recorded again after a resume, but a repeat after a lost answer counts once.
             if self._versions[-1:] != [entry]:
                 self._versions.append(entry)
             self._version_steps[entry.version] = entry.step
@@ -116,7 +113,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             self._opened()
             return list(self._versions)
 
-    # --- finished groups, and groups of an earlier run ---------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         with self._changed:
             self._opened()
@@ -158,7 +154,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             )
         return audit(snapshot)
 
-    # --- monitoring --------------------------------------------------------------------------------------------------
     def counts(self) -> StoreCounts:
         with self._changed:
             open_sizes = self._open_sizes()
@@ -189,7 +184,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             )
 
     def _open_sizes(self) -> list[int]:
-        """Members of each open group."""
         groups = (group for group in self._groups.values() if not is_evaluation(group.id))
         waiting = (group for group in groups if not group.outcome and not group.is_closed)
         return [len(group.members) for group in waiting if 0 < len(group.members) < group.size]
@@ -213,7 +207,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             return sum(self._renew_leases(each.owner, each.lease_ids, lease_s=lease_s) for each in roles)
 
     def _report(self, role_id: str, gauges: dict[str, Any]) -> None:
-        # Encoded, so that later changes of the caller's dict do not affect the report.
         self._roles[role_id] = (encode(gauges), self._now())
         mark = progress_mark(gauges)
         if mark and self._progress.get(role_id, ("", 0))[0] != mark:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.staleness.lagging_generator import PastWeights
 from benchmarks.staleness.lagging_run import LaggingRun, Point, summarize
 from benchmarks.staleness.model import make_model
 from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
@@ -47,7 +46,6 @@ def largest_difference(weights: dict[str, torch.Tensor], members: list[Trajector
 
 @torch.no_grad()
 def teacher_forced(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray:
-    """Log-probabilities of the response."""
     ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
     logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[trajectory.model_mask[1:]]
@@ -65,20 +63,17 @@ def test_a_batch_is_sampled_from_the_policy_of_lag_versions_before(tmp_path: Pat
         versions.append(weights_of(run))
 
 
-def test_a_response_ends_with_its_first_end_token(tmp_path: Path) -> None:
-    members = [member for group in make_lagging_run(tmp_path, groups=20).step() for member in group]
+def test_members_of_a_group_share_a_prompt_and_responses_end_with_their_first_end_token(tmp_path: Path) -> None:
+    groups = make_lagging_run(tmp_path, groups=20).step()
+    assert {len(group) for group in groups} == {8}
+    assert all(len({member.prompt_uid for member in group}) == 1 for group in groups)
+    assert all(len({tuple(member.token_ids[:6]) for member in group}) == 1 for group in groups)
+    members = [member for group in groups for member in group]
     responses = [member.token_ids[member.model_mask].tolist() for member in members]
     assert {len(response) for response in responses} == {1, 2, 3, 4, 5, 6}
     for member, response in zip(members, responses, strict=True):
         assert 1 not in response[:-1]
         assert (member.stop_reason == "stop") == (response[-1] == 1)
-
-
-def test_members_of_a_group_share_a_prompt(tmp_path: Path) -> None:
-    groups = make_lagging_run(tmp_path).step()
-    assert [len(group) for group in groups] == [8, 8, 8]
-    assert all(len({member.prompt_uid for member in group}) == 1 for group in groups)
-    assert all(len({tuple(member.token_ids[:6]) for member in group}) == 1 for group in groups)
 
 
 def test_the_same_plan_gives_the_same_run(tmp_path: Path) -> None:
@@ -93,28 +88,18 @@ def test_each_replayed_batch_makes_a_version(tmp_path: Path) -> None:
     assert run.trainer.num_updates == 9
 
 
-def test_past_weights_are_copies() -> None:
-    live = torch.zeros(1)
-    past = PastWeights(lag=1)
-    for version in range(3):
-        past.add(version, [("weight", live.fill_(version))])
-    version, weights = past.oldest
-    assert (version, weights["weight"].item()) == (1, 1.0)
-
-
-def test_the_final_accuracy_is_the_mean_of_the_last_five() -> None:
+def test_figures_and_cells_of_a_report_mean_what_their_names_say() -> None:
     accuracies = [0.1, 0.95, 0.5, 0.5, 0.5, 0.5, 1.0]
     points = [Point(20 * n, 100 * n, 2.0 * n, accuracy, 1.0) for n, accuracy in enumerate(accuracies)]
     summary = summarize(points)
     assert summary["final"] == pytest.approx(0.6)
     assert (summary["goal_step"], summary["goal_samples"], summary["goal_s"], summary["best"]) == (20, 100, 2.0, 1.0)
     assert summarize(points[:1])["goal_s"] is None
-
-
-def test_a_cell_shows_how_many_seeds_reached_the_goal() -> None:
     rows = [{"final": 0.9, "goal_s": 10.0}, {"final": 0.5, "goal_s": None}]
     assert (final_cell(rows), seconds_cell(rows)) == ("0.70 (0.50)", "10 s (1 of 2)")
     assert (seconds_cell(rows[1:]), seconds_cell([])) == ("never", "")
+    trained = [{"accuracy": accuracy} for accuracy in (0.1, 0.9, 0.96, 0.7, 1.0)]
+    assert (lowest({"points": trained}), lowest({"points": trained[:2]})) == (0.7, None)
 
 
 def test_plans_are_distinct() -> None:
@@ -124,6 +109,9 @@ def test_plans_are_distinct() -> None:
     assert len(set(lagging)) == 2 * 2 * len(METHODS)
     assert len(set(replayed)) == 2 * 2 * 2
     assert {plan.lag for plan in replayed} == {0}
+    assert convert(METHODS["default"].algorithm, AlgorithmConfig) == load([]).algorithm, (
+        "that of a run without a recipe"
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -131,13 +119,3 @@ def test_every_method_is_a_legal_algorithm(name: str) -> None:
     plan = Plan(name, 0, replay=0, seed=0, steps=4, groups=32, learning_rate=1e-3)
     config = make_config(plan, model="unread")
     assert config.learner.optimizer.learning_rate == pytest.approx(1e-3 * METHODS[name].rate)
-
-
-def test_the_default_method_is_the_algorithm_of_a_run_without_a_recipe() -> None:
-    assert convert(METHODS["default"].algorithm, AlgorithmConfig) == load([]).algorithm
-
-
-def test_the_lowest_accuracy_counts_from_where_a_run_was_trained() -> None:
-    points = [{"accuracy": accuracy} for accuracy in (0.1, 0.9, 0.96, 0.7, 1.0)]
-    assert lowest({"points": points}) == 0.7
-    assert lowest({"points": points[:2]}) is None

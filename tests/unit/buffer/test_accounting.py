@@ -35,44 +35,35 @@ def test_a_sound_store_reconciles():
     assert found.accepted == 9
 
 
-def test_an_acknowledged_trajectory_that_is_nowhere_is_lost():
-    assert audit_with(accepted=10).lost == 1
-
-
-def test_a_payload_that_is_gone_is_lost():
-    assert audit_with(members=SOUND.members | {"3": (2, 1)}).lost == 1
-
-
-def test_a_prompt_in_no_state_was_skipped():
-    found = audit_with(next_ordinal=7)
-    assert (found.skipped_prompts, found.problems) == (1, ["in no state: 6"])
-
-
-def test_a_group_in_two_states_is_duplicated():
-    found = audit_with(groups=SOUND.groups | {"ready": ["3", "2"]}, accepted=11)
-    assert found.duplicated == 1
-    assert found.problems == ["in more than one state: 2 (ready and claimed)"]
-
-
-def test_a_group_trained_on_twice_is_duplicated():
-    found = audit_with(ledger=[entry(1, "0"), entry(2, "1", "0")])
-    assert found.duplicated == 2
-    assert found.problems == ["trained on more often than allowed: 0-0-0, 0-0-1"]
-
-
 @pytest.mark.parametrize(
-    ("ledger", "problem"),
+    ("fields", "found", "problems"),
     [
-        ([entry(1, "0")], "used, but not in the ledger: 1"),
-        ([entry(1, "0"), entry(2, "1"), entry(3, "3")], "in the ledger, but neither used nor over: 3"),
+        ({"accepted": 10}, {"lost": 1}, None),
+        ({"members": SOUND.members | {"3": (2, 1)}}, {"lost": 1}, None),
+        ({"next_ordinal": 7}, {"skipped_prompts": 1}, ["in no state: 6"]),
+        ({"next_ordinal": 20}, {"skipped_prompts": 14}, ["in no state: 6, 7, 8, 9, 10 and 9 more"]),
+        (
+            {"groups": SOUND.groups | {"ready": ["3", "2"]}, "accepted": 11},
+            {"duplicated": 1},
+            ["in more than one state: 2 (ready and claimed)"],
+        ),
+        (
+            {"ledger": [entry(1, "0"), entry(2, "1", "0")]},
+            {"duplicated": 2},
+            ["trained on more often than allowed: 0-0-0, 0-0-1"],
+        ),
+        ({"ledger": [entry(1, "0")]}, {}, ["used, but not in the ledger: 1"]),
+        (
+            {"ledger": [entry(1, "0"), entry(2, "1"), entry(3, "3")]},
+            {},
+            ["in the ledger, but neither used nor over: 3"],
+        ),
     ],
 )
-def test_the_ledger_must_agree_with_the_states(ledger: list[StepEntry], problem: str):
-    assert audit_with(ledger=ledger).problems == [problem]
-
-
-def test_many_groups_are_named_in_part():
-    assert audit_with(next_ordinal=20).problems == ["in no state: 6, 7, 8, 9, 10 and 9 more"]
+def test_lost_skipped_duplicated_and_contradicting_trajectories_are_found(fields, found, problems):
+    audited = audit_with(**fields)
+    assert {name: getattr(audited, name) for name in found} == found
+    assert problems is None or audited.problems == problems
 
 
 def test_a_group_may_be_trained_on_as_often_as_the_run_says_but_once_a_step():

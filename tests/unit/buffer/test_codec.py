@@ -46,7 +46,6 @@ def fields_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def spoilt(**changes: Any) -> bytes:
-    """A valid payload with fields replaced on the wire."""
     return msgpack.packb(fields_of(make_trajectory()) | changes)
 
 
@@ -57,19 +56,27 @@ def logprobs(value: float) -> np.ndarray:
 
 
 def test_a_trajectory_comes_back_as_it_was_sent():
+    experts = np.arange(12 * 2 * 3, dtype=np.int16).reshape(12, 2, 3)
     sent = make_trajectory(
+        generator_logprobs=logprobs(5e-5),  # rounding above zero is tolerated
         version_spans=[VersionSpan(6, 2), VersionSpan(9, 3)],
-        reward=Reward(total=0.8, parts={"positions": 0.8}, status="timeout", detail="5 s"),
-        extras={"tool": "none", "numbers": [1, 2.5]},
+        reward=Reward(total=0.8, parts={"positions": 0.8}, status="timeout", detail="5 s", turns=[0.25, 0.5]),
+        extras={"tool": "none", "numbers": [1, 2.5], "a": [{"b": 1.5}, "c", b"d", None, True]},
+        context_starts=[9],
+        arrays={"experts": experts, "teacher": np.linspace(-3, 0, 12).astype(np.float16)},
+        media=[Media("image", "images/17.png", "9f86d081884c7d65", first_token=1, num_tokens=4)],
+        metrics={"tool_calls": 2.0},
+        stop_reason="turn_limit",
     )
     got = unpack(encode(sent))
-    for name in Trajectory.__struct_fields__:
-        expected, value = getattr(sent, name), getattr(got, name)
-        if isinstance(expected, np.ndarray):
-            assert value.dtype == expected.dtype
-            np.testing.assert_array_equal(value, expected)
-        else:
-            assert value == expected
+    names = ["token_ids", "model_mask", "generator_logprobs"]
+    pairs = [(getattr(sent, name), getattr(got, name)) for name in names]
+    for expected, value in [*pairs, *((sent.arrays[name], got.arrays[name]) for name in sent.arrays)]:
+        assert value.dtype == expected.dtype
+        np.testing.assert_array_equal(value, expected)
+    for name in {*Trajectory.__struct_fields__} - {*names, "arrays"}:
+        assert getattr(got, name) == getattr(sent, name), name
+    assert encode(got) == encode(sent)
 
 
 def test_arrays_are_sent_little_endian_from_any_byte_order():
@@ -93,14 +100,12 @@ def test_versions_no_model_written_token_has_do_not_count():
     check_header(header, payload)
 
 
-def test_extension_types_are_refused():
+def test_extension_types_unknown_and_missing_fields_and_odd_masks_are_refused():
     extension = msgpack.ExtType(42, b"anything")
     assert reason_of(spoilt(extras={"x": extension})) == "malformed"
     assert reason_of(msgpack.packb(extension)) == "malformed"
-
-
-def test_unknown_and_missing_fields_are_refused():
     assert reason_of(spoilt(surprise=1)) == "malformed"
+    assert reason_of(spoilt(model_mask=["bool", [12], b"\x02" * 12])) == "malformed"
     fields = fields_of(make_trajectory())
     del fields["reward"]
     assert reason_of(msgpack.packb(fields)) == "malformed"
@@ -126,10 +131,6 @@ def test_an_array_that_is_none_is_refused(array):
     assert reason_of(spoilt(token_ids=array)) == "malformed"
 
 
-def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
-    assert reason_of(spoilt(model_mask=["bool", [12], b"\x02" * 12])) == "malformed"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -144,6 +145,13 @@ def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
 )
 def test_arrays_of_another_type_or_length_are_refused(changes):
     assert reason_of(encode(make_trajectory(**changes))) == "shape"
+
+
+NOTHING = {
+    "token_ids": np.zeros(0, dtype=np.int32),
+    "model_mask": np.zeros(0, dtype=bool),
+    "generator_logprobs": np.zeros(0, dtype=np.float32),
+}
 
 
 @pytest.mark.parametrize(
@@ -185,29 +193,11 @@ def test_arrays_of_another_type_or_length_are_refused(changes):
         ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=9)]}, "media"),
         ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=0)]}, "media"),
         ({"stop_reason": ""}, "malformed"),
+        (NOTHING, "empty"),
     ],
 )
 def test_untrainable_trajectories_are_refused_with_a_reason(changes, reason):
     assert reason_of(encode(make_trajectory(**changes))) == reason
-
-
-def test_arrays_media_and_metrics_survive_a_round_trip():
-    experts = np.arange(12 * 2 * 3, dtype=np.int16).reshape(12, 2, 3)
-    teacher = np.linspace(-3, 0, 12).astype(np.float16)
-    sent = make_trajectory(
-        reward=Reward(total=1.0, turns=[0.25, 0.5]),
-        context_starts=[9],
-        arrays={"experts": experts, "teacher": teacher},
-        media=[Media("image", "images/17.png", "9f86d081884c7d65", first_token=1, num_tokens=4)],
-        metrics={"tool_calls": 2.0},
-        stop_reason="turn_limit",
-    )
-    read = unpack(encode(sent))
-    np.testing.assert_array_equal(read.arrays["experts"], experts)
-    np.testing.assert_array_equal(read.arrays["teacher"], teacher)
-    names = ("reward", "context_starts", "media", "metrics", "stop_reason")
-    assert [getattr(read, name) for name in names] == [getattr(sent, name) for name in names]
-    assert encode(read) == encode(sent)
 
 
 def test_a_payload_of_schema_3_is_read():
@@ -225,24 +215,6 @@ def test_evaluations_have_open_names(purpose, is_known):
         decode(encode(header), TrajectoryHeader)
 
 
-def test_extras_of_plain_values_are_kept():
-    extras = {"a": [{"b": 1.5}, "c", b"d", None, True]}
-    assert unpack(encode(make_trajectory(extras=extras))).extras == extras
-
-
-def test_rounding_above_zero_is_tolerated():
-    unpack(encode(make_trajectory(generator_logprobs=logprobs(5e-5))))
-
-
-def test_an_empty_trajectory_is_refused():
-    nothing = {
-        "token_ids": np.zeros(0, dtype=np.int32),
-        "model_mask": np.zeros(0, dtype=bool),
-        "generator_logprobs": np.zeros(0, dtype=np.float32),
-    }
-    assert reason_of(encode(make_trajectory(**nothing))) == "empty"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -251,6 +223,8 @@ def test_an_empty_trajectory_is_refused():
         ({"checksum": 7}, "checksum"),
         ({"index": 2}, "index"),
         ({"index": -1}, "index"),
+        ({"lease_id": "0-1"}, "id"),
+        ({"lease_id": ""}, "id"),
         ({"id": "0-0-1"}, "header_mismatch"),
         ({"group_id": "1"}, "header_mismatch"),
         ({"index": 1}, "header_mismatch"),
@@ -267,25 +241,12 @@ def test_a_header_that_does_not_describe_its_payload_is_refused(changes, reason)
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("changes", [{"lease_id": "0-1"}, {"lease_id": ""}])
-def test_a_lease_that_is_not_named_after_group_and_attempt_is_refused(changes):
-    header, payload = make_packed()
-    with pytest.raises(RecordRefusedError) as caught:
-        check_header(msgspec.structs.replace(header, **changes), payload)
-    assert caught.value.reason == "id"
-
-
 @pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
 def test_a_trajectory_that_is_not_named_after_its_index_is_refused(changes):
     header, payload = make_packed(**changes)
     with pytest.raises(RecordRefusedError) as caught:
         check_header(header, payload)
     assert caught.value.reason == "id"
-
-
-def test_a_header_survives_the_wire():
-    header, _ = make_packed()
-    assert decode(encode(header), TrajectoryHeader) == header
 
 
 def test_only_plain_values_are_encoded():
@@ -323,7 +284,6 @@ def test_packing_relies_on_no_shape():
         check_header(header, payload)
 
 
-# --- chunks ----------------------------------------------------------------------------------------------------------
 def packed(index: int, size_bytes: int) -> tuple:
     return make_packed(str(index))[0], b"x" * size_bytes
 
@@ -332,16 +292,10 @@ def sizes(items: list) -> list[int]:
     return [len(chunk) for chunk in chunks(items)]
 
 
-def test_no_trajectories_make_no_chunk():
-    assert sizes([]) == []
-
-
-def test_order_is_kept_and_nothing_is_left_out():
+def test_chunks_keep_the_order_and_only_a_single_trajectory_may_exceed_their_limit():
     items = [packed(index, 10) for index in range(2 * MAX_TRAJECTORIES + 1)]
     assert [item for chunk in chunks(items) for item in chunk] == items
     assert sizes(items) == [MAX_TRAJECTORIES, MAX_TRAJECTORIES, 1]
-
-
-def test_only_a_single_trajectory_may_exceed_the_chunk_limit():
+    assert sizes([]) == []
     items = [packed(0, MAX_BYTES // 2), packed(1, MAX_BYTES // 2), packed(2, 1), packed(3, 2 * MAX_BYTES), packed(4, 1)]
     assert sizes(items) == [2, 1, 1, 1]

@@ -35,10 +35,7 @@ def test_time_before_the_training_and_before_a_restart_is_counted_rightly() -> N
     later = {"role": "generator", "time/working": 11.0, "time/prompts": 1.0}
     growth.update(time_counters({"b": later}))
     growth.update(time_counters({"b": later | {"time/working": 0.5}}))
-    assert growth.each == {
-        ("generator", "b", "time/working"): 1.5,
-        ("generator", "b", "time/prompts"): 1.0,
-    }
+    assert growth.each == {("generator", "b", "time/working"): 1.5, ("generator", "b", "time/prompts"): 1.0}
 
 
 @pytest.mark.parametrize(

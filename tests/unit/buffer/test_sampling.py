@@ -16,38 +16,27 @@ from slipstream.buffer.sampling import (
     SamplingRules,
     evict,
     inclusion_probabilities,
+    look_ahead,
     priority,
     row_of,
     sample,
     sample_fresh,
-    sample_oldest,
     sample_reused,
 )
 from slipstream.configs.buffer import (
-    FifoConfig,
     FreshestConfig,
     PrioritizedConfig,
     ReuseConfig,
     StalenessConfig,
     UniformConfig,
 )
+from slipstream.configs.data import CurriculumConfig
 
 
-# --- the order of prompts --------------------------------------------------------------------------------------------
 @given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 100))
 def test_every_row_comes_exactly_once_per_epoch(num_rows, seed, epoch):
     ordinals = range(epoch * num_rows, (epoch + 1) * num_rows)
     assert sorted(row_of(n, num_rows=num_rows, seed=seed) for n in ordinals) == list(range(num_rows))
-
-
-def test_epochs_and_seeds_are_shuffled_differently():
-    def epoch(number: int, seed: int) -> list[int]:
-        return [row_of(number * 100 + n, num_rows=100, seed=seed) for n in range(100)]
-
-    assert epoch(0, 1) != epoch(1, 1)
-    assert epoch(0, 1) != epoch(0, 2)
-    assert epoch(0, 1) == epoch(0, 1)
-    assert epoch(0, 1) != list(range(100))
 
 
 def test_the_sequence_is_fixed_for_good():
@@ -63,7 +52,6 @@ MIXTURES = st.lists(
 
 
 def file_of(row: int, files: list[FileShare]) -> tuple[int, int]:
-    """The file that a row belongs to, and its number there."""
     for number, file in enumerate(files):
         if row < file.num_rows:
             return number, row
@@ -91,12 +79,6 @@ def test_every_window_holds_the_share_of_each_file(files: list[FileShare], start
         assert abs(found.count(number) - length * file.weight / total) <= len(files)
 
 
-@given(files=MIXTURES, ordinals=st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
-def test_a_row_depends_only_on_seed_and_ordinal(files: list[FileShare], ordinals: list[int]) -> None:
-    alone = {n: row_of(n, num_rows=files, seed=3) for n in ordinals}
-    assert alone == {n: row_of(n, num_rows=files, seed=3) for n in reversed(ordinals)}
-
-
 def test_files_of_one_length_are_shuffled_differently() -> None:
     files = [FileShare(50, 1.0), FileShare(50, 1.0)]
     found = [file_of(row_of(n, num_rows=files, seed=0), files) for n in range(100)]
@@ -117,7 +99,27 @@ def test_negative_ordinals_and_empty_datasets_are_refused():
         row_of(0, num_rows=0, seed=3)
 
 
-# --- samplers --------------------------------------------------------------------------------------------------------
+HALF = CurriculumConfig(low=0.25, high=0.75, decay=0.5, min_answers=4)
+
+
+def test_the_look_ahead_is_a_function_of_seed_and_ordinal():
+    seen = look_ahead(0, 100, curriculum=HALF, seed=1, may_skip=True)
+    later = look_ahead(40, 100, curriculum=HALF, seed=1, may_skip=True)
+    drawn = seen.explored[:1600]
+    assert drawn[40:] == later.explored[: 1600 - 40]
+    assert drawn != look_ahead(0, 100, curriculum=HALF, seed=2, may_skip=True).explored[:1600]
+    assert 0.07 < sum(drawn) / len(drawn) < 0.13, "the share is explore"
+    assert seen.explored[1600:] == [True] * 100, "the last are leased whatever their rows"
+
+
+@pytest.mark.parametrize(("explore", "expected"), [(0.0, [False] * 16 + [True]), (1.0, [True] * 17)])
+def test_nothing_or_everything_is_explored(explore: float, expected: list[bool]):
+    curriculum = CurriculumConfig(explore=explore)
+    assert look_ahead(5, 1, curriculum=curriculum, seed=0, may_skip=True).explored == expected
+    assert look_ahead(5, 1, curriculum=curriculum, seed=0, may_skip=False).explored == [True]
+    assert look_ahead(5, 0, curriculum=curriculum, seed=0, may_skip=True).explored == []
+
+
 def candidate(number: int, *, oldest_version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Candidate:
     squares = sum(reward * reward for reward in rewards)
     return Candidate(str(number), number, oldest_version, len(rewards), sum(rewards), squares)
@@ -136,18 +138,13 @@ def fresh(candidates, sampler, num_groups, *, step=4):
     return sample_fresh(candidates, sampler, num_groups=num_groups, seed=3, step=step)
 
 
-def test_fifo_takes_the_oldest_first():
-    assert fresh(TWELVE[::-1], FifoConfig(), 3)[0] == ["0", "1", "2"]
-
-
-def test_freshest_orders_by_the_oldest_token_and_equals_by_arrival():
-    versions = [candidate(0, oldest_version=1), candidate(1, oldest_version=3), candidate(2, oldest_version=3)]
-    assert fresh(versions, FreshestConfig(), 3)[0] == ["1", "2", "0"]
-
-
-def test_uniform_is_fixed_for_good_by_seed_and_step():
+def test_uniform_is_fixed_for_good_by_seed_and_step_and_freshest_by_version():
     assert fresh(TWELVE, UniformConfig(), 5)[0] == ["8", "5", "9", "10", "3"]
     assert fresh(TWELVE, UniformConfig(), 5, step=5)[0] != ["8", "5", "9", "10", "3"]
+    used = sample_reused(TWELVE, UniformConfig(), num_groups=5, seed=3, step=4)
+    assert used[0] != ["8", "5", "9", "10", "3"], "drawn independently"
+    versions = [candidate(0, oldest_version=1), candidate(1, oldest_version=3), candidate(2, oldest_version=3)]
+    assert fresh(versions, FreshestConfig(), 3)[0] == ["1", "2", "0"], "equals by arrival"
 
 
 def test_uniform_samples_without_replacement_and_all_with_the_same_probability():
@@ -194,14 +191,7 @@ def test_inclusion_follows_the_exponential_race():
     np.testing.assert_allclose(probabilities, [1 - np.exp(-0.5), 1 - np.exp(-1.0)])
 
 
-def test_fresh_and_used_groups_are_sampled_independently():
-    again = sample_reused(TWELVE, UniformConfig(), num_groups=5, seed=3, step=4)
-    assert again[0] != fresh(TWELVE, UniformConfig(), 5)[0]
-
-
-# --- selection -------------------------------------------------------------------------------------------------------
 def candidates(*versions: int, first: int = 0) -> list[Candidate]:
-    """One for each oldest version, numbered from `first`."""
     return [
         Candidate(str(first + index), first + index, version, 2, 1.0, 1.0) for index, version in enumerate(versions)
     ]
@@ -223,11 +213,6 @@ def test_only_plain_rules_may_skip_reading_the_queue():
     assert rules().only_oldest
     others = [rules("drop"), rules(max_uses=2), SamplingRules(UniformConfig())]
     assert not any(other.only_oldest for other in [*others, rules(samples_per_insert=1.0)])
-
-
-def test_the_oldest_are_claimed_or_nothing():
-    assert sample_oldest(["3", "4"], num_groups=2, num_ready=9).group_ids == ["3", "4"]
-    assert sample_oldest(["3"], num_groups=2, num_ready=1) == NotReady("1 of 2 groups are ready", ready_needed=2)
 
 
 @pytest.mark.parametrize(("on_stale", "expired"), [("mask", []), ("drop", ["0"])])

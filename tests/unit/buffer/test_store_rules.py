@@ -1,42 +1,27 @@
-"""Rules shared by both stores: leases, and the settings that make a stored run the same run."""
+"""Rules shared by both stores: the settings that make a stored run the same run, and entries of its ledger."""
 
 import json
 
 import pytest
 
 from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.records import Lease
-from slipstream.buffer.sampling import row_of
+from slipstream.buffer.records import Claim, StepEntry, make_entry
 from slipstream.buffer.store_rules import (
     MAY_CHANGE,
     check_same_run,
-    evaluation_group_id,
-    lapsed_lease_message,
-    make_lease,
 )
+from tests.builders import make_packed
 
 
-# --- leases ----------------------------------------------------------------------------------------------------------
-def test_a_training_lease_names_the_row_its_ordinal_stands_for():
-    lease = make_lease("17", attempt=2, purpose="train", indices=[1, 3], num_rows=7, seed=3)
-    row = row_of(17, num_rows=7, seed=3)
-    assert lease == Lease(id="17-2", group_id="17", purpose="train", row=row, ordinal=17, attempt=2, indices=[1, 3])
-
-
-def test_an_evaluation_lease_names_the_held_out_row_itself():
-    group_id = evaluation_group_id("final:sampled-3", 40)
-    lease = make_lease(group_id, attempt=0, purpose="sampled", indices=[0], num_rows=7, seed=3)
-    assert (lease.row, lease.ordinal, lease.id) == (40, 40, "final:sampled-3:40-0")
-
-
-def test_the_lapse_message_says_what_happens_to_the_prompt():
-    line = lapsed_lease_message("4", attempt=1, owner="generator-0", is_quarantined=False)
-    assert line == "lease 4-1 of generator-0 lapsed: its prompt will be leased again"
-
-
-# --- the same run ----------------------------------------------------------------------------------------------------
 def check(before: dict, now: dict) -> None:
     check_same_run("r", stored=(json.dumps(before), 5, 0), opened=(json.dumps(now), 5, 0))
+
+
+def test_an_entry_lists_the_fetched_trajectories():
+    payloads = [[make_packed("4", index)[1] for index in (0, 1)], [make_packed("2", 0)[1]]]
+    claim = Claim(step=3, fence=9, group_ids=["4", "2"])
+    entry = make_entry(claim, payloads, version=2, seed=7, config_hash="abc")
+    assert entry == StepEntry(3, 2, 9, 7, "abc", ["4", "2"], [["4-0-0", "4-0-1"], ["2-0-0"]])
 
 
 def test_the_order_of_keys_does_not_matter():

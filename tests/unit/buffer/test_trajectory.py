@@ -25,11 +25,6 @@ def test_ids_contain_their_lease_and_group(group_id):
     assert (lease_of(trajectory_id), group_of(lease_id)) == (lease_id, group_id)
 
 
-def test_a_span_lasts_until_the_next_one_begins():
-    trajectory = make_trajectory(version_spans=[VersionSpan(6, 2), VersionSpan(9, 3)])
-    assert trajectory.token_versions().tolist() == [-1] * 6 + [2, 2, 2, 3, 3, 3]
-
-
 def test_tokens_the_model_did_not_write_have_no_version():
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], dtype=bool)
     trajectory = make_trajectory(model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(5, 7)])
@@ -37,16 +32,7 @@ def test_tokens_the_model_did_not_write_have_no_version():
     assert trajectory.token_versions().dtype == np.int32
 
 
-def test_the_length_counts_prompt_and_response():
-    assert make_trajectory().num_tokens == 12
-
-
-# --- lag -------------------------------------------------------------------------------------------------------------
 MIXED = [VersionSpan(6, 2), VersionSpan(9, 5)]
-
-
-def test_lag_is_the_learners_version_less_the_tokens():
-    assert lag(np.array([0, 3, 5]), 5).tolist() == [5, 2, 0]
 
 
 @pytest.mark.parametrize(("max_lag", "num_stale"), [(0, 6), (1, 3), (3, 3), (4, 0)])
@@ -56,21 +42,14 @@ def test_only_model_written_tokens_beyond_the_bound_are_stale(max_lag, num_stale
     assert mask.dtype == np.bool_
 
 
-def test_prompt_tokens_are_never_stale():
-    mask = stale_mask(make_trajectory(), learner_version=100, max_lag=0)
-    assert mask.tolist() == [False] * 6 + [True] * 6
-
-
-def test_tokens_newer_than_the_learner_count_as_fresh():
-    trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
-    assert not stale_mask(trajectory, learner_version=5, max_lag=0).any()
-    assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
-
-
-def test_the_histogram_counts_model_written_tokens_per_lag():
+def test_the_histogram_counts_model_written_tokens_per_lag_and_newer_ones_as_fresh():
+    assert lag(np.array([0, 3, 5]), 5).tolist() == [5, 2, 0]
     trajectories = [make_trajectory(version_spans=MIXED), make_trajectory(version_spans=[VersionSpan(6, 5)])]
     assert lag_histogram(trajectories, learner_version=6) == {1: 9, 4: 3}
     assert lag_histogram([], learner_version=6) == {}
+    trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
+    assert not stale_mask(trajectory, learner_version=5, max_lag=0).any()
+    assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
 
 
 def test_the_lags_of_a_histogram_are_those_of_the_tokens():

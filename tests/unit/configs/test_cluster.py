@@ -36,18 +36,9 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
     ("overrides", "sentence"),
     [
         (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
-        (
-            ["experiment=digits_serial", *RAY],
-            "cluster.kind must be local with mode=serial, got ray: there is no gen",
-        ),
-        (
-            [*RAY, "learner.num_ranks=2", "cluster.core.gpus=1"],
-            "cluster.core.gpus must be 0 or 2 with learner.num_rank",
-        ),
-        (
-            [*RAY, "learner.device=cuda"],
-            "cluster.core.gpus must be 1 with learner.num_ranks=1, learner.device=cuda, go",
-        ),
+        (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),
+        ([*RAY, "learner.num_ranks=2", "cluster.core.gpus=1"], "cluster.core.gpus must be 0 or 2 with"),
+        ([*RAY, "learner.device=cuda"], "cluster.core.gpus must be 1 with learner.num_ranks=1"),
         (
             [*RAY, "learner.num_ranks=3", "cluster.core.machines=2", "cluster.trusted_network=true"],
             "cluster.core.machines must divide learner.num_ranks (3), got 2: each machine has the same number of ranks",
@@ -60,10 +51,7 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
             [*RAY, "learner.num_ranks=4", "cluster.core={machines: 2, gpus: 4}", "cluster.trusted_network=true"],
             "cluster.core.gpus must be 0 or 2 with learner.num_ranks=4, learner.device=auto, cluster.core.machines=2",
         ),
-        (
-            [*RAY, "cluster.generator.gpus=2"],
-            "cluster.generator.gpus must be 0, or the workers of generators.engine (1)",
-        ),
+        ([*RAY, "cluster.generator.gpus=2"], "cluster.generator.gpus must be 0, or the workers of"),
     ],
 )
 def test_a_run_that_ray_could_not_place_is_refused(overrides: list[str], sentence: str) -> None:
@@ -71,22 +59,18 @@ def test_a_run_that_ray_could_not_place_is_refused(overrides: list[str], sentenc
         load(list(overrides))
 
 
-def test_a_run_that_ray_can_place() -> None:
+def test_a_run_that_ray_can_place_and_that_listens_beyond_loopback() -> None:
+    assert list(load(["cluster.ports=20000-20000"]).cluster.port_range) == [20000]
+    assert not load(["cluster.interface=127.0.0.0/8"]).cluster.is_open
+    assert load(["cluster.interface=10.0.0.0/8"]).cluster.is_open
     run = load([*RAY, "cluster.generator={cpus: 8, gpus: 1, labels: {shelf: a}}", "cluster.core.gpus=1"])
     assert run.cluster.generator.labels == {"shelf": "a"}
 
 
-def test_roles_listen_for_other_machines_only_with_an_interface_beyond_loopback() -> None:
-    assert not load([]).cluster.is_open
-    assert not load(["cluster.interface=127.0.0.0/8"]).cluster.is_open
-    assert load(["cluster.interface=10.0.0.0/8"]).cluster.is_open
+GUESTS = "cluster.guests.names=[alice]"
 
 
-def test_one_port_is_a_range() -> None:
-    assert list(load(["cluster.ports=20000-20000"]).cluster.port_range) == [20000]
-
-
-def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
+def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None:
     elsewhere = [
         "resume=true",
         "runs_dir=elsewhere",
@@ -106,11 +90,10 @@ def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
     keys = {override.partition("=")[0].replace("/", ".") for override in elsewhere}
     assert keys | {"cluster", "logging", "exporter"} >= set(PLACE)
     here, there = load([]), load(elsewhere)
+    assert not here.cluster.is_open
+    assert config_hash(load([GUESTS])) == config_hash(here)
     assert identity(here) == identity(there)
     assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))
-
-
-GUESTS = "cluster.guests.names=[alice]"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +116,3 @@ GUESTS = "cluster.guests.names=[alice]"
 def test_guests_whose_answers_could_not_be_checked_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load(overrides)
-
-
-def test_guests_are_no_part_of_what_a_run_is() -> None:
-    assert config_hash(load([GUESTS])) == config_hash(load([]))

@@ -1,4 +1,4 @@
-"""Every preset composes, every option of every group can be chosen, and none leaves another's fields behind."""
+"""The tree of settings; every option of every group composes, and none leaves fields of another behind."""
 
 import subprocess
 import sys
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from slipstream.configs.advantages import GrpoConfig
+from slipstream.configs.algorithm import CriticOptimizerConfig
 from slipstream.configs.base import ConfigError
+from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import load
-from slipstream.configs.schema import PRESETS, groups, variants
+from slipstream.configs.schema import PRESETS, field_docstrings, groups, settings, variants
 from slipstream.generators.rewards.composition import full_path
 from slipstream.scripts.make_prompts import SOURCES
 
@@ -70,24 +73,17 @@ def test_the_default_experiment_composes_in_a_fresh_process() -> None:
     assert (printed.returncode, printed.stdout) == (0, "digits_cpu\n"), printed.stderr
 
 
-def test_an_experiment_is_named_after_its_file() -> None:
-    assert {"digits_cpu", "addition_cpu", "gsm8k_1gpu", "gsm8k_8gpu"} <= set(groups()["experiment"])
-    names = {experiment: content(f"experiment/{experiment}")["name"] for experiment in groups()["experiment"]}
-    assert {experiment: name for experiment, name in names.items() if name != experiment} == {}
+def is_preset(name: str) -> bool:
+    return (PRESETS / f"{name}.yaml").is_file()
 
 
-def test_the_primary_preset_chooses_an_option_of_every_group() -> None:
+def test_presets_are_complete_and_named_after_their_files_and_repeat_no_record() -> None:
     chosen = {group for entry in content("config")["defaults"] if isinstance(entry, dict) for group in entry}
     assert chosen == set(groups())
-
-
-def test_no_preset_repeats_what_the_records_generate() -> None:
-    repeated = [f"{group}={tag}" for group, tags in variants().items() for tag in tags if is_file(f"{group}/{tag}")]
-    assert repeated == []
-
-
-def is_file(preset: str) -> bool:
-    return (PRESETS / f"{preset}.yaml").is_file()
+    repeated = [each for group, tags in variants().items() for tag in tags if is_preset(each := f"{group}/{tag}")]
+    assert repeated == [], "the records generate these"
+    names = {experiment: content(f"experiment/{experiment}")["name"] for experiment in groups()["experiment"]}
+    assert {experiment: name for experiment, name in names.items() if name != experiment} == {}
 
 
 def test_no_experiment_sets_fields_of_a_variant() -> None:
@@ -129,3 +125,17 @@ def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_re
         assert task in SOURCES
         assert out == f"--out={Path(step.creates).parent}"
         assert getattr(SOURCES[task], Path(step.creates).stem) is not None
+
+
+def test_every_value_and_every_group_has_a_meaning() -> None:
+    always_there = {setting.key for setting in settings() if setting.records and not setting.tags}
+    assert [setting.key for setting in settings() if not setting.meaning and setting.key not in always_there] == []
+    assert field_docstrings(CriticOptimizerConfig)["betas"].startswith("Decay of the first"), "an inherited field"
+
+
+def test_unions_of_tagged_records_are_groups_and_own_the_keys_that_their_records_declare() -> None:
+    assert variants()["buffer/store"] == ("embedded", "redis")
+    assert variants()["algorithm/advantage"][0] == GrpoConfig.__struct_config__.tag
+    assert "learner/optimizer" not in variants()
+    (setting,) = [setting for setting in settings() if setting.key == "learner.engine.zero_stage"]
+    assert (setting.record, setting.variant) == (DeepSpeedEngineConfig, "learner/engine=deepspeed")

@@ -1,6 +1,8 @@
-"""Loading a config: what wins over what, where each value comes from, and what the hash covers."""
+"""Loading a config: what wins over what, where each value comes from, and the advice that each wrong argument gets."""
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,37 +12,34 @@ from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
 from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.configs.learner import TorchEngineConfig
-from slipstream.configs.load import config_hash, convert, load, provenance, to_yaml
+from slipstream.configs.load import convert, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
 
 
-def test_without_overrides_the_default_experiment_is_loaded() -> None:
-    run = load([])
-    assert run.name == "digits_cpu"
-    assert run.learner.optimizer.learning_rate == 3e-3
-    assert isinstance(run.generators.engine, VllmEngineConfig)
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("learner.max_steps=7", 7),
+        ("+learner.max_steps=7", 7),
+        ("++learner.max_steps=7", 7),
+        ("learner.optimizer.betas=[0.8,0.9]", (0.8, 0.9)),
+        ("evaluation.timeout_s=3", 3.0),
+        ("generators.reward.arguments.scale=2", 2),
+    ],
+)
+def test_a_value_is_overridden_with_or_without_a_plus(override: str, value: object) -> None:
+    found: Any = load([override])
+    for name in override.partition("=")[0].strip("+").split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
 
 
-@pytest.mark.parametrize("text", ["learner.max_steps=7", "+learner.max_steps=7", "++learner.max_steps=7"])
-def test_a_value_is_overridden_with_or_without_a_plus(text: str) -> None:
-    assert load([text]).learner.max_steps == 7
-
-
-def test_a_key_that_no_preset_mentions_needs_no_plus() -> None:
-    assert load(["learner.optimizer.betas=[0.8,0.9]"]).learner.optimizer.betas == (0.8, 0.9)
-
-
-def test_an_integer_may_stand_for_a_float() -> None:
-    assert load(["evaluation.timeout_s=3"]).evaluation.timeout_s == 3.0
-
-
-def test_the_command_line_wins_over_the_experiment() -> None:
+def test_the_command_line_wins_over_the_experiment_and_an_experiment_over_the_groups() -> None:
+    default = load([])
+    assert (default.name, default.learner.optimizer.learning_rate) == ("digits_cpu", 3e-3)
+    assert isinstance(default.generators.engine, VllmEngineConfig)
     run = load(["experiment=digits_serial", "generators/engine=scripted", "name=mine"])
     assert (run.name, run.mode, run.generators.engine.__struct_config__.tag) == ("mine", "serial", "scripted")
-
-
-def test_an_experiment_wins_over_the_groups() -> None:
-    run = load(["experiment=digits_serial"])
     assert isinstance(run.learner.engine, TorchEngineConfig)
 
 
@@ -59,20 +58,10 @@ def test_a_record_can_be_switched_off_and_its_fields_set_alone() -> None:
     assert scale.max == 5
 
 
-def test_free_arguments_of_a_reward_are_taken_as_they_are() -> None:
-    assert load(["generators.reward.arguments.scale=2"]).generators.reward.arguments == {"scale": 2}
-
-
 def test_yaml_holds_every_value_and_reads_back_to_the_same_run() -> None:
     run = load(["buffer.store.max_memory_mib=64"])
     assert convert(yaml.safe_load(to_yaml(run)), RunConfig) == run
     assert run.buffer.store == EmbeddedRedisConfig(max_memory_mib=64)
-
-
-def test_the_hash_covers_what_is_computed_and_not_where() -> None:
-    first = config_hash(load([]))
-    assert first == config_hash(load(["resume=true", "runs_dir=elsewhere"]))
-    assert first != config_hash(load(["seed=1"]))
 
 
 MINE = """
@@ -117,3 +106,131 @@ def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
     assert origins["learner.optimizer.learning_rate"] == "command line learner.optimizer.learning_rate=2e-4"
     assert origins["generators.autoscale.max"] == "command line generators.autoscale={max: 3}"
     assert origins["broker.lease_s"] == "default"
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(shlex.split(line))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("learner.learning_rate=1", "learner.optimizer.learning_rate"),
+        ("learner.max_step=1", "learner.max_steps"),
+        ("learner.optimizr.learning_rate=1", "learner.optimizer.learning_rate"),
+        ("max_steps=5", "learner.max_steps"),
+        ("optimizer.lr=1e-4", "learner.optimizer.learning_rate"),
+        ("kl_coef=0.1", "algorithm.kl.coefficient"),
+        ("temperature=0.7", "generators.sampling.temperature"),
+        ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
+        ("buffer.samplr=fifo", "buffer/sampler"),
+        ("names=mine", "name"),
+        ("data.train_path=a", "data.train"),
+        ("data.heldout_path=a", "data.heldout"),
+        ("experyment=digits_cpu", "experiment"),
+        ("buffer/storr=redis", "buffer/store"),
+        ("algorithm/entropy_coefficient=0.1", "algorithm.entropy_coefficient"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: str) -> None:
+    assert refusal(line) == f"unknown key {line.partition('=')[0]}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("experiment=digit_cpu", "experiment=digits_cpu"),
+        ("algorithm/advantage=gropo", "algorithm/advantage=grpo"),
+        ("recipe=dappo", "recipe=dapo or recipe=dppo"),
+        ("recipe=grpo", "algorithm/advantage=grpo"),
+        ("experiment=gsm8k_1gp", "experiment=gsm8k_1gpu"),
+    ],
+)
+def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
+    assert refusal(line) == f"unknown option {line}; did you mean {meant}?"
+
+
+def test_other_unknown_keys_and_options_list_those_there_are() -> None:
+    assert refusal("learner.batch_size=3").startswith(
+        "unknown key learner.batch_size; learner has num_ranks, rank_timeout_s, "
+    )
+    assert refusal("learner=3").startswith("learner is a record")
+    message = refusal("buffer/store=sqlite")
+    assert message == "unknown option buffer/store=sqlite; choose one of embedded, embedded_large, redis."
+    message = refusal("learner/engine=torch learner.engine.zero_stage=1")
+    assert message == "unknown key learner.engine.zero_stage: it belongs to learner/engine=deepspeed."
+    assert len(refusal("learner.max_step=1 buffer.samplr=1").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("--learner.max_steps=5", "write learner.max_steps=5."),
+        ("--max-steps 5", "write learner.max_steps=5."),
+        ("max_steps 5", "write learner.max_steps=5."),
+        ("learner.max_steps 5", "write learner.max_steps=5."),
+        ("learner.max_steps = 5", "write learner.max_steps=5."),
+        ("learner.max_steps= 5", "leave no space around the =."),
+        ("learner.max_steps: 5", "write learner.max_steps=5."),
+        ("dapo learner.max_steps=5", "write recipe=dapo."),
+        ("'generators.reward.function=[a'", "put quotes around special characters"),
+        ("=3", "put quotes around special characters"),
+        ("stat", "got `stat`."),
+        ("seed=1,2", "write a list as key=[a,b]."),
+    ],
+)
+def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, advice: str) -> None:
+    message = refusal(line)
+    assert message.startswith("a setting must ")
+    assert advice in message
+
+
+@pytest.mark.parametrize(
+    "override", ["generators.engine=hf", "generators.engine.kind=hf", "'generators.engine={kind: hf}'"]
+)
+def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
+    message = refusal(override)
+    assert message.startswith("a variant must be chosen with a slash")
+    assert "write generators/engine=" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
+        ("learner.groups_per_step=0", "learner.groups_per_step must be an integer >= 1, got 0."),
+        ("learner.groups_per_step=many", "learner.groups_per_step must be an integer, got 'many'."),
+        ("learner.groups_per_step=1.5", "learner.groups_per_step must be an integer, got 1.5."),
+        ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
+        (
+            "+generators.reward.arguments.bounds=[0,{high: nan}]",
+            "generators.reward.arguments.bounds[1].high must be a finite number, got nan.",
+        ),
+        (
+            "learner.engine.offload_optimizer=true",
+            "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO, DeepSpeed keeps the "
+            "optimizer on the device of the model.",
+        ),
+        ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
+        ("learner.optimizer=3", "learner.optimizer must be a record, got 3."),
+        ("learner.stop=3", "learner.stop must be a list or null, got 3."),
+        ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
+        ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
+        ("~name", "name must be set, got nothing."),
+        ("prepare=[{creates: a, module: b, arg: []}]", "unknown key prepare[0].arg; did you mean prepare[].args?"),
+        ("model.max_length=${nowhere}", "the config cannot be composed: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_with_its_key(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([override])
+    assert str(caught.value) == sentence
+
+
+def test_a_variant_without_a_kind_names_the_kinds() -> None:
+    data: dict[str, Any] = to_plain(load([]))
+    del data["buffer"]["store"]["kind"]
+    with pytest.raises(ConfigError, match=r"buffer\.store\.kind must be one of embedded, redis, got 'nothing'"):
+        convert(data, RunConfig)

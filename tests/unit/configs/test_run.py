@@ -56,6 +56,7 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ('storage_uri="s3://bucket?region=here"', "storage_uri", "these come from the environment (AWS_REGION"),
         ("storage_uri=s3://me:secret@bucket", "storage_uri", "got an address with a user in it"),
         ("storage_uri=s3://bucket mode=serial", "storage_uri", "mode=replay, got 's3://bucket'"),
+        ("experiment=digits_sft profile.steps=[1,2]", "profile.steps", "be null with mode=sft"),
         ("mode=sft", "sft.train_path", "be set with mode=sft"),
         ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
         ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
@@ -118,6 +119,12 @@ def test_what_just_fits_is_accepted() -> None:
     run = make_run(buffer={"reuse": reuse, "capacity": {"max_groups": 100}}, learner=STEPS_OF_FOUR)
     assert run.claimed_groups_per_step == 4
     assert make_run(broker={"lease_s": 3.0}).broker.lease_s == 3.0
+    run = make_run(buffer={"mix": {"archive": "there", "fraction": 0.25}}, learner=STEPS_OF_FOUR)
+    assert (run.mixed_groups_per_step, run.claimed_groups_per_step, run.groups_per_version) == (1, 3, 3)
+    # One sampled answer and a greedy one can differ.
+    generators, remax = {"group_size": 1, "baseline": "greedy"}, {"advantage": {"kind": "remax"}}
+    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=remax)
+    assert run.generators.members_per_group == 2
 
 
 def test_a_generator_has_room_for_a_group_with_its_baseline() -> None:
@@ -128,18 +135,6 @@ def test_a_generator_has_room_for_a_group_with_its_baseline() -> None:
         make_run(generators={"group_size": 4, "max_concurrency": 4, "baseline": "greedy"})
 
 
-def test_one_sampled_answer_and_a_greedy_one_can_differ() -> None:
-    generators = {"group_size": 1, "baseline": "greedy"}
-    remax = {"advantage": {"kind": "remax"}}
-    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=remax)
-    assert run.generators.members_per_group == 2
-
-
-def test_mixed_groups_take_their_share_of_a_step() -> None:
-    run = make_run(buffer={"mix": {"archive": "there", "fraction": 0.25}}, learner=STEPS_OF_FOUR)
-    assert (run.mixed_groups_per_step, run.claimed_groups_per_step, run.groups_per_version) == (1, 3, 3)
-
-
 def test_supervised_training_needs_a_file_and_ignores_the_generators() -> None:
     run = load(["mode=sft", "sft.train_path=mine.parquet", "generators.group_size=1", "data.max_prompt_tokens=999"])
     assert run.mode == "sft"
@@ -148,17 +143,13 @@ def test_supervised_training_needs_a_file_and_ignores_the_generators() -> None:
         assert load([f"experiment={experiment}", "mode=sft", "sft.train_path=a"]).sft.train_path == "a"
 
 
-@pytest.mark.parametrize(("peer_timeout_s", "heartbeat_s"), [(8.0, 1.0), (600.0, 1.0), (1.6, 0.2)])
-def test_pings_are_dense_enough_for_the_peer_timeout(peer_timeout_s: float, heartbeat_s: float) -> None:
-    assert make_run(broker={"peer_timeout_s": peer_timeout_s}).broker.heartbeat_s == pytest.approx(heartbeat_s)
+@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.9, 0.1)])
+def test_bounds_of_a_curriculum_are_in_order(low: float, high: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.curriculum\.low must be < high \({high}\), got {low}: "):
+        load([f"data.curriculum.low={low}", f"data.curriculum.high={high}"])
 
 
 @pytest.mark.parametrize("steps", [[3], [0, 2], [5, 4], [3, 81], [1, 2, 3]])
 def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps must be the first and the last step to record, within 1 and"):
         load(["learner.max_steps=80", f"profile.steps={steps}"])
-
-
-def test_a_supervised_run_has_no_steps_to_record() -> None:
-    with pytest.raises(ConfigError, match=r"profile.steps must be null with mode=sft"):
-        load(["experiment=digits_sft", "profile.steps=[1,2]"])

@@ -7,12 +7,6 @@ from slipstream.scripts.check_algorithm import check, print_findings
 OWN = "tests.unit.learner.own_algorithm"
 
 
-@pytest.mark.parametrize("kind", ["advantage", "policy_loss"])
-def test_a_function_that_returns_no_tensor_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.{kind} must return a tensor, got str"):
-        check(kind, "builtins:repr", {})
-
-
 def blind(inputs):
     """Forgets the ratio."""
     return inputs.advantages * 1.0
@@ -41,18 +35,6 @@ def missing(findings) -> set[str]:
     return {finding.name for finding in findings if finding.is_required and not finding.holds}
 
 
-def test_a_sound_loss_passes():
-    findings = check("policy_loss", f"{OWN}:squashed", {"sharpness": 2.0})
-    assert not missing(findings)
-    assert all(finding.holds for finding in findings)
-
-
-def test_a_sound_advantage_passes_and_its_own_baseline_is_a_note():
-    findings = check("advantage", f"{OWN}:centered", {})
-    assert not missing(findings)
-    assert {finding.name for finding in findings if not finding.holds} >= {"groups do not see each other"}
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "property_"),
     [
@@ -68,19 +50,29 @@ def test_what_would_train_wrongly_is_named(kind, name, property_):
         print_findings(kind, f"{__name__}:{name}", [])
 
 
-def test_a_loss_without_a_gradient_is_refused():
-    with pytest.raises(ConfigError, match="must depend on log_ratio"):
-        check("policy_loss", f"{__name__}:blind", {})
+def test_a_sound_algorithm_passes_and_a_baseline_of_its_own_is_a_note():
+    assert all(finding.holds for finding in check("policy_loss", f"{OWN}:squashed", {"sharpness": 2.0}))
+    findings = check("advantage", f"{OWN}:centered", {})
+    assert not missing(findings)
+    assert {finding.name for finding in findings if not finding.holds} >= {"groups do not see each other"}
 
 
-def test_arguments_must_fit():
-    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.arguments must fit"):
-        check("policy_loss", f"{OWN}:squashed", {"blunt": 1})
+RAISES = r"must not raise, got AttributeError at .*\.py:\d+: "
 
 
-@pytest.mark.parametrize("kind", ["advantage", "policy_loss"])
-def test_a_function_that_raises_is_refused_with_the_place(kind):
-    with pytest.raises(ConfigError, match=rf"algorithm\.{kind} must not raise, got AttributeError at .*\.py:\d+: "):
-        check(kind, f"{__name__}:broken", {})
+@pytest.mark.parametrize(
+    ("kind", "function", "arguments", "words"),
+    [
+        ("advantage", "builtins:repr", {}, r"algorithm\.advantage must return a tensor, got str"),
+        ("policy_loss", "builtins:repr", {}, r"algorithm\.policy_loss must return a tensor, got str"),
+        ("policy_loss", f"{__name__}:blind", {}, "must depend on log_ratio"),
+        ("policy_loss", f"{OWN}:squashed", {"blunt": 1}, r"algorithm\.policy_loss\.arguments must fit"),
+        ("advantage", f"{__name__}:broken", {}, rf"algorithm\.advantage {RAISES}"),
+        ("policy_loss", f"{__name__}:broken", {}, rf"algorithm\.policy_loss {RAISES}"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_with_the_reason(kind, function, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        check(kind, function, arguments)
     with pytest.raises(ConfigError, match=r"must be NAME=VALUE with values in YAML, got a=\["):
-        print_findings(kind, f"{__name__}:broken", ["a=["])
+        print_findings(kind, function, ["a=["])

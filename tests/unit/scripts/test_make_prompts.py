@@ -40,10 +40,22 @@ def publish(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_final_answer_of_gsm8k_follows_the_mark() -> None:
-    assert final_answer(GSM8K["answer"]) == "1000"
-    with pytest.raises(ConfigError, match="must end in `#### number`, got `about five`"):
-        final_answer("about five")
+@pytest.mark.parametrize(
+    ("read", "solution", "answer"),
+    [
+        (final_answer, GSM8K["answer"], "1000"),
+        (final_answer, "about five", "must end in `#### number`, got `about five`"),
+        (last_boxed, r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (last_boxed, r"\boxed{\text{a}", "must hold its answer in"),
+        (last_boxed, "none", "must hold its answer in"),
+    ],
+)
+def test_an_answer_follows_its_mark_or_is_in_the_last_box(read, solution: str, answer: str) -> None:
+    if not answer.startswith("must"):
+        assert read(solution) == answer
+        return
+    with pytest.raises(ConfigError, match=answer):
+        read(solution)
 
 
 def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
@@ -57,18 +69,6 @@ def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
         (b"\2", "2"),
     ]
     assert made[0]["prompt"][0]["content"] == f"<image>Find x. {INSTRUCTION}"
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [(r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\text{a}", None), ("none", None)],
-)
-def test_the_answer_of_math_is_in_the_last_box(solution: str, answer: str | None) -> None:
-    if answer is not None:
-        assert last_boxed(solution) == answer
-    else:
-        with pytest.raises(ConfigError, match="must hold its answer in"):
-            last_boxed(solution)
 
 
 @pytest.mark.parametrize(

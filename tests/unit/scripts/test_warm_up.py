@@ -42,30 +42,23 @@ def write_data(folder: Path, *, digits: int) -> None:
     make_files(folder, task="reverse", digits=digits, train_rows=60, heldout_rows=40, seed=0)
 
 
-def test_a_problem_ends_with_the_end_token(tmp_path: Path) -> None:
+def test_a_problem_ends_with_the_end_token_and_has_known_characters(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
     prompt, response = read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())[0][:2]
     assert response == [*prompt[:2][::-1], 1]
-
-
-def test_an_unknown_character_is_refused(tmp_path: Path) -> None:
     rows = [make_row("12a=", ground_truth="a21", data_source="x", index=0, split="train")]
     write_pair(tmp_path, train=rows, heldout=rows)
     with pytest.raises(ConfigError, match="must know every character of `12a=a21`"):
         read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())
 
 
-def test_only_the_response_is_trained_on() -> None:
+def test_only_the_response_is_trained_on_once_an_epoch() -> None:
     ids, labels = collate([Problem([5, 6], [7, 1]), Problem([5], [1])], pad_id=0)
     assert ids.tolist() == [[5, 6, 7, 1], [5, 1, 0, 0]]
     assert labels.tolist() == [[IGNORED, IGNORED, 7, 1], [IGNORED, 1, IGNORED, IGNORED]]
-
-
-def test_an_epoch_holds_every_problem_once() -> None:
     problems = [Problem([index], [1]) for index in range(6)]
     stream = batches(problems, size=2, seed=0)
-    epoch = [problem for _ in range(3) for problem in next(stream)]
-    assert sorted(epoch) == problems
+    assert sorted(problem for _ in range(3) for problem in next(stream)) == problems
 
 
 @pytest.mark.parametrize(
@@ -73,6 +66,9 @@ def test_an_epoch_holds_every_problem_once() -> None:
 )
 def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy: float) -> None:
     assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
+    problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
+    assert exact_accuracy(Parrot([7, 1, 1]), problems, seed=0) == pytest.approx(2 / 3)  # type: ignore[arg-type]
+    assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
 
 
 @torch.no_grad()
@@ -88,11 +84,6 @@ def test_the_most_likely_answer_may_be_right_where_a_sample_seldom_is() -> None:
     assert exact_accuracy(model, problems, seed=0) < 0.1  # type: ignore[arg-type]
 
 
-def test_prompts_and_responses_of_several_lengths_are_scored() -> None:
-    problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
-    assert exact_accuracy(Parrot([7, 1, 1]), problems, seed=0) == pytest.approx(2 / 3)  # type: ignore[arg-type]
-
-
 def test_restoring_brings_the_weights_back_and_halves_the_rate() -> None:
     model = make_model(layers=1, width=64, seed=0)
     work = WarmUp(model, learning_rate=0.1)
@@ -102,10 +93,6 @@ def test_restoring_brings_the_weights_back_and_halves_the_rate() -> None:
     work.restore()
     assert torch.equal(before, model.lm_head.weight)
     assert work._optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_a_loss_gives_an_estimate_of_the_accuracy() -> None:
-    assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
 
 
 def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.0, batch_size: int = 20) -> float:
@@ -139,23 +126,16 @@ def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_p
     )
 
 
-def test_fewer_problems_than_a_batch_are_refused(tmp_path: Path) -> None:
-    write_data(tmp_path, digits=2)
-    with pytest.raises(ConfigError, match="--batch-size must be <= the number of training prompts"):
-        warm(tmp_path, band=Band(0.5, 0.6), max_batches=1, batch_size=10**6)
-
-
-def test_too_few_batches_are_an_error_with_advice(tmp_path: Path) -> None:
-    write_data(tmp_path, digits=2)
-    with pytest.raises(ConfigError, match=r"must reach 0\.9 within --max-batches \(2\)"):
-        warm(tmp_path, band=Band(0.9, 1.0), max_batches=2)
-
-
 def test_out_of_time_it_keeps_the_weights_or_reports_that_they_are_too_weak(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
     assert warm(tmp_path, band=Band(0.0, 1.0), max_batches=200, max_seconds=0.0) < 0.3
-    with pytest.raises(ConfigError, match=r"--max-seconds \(0\), got 0\."):
-        warm(tmp_path, band=Band(0.9, 1.0), max_batches=200, max_seconds=0.0)
+    for limits, words in (
+        ({"max_batches": 200, "max_seconds": 0.0}, r"--max-seconds \(0\), got 0\."),
+        ({"max_batches": 2}, r"must reach 0\.9 within --max-batches \(2\)"),
+        ({"max_batches": 1, "batch_size": 10**6}, "--batch-size must be <= the number of training prompts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            warm(tmp_path, band=Band(0.9, 1.0), **limits)  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

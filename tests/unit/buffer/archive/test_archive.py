@@ -35,49 +35,40 @@ def groups_in(folder: Path, wanted: TrajectoryFilter | None = None) -> tuple[lis
     return list(dict.fromkeys(stored.trajectory.group_id for stored in read)), said
 
 
-def test_groups_come_in_the_order_archived(folder: Path) -> None:
-    assert groups_in(folder) == (["0", "1", "2"], [])
-
-
 def test_a_folder_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match=r"must be an archive, but it has no manifest.jsonl"):
         Archive(tmp_path)
 
 
-def test_a_shard_cut_in_the_middle_is_refused_by_name_and_the_others_are_read(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: data[: len(data) // 2], "as the manifest says"),
+        (lambda data: data[:100] + bytes(len(data) - 200) + data[-100:], "must have checksum"),
+    ],
+    ids=["cut", "damaged"],
+)
+def test_a_damaged_or_missing_shard_is_refused_by_name_and_the_others_are_read(folder: Path, spoil, words) -> None:
     shard = folder / SECOND
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    shard.write_bytes(spoil(shard.read_bytes()))
     groups, (sentence,) = groups_in(folder)
     assert groups == ["0", "2"]
     assert sentence.startswith(f"{SECOND} must have ")
-    assert "as the manifest says" in sentence
+    assert words in sentence
     with pytest.raises(ShardError):
         list(Archive(folder).read())
+    shard.unlink()
+    assert groups_in(folder)[1][0].startswith(f"{SECOND} must be in {folder}")
 
 
-def test_a_shard_damaged_in_the_middle_is_refused_by_name(folder: Path) -> None:
-    shard = folder / SECOND
-    data = bytearray(shard.read_bytes())
-    data[100:-100] = bytes(len(data) - 200)
-    shard.write_bytes(data)
-    groups, (sentence,) = groups_in(folder)
-    assert groups == ["0", "2"]
-    assert sentence.startswith(f"{SECOND} must have checksum")
-
-
-def test_a_missing_shard_is_refused_by_name(folder: Path) -> None:
-    (folder / SECOND).unlink()
-    groups, (sentence,) = groups_in(folder)
-    assert groups == ["0", "2"]
-    assert sentence.startswith(f"{SECOND} must be in {folder}")
-
-
-def test_a_shard_of_a_newer_schema_is_refused_by_name(folder: Path) -> None:
+def test_a_shard_of_a_newer_schema_or_of_other_columns_is_refused_by_name(folder: Path) -> None:
     table = pq.read_table(folder / SECOND)
     rewrite(folder, table.replace_schema_metadata({b"slipstream.archive_schema": b"3"}))
     groups, (sentence,) = groups_in(folder)
     assert groups == ["0", "2"]
     assert sentence.startswith(f"{SECOND} must have slipstream.archive_schema <= 2, got 3")
+    rewrite(folder, table.drop_columns(["token_ids", "extras"]))
+    assert groups_in(folder)[1] == [f"{SECOND} must have the columns of an archive, but lacks extras, token_ids."]
 
 
 def test_an_archive_of_schema_1_is_read() -> None:
@@ -94,13 +85,7 @@ def test_an_archive_of_schema_1_is_read() -> None:
     assert (rejected.state, rejected.reason) == ("rejected", "equal_rewards")
 
 
-def test_a_shard_of_other_columns_is_refused_by_name(folder: Path) -> None:
-    rewrite(folder, pq.read_table(folder / SECOND).drop_columns(["token_ids", "extras"]))
-    assert groups_in(folder)[1] == [f"{SECOND} must have the columns of an archive, but lacks extras, token_ids."]
-
-
 def rewrite(folder: Path, table: object) -> None:
-    """Another second shard, described by the manifest."""
     pq.write_table(table, folder / SECOND)
     data = (folder / SECOND).read_bytes()
     first, second, third = read_manifest(folder).shards
@@ -115,7 +100,8 @@ def test_shards_of_other_steps_are_not_opened(folder: Path) -> None:
     assert groups_in(folder, TrajectoryFilter(step=2)) == (["2"], [])
 
 
-def test_a_check_of_a_sound_archive_counts(folder: Path) -> None:
+def test_groups_of_a_sound_archive_come_in_their_order_and_are_counted(folder: Path) -> None:
+    assert groups_in(folder) == (["0", "1", "2"], [])
     check = Archive(folder).check()
     assert check == ArchiveCheck(shards=3, groups=3, trajectories=6)
     assert check.is_sound

@@ -105,18 +105,13 @@ def test_a_row_holds_the_outcome_of_its_group() -> None:
 
 
 def test_the_columns_are_made_for_other_tools_too() -> None:
-    spans = [VersionSpan(6, 2), VersionSpan(9, 4)]
+    # No token that the model wrote has version 9.
+    spans = [VersionSpan(0, 9), VersionSpan(6, 2), VersionSpan(9, 4)]
     group = make_finished(members=1, version_spans=spans, reward=Reward(0.5, {"positions": 0.5}))
     (row,) = to_table([group], archived_at=7.0).to_pylist()
     assert (row["oldest_version"], row["newest_version"], row["num_tokens"]) == (2, 4, 12)
     assert row["reward_parts"] == [("positions", 0.5)]
     assert row["token_ids"] == list(range(12))
-
-
-def test_versions_no_model_written_token_has_do_not_count() -> None:
-    group = make_finished(members=1, version_spans=[VersionSpan(0, 9), VersionSpan(6, 3)])
-    (row,) = to_table([group], archived_at=7.0).to_pylist()
-    assert (row["oldest_version"], row["newest_version"]) == (3, 3)
 
 
 @pytest.mark.parametrize(

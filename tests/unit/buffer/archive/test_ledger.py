@@ -29,11 +29,6 @@ def test_steps_come_back_whole_and_in_order(tmp_path: Path) -> None:
     assert Archive(tmp_path).steps() == entries
 
 
-def test_an_archive_without_a_ledger_has_no_steps(tmp_path: Path) -> None:
-    write_archive(tmp_path)
-    assert Archive(tmp_path).steps() == []
-
-
 @pytest.mark.parametrize("cut", [20, 0])
 def test_ledger_lines_beyond_the_manifest_are_read_and_recorded_at_the_next_start(tmp_path: Path, cut: int) -> None:
     write(tmp_path, make_step(1, "0"))

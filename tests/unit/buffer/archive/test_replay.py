@@ -1,12 +1,13 @@
-"""Batches of a replay, from an archive with and without a ledger."""
+"""Batches of a replay with and without a ledger, and groups of an archive as an endless, seeded sequence."""
 
 from pathlib import Path
 
 import pytest
 
 from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
-from slipstream.buffer.archive.replay import plan_replay
-from slipstream.buffer.errors import ArchiveError, ShardError
+from slipstream.buffer.archive.replay import Rollouts, plan_replay
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.redis.run_store import open_own_store
 from slipstream.configs.base import ConfigError
@@ -40,15 +41,10 @@ LEDGER = (
 )
 
 
-def test_each_step_claims_the_batch_of_the_ledger(tmp_path: Path) -> None:
-    plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
-    assert [plan.samples[step].group_ids for step in (1, 2, 3)] == [["3", "4"], ["2", "1"], ["0", "1"]]
-    assert plan.samples[1].weights == [0.5, 1.0]
-    assert plan.samples[3].reused == [False, True]
-
-
 def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
+    assert plan.samples[1].weights == [0.5, 1.0]
+    assert plan.samples[3].reused == [False, True]
     with open_own_store(tmp_path / "store", "run") as store:
         store.open_run("run", config_json="{}", num_rows=1, seed=0)
         store.load(plan.groups, samples=plan.samples)
@@ -84,13 +80,36 @@ def test_a_step_with_missing_trajectories_is_refused(tmp_path: Path) -> None:
         plan_replay(make_replay(archive))
 
 
-def test_a_shard_cut_in_the_middle_is_refused_by_name(tmp_path: Path) -> None:
-    shard = archive_of(tmp_path, *LEDGER) / "shard-00000001.parquet"
-    shard.write_bytes(shard.read_bytes()[:200])
-    with pytest.raises(ShardError, match=r"^shard-00000001.parquet must have \d+ bytes"):
-        plan_replay(make_replay(tmp_path))
-
-
 def test_groups_without_a_step_come_last(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0", steps=[]), make_finished("1", steps=[7])])
     assert [group.id for group in plan_replay(make_replay(tmp_path, steps=1)).groups] == ["1", "0"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    poison = make_finished("99", outcome="quarantined", reason="claim_attempts", steps=[])
+    shards = [[make_finished(str(10 * shard + each)) for each in range(3)] for shard in range(3)]
+    dull = make_finished("98", outcome="rejected", reason="zero_signal", steps=[])
+    return write_archive(tmp_path, *shards, [poison, dull])
+
+
+def test_each_group_comes_once_an_epoch_and_quarantined_or_rejected_ones_never(folder: Path) -> None:
+    rollouts = Rollouts(folder, seed=3)
+    assert rollouts.num_groups == 9
+    epochs = [rollouts.take(first=9 * epoch, count=9)[0] for epoch in range(3)]
+    assert all(sorted(epoch) == ["0", "1", "10", "11", "12", "2", "20", "21", "22"] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_depends_only_on_the_seed_and_members_come_by_index(folder: Path) -> None:
+    whole = Rollouts(folder, seed=3).take(first=0, count=20)
+    parts = Rollouts(folder, seed=3)
+    assert [parts.take(first=place, count=1)[1][0] for place in range(20)] == whole[1]
+    assert Rollouts(folder, seed=4).take(first=0, count=20)[0] != whole[0]
+    members = [unpack(payload) for payload in whole[1][5]]
+    assert [(member.group_id, member.index) for member in members] == [(whole[0][5], 0), (whole[0][5], 1)]
+
+
+def test_an_archive_without_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="must hold groups to train on, got none"):
+        Rollouts(write_archive(tmp_path), seed=0)

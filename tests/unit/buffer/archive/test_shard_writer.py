@@ -1,6 +1,7 @@
 """ShardWriter: shards are complete or absent, and a group is archived once."""
 
 import errno
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,19 +29,13 @@ def files_in(folder: Path) -> set[str]:
 
 def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
     groups = [make_finished("0", steps=[4]), make_finished("1", steps=[2, 7]), make_finished("2", members=0, steps=[])]
-    folder = write_archive(tmp_path, groups)
-    (shard,) = read_manifest(folder).shards
+    folder = write_archive(tmp_path, groups, [make_finished("3", steps=[], outcome="expired", reason="late")])
+    shard, expired = read_manifest(folder).shards
+    assert (expired.first_step, expired.last_step) == (None, None)
     assert (shard.file, shard.rows, shard.groups) == ("shard-00000001.parquet", 4, 2)
     assert (shard.first_step, shard.last_step, shard.archived_at) == (2, 7, 1000.0)
     assert shard.bytes == (folder / shard.file).stat().st_size
-    assert files_in(folder) == {shard.file, MANIFEST}
-
-
-def test_a_group_no_step_trained_on_has_no_steps(tmp_path: Path) -> None:
-    (shard,) = read_manifest(
-        write_archive(tmp_path, [make_finished(steps=[], outcome="expired", reason="late")])
-    ).shards
-    assert (shard.first_step, shard.last_step) == (None, None)
+    assert files_in(folder) == {shard.file, expired.file, MANIFEST}
 
 
 def test_numbering_of_shards_continues_after_a_restart(tmp_path: Path) -> None:
@@ -90,14 +85,10 @@ def test_shards_without_their_manifest_are_never_removed(tmp_path: Path) -> None
     assert len(files_in(tmp_path)) == 3
 
 
-def test_a_restarted_writer_knows_the_groups_of_its_last_shards(tmp_path: Path) -> None:
+def test_a_restarted_writer_knows_the_groups_of_its_last_shards_and_starts_with_a_damaged_one(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0")], [make_finished("1"), make_finished("2", members=0)])
-    writer = ShardWriter(tmp_path)
-    assert [writer.has(group) for group in ("0", "1", "2", "3")] == [True, True, False, False]
-
-
-def test_a_damaged_last_shard_does_not_keep_the_writer_from_starting(tmp_path: Path) -> None:
-    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    with closing(ShardWriter(tmp_path)) as writer:
+        assert [writer.has(group) for group in ("0", "1", "2", "3")] == [True, True, False, False]
     (tmp_path / "shard-00000002.parquet").write_bytes(b"PAR1")
     writer = ShardWriter(tmp_path)
     assert [writer.has("0"), writer.has("1")] == [True, False]
@@ -141,9 +132,6 @@ def test_a_group_no_column_can_hold_goes_to_the_overflow_and_the_others_are_writ
     for group in (unfit, garbage):
         kept = (folder / OVERFLOW / f"group-{group.id}.msgpack").read_bytes()
         assert decode(kept, FinishedGroup) == group
-
-
-def test_a_shard_of_nothing_is_not_written(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path)
-    assert writer.write([make_finished(sampling=UNFIT)]) is None
-    assert writer.shards == []
+    with closing(ShardWriter(folder)) as writer:
+        assert writer.write([unfit]) is None, "a shard of nothing is not written"
+        assert len(writer.shards) == 1

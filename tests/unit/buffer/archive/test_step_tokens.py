@@ -40,9 +40,13 @@ def test_each_number_comes_back_at_its_token_and_none_elsewhere(tmp_path: Path) 
     }
 
 
-def test_a_trajectory_is_looked_up_only_in_its_last_step(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    assert list(read_steps(tmp_path, {"0-0-0": 5, "0-0-1": 8, "9-0-0": 5, "2-0-0": None})) == ["0-0-0"]
+def test_a_trajectory_is_looked_up_only_in_its_last_step_and_not_in_a_damaged_or_empty_file(tmp_path: Path) -> None:
+    write(tmp_path, 5, 8)
+    (tmp_path / "step-00000008.parquet").write_bytes(b"PAR1 and no more")
+    nothing = np.empty(0, np.float32)
+    write_step(tmp_path, 1, StepTokens([], [], [], {"log_ratio": nothing, "entropy": nothing}))
+    last = {"0-0-0": 5, "0-0-1": 8, "9-0-0": 5, "2-0-0": None, "3-0-0": 1, "4-0-0": 7}
+    assert list(read_steps(tmp_path, last)) == ["0-0-0"]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
@@ -50,12 +54,6 @@ def test_a_number_that_is_not_finite_is_none(tmp_path: Path, value: float) -> No
     columns = {name: np.array([value, *column[1:]], np.float32) for name, column in TWO.columns.items()}
     write_step(tmp_path, 1, TWO._replace(columns=columns))
     assert read_steps(tmp_path, {"0-0-0": 1})["0-0-0"]["learner_log_ratio"] == [None, None, None, -0.25]
-
-
-def test_a_step_without_a_trained_token_has_an_empty_file(tmp_path: Path) -> None:
-    nothing = np.empty(0, np.float32)
-    write_step(tmp_path, 1, StepTokens([], [], [], {"log_ratio": nothing, "entropy": nothing}))
-    assert read_steps(tmp_path, {"0-0-0": 1}) == {}
 
 
 def test_the_oldest_files_make_room_for_the_newest(tmp_path: Path) -> None:
@@ -73,9 +71,3 @@ def test_steps_that_are_undone_are_deleted(tmp_path: Path) -> None:
     drop_steps(tmp_path, after=1)
     assert names(tmp_path) == ["step-00000001.parquet"]
     drop_steps(tmp_path / "none", after=1)
-
-
-def test_a_damaged_file_has_no_numbers(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2)
-    (tmp_path / "step-00000001.parquet").write_bytes(b"PAR1 and no more")
-    assert list(read_steps(tmp_path, {"0-0-0": 1, "0-0-1": 2})) == ["0-0-1"]

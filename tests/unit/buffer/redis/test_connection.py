@@ -1,9 +1,128 @@
-"""Commands packed into one piece equal redis-py's own pieces."""
+"""Commands packed into one piece equal redis-py's own, and commands that may succeed later are retried."""
+
+import contextlib
+import copy
+import time
 
 import pytest
+import redis
 from redis.connection import Encoder, PythonRespSerializer
 
-from slipstream.buffer.redis.connection import CommandPacker
+from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient
+
+
+class Server:
+    """Answers with what it was given, in order; an exception is raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+        self.failures: list[Exception] = []
+
+    def __call__(self) -> object:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make(timeout_s: float = 5.0) -> RetryPolicy:
+    return RetryPolicy(timeout_s, target="the store at unix:///x")
+
+
+def test_a_command_is_repeated_until_the_server_is_back_and_each_failure_drops_the_connection():
+    gone, loading = redis.ConnectionError("gone"), redis.BusyLoadingError("loading")
+    server = Server(gone, loading, redis.TimeoutError("slow"), "PONG")
+    assert make().call_with_retry(server, server.failures.append) == "PONG"
+    assert server.failures[:2] == [gone, loading]
+
+
+@pytest.mark.parametrize("error", [redis.ConnectionError("gone"), redis.OutOfMemoryError("OOM command not allowed")])
+@pytest.mark.parametrize(("timeout_s", "failures"), [(0.1, 100), (0, 1)])
+def test_retrying_ends_with_the_last_error_and_without_a_timeout_at_once(error, timeout_s, failures):
+    with pytest.raises(type(error), match=str(error)):
+        make(timeout_s).call_with_retry(Server(*[error] * failures, "PONG"), lambda error: None)
+
+
+def test_the_reason_names_the_wait_while_it_lasts():
+    policy = make()
+    seen: list[str] = []
+
+    def ask() -> str:
+        seen.append(policy.reason)
+        return str(server())
+
+    server = Server(redis.ConnectionError("gone"), "PONG")
+    policy.call_with_retry(ask, lambda error: None)
+    assert seen == ["", "waiting for the store at unix:///x for 0 s of 5 s"]
+    assert policy.reason == ""
+
+
+def test_connecting_within_a_command_does_not_wait_on_its_own():
+    policy = make()
+    connection = Server(redis.ConnectionError("refused"), "connected")
+    attempts: list[str] = []
+
+    def command() -> object:
+        attempts.append("command")
+        return policy.call_with_retry(connection, lambda error: None)
+
+    assert policy.call_with_retry(command, lambda error: None) == "connected"
+    assert attempts == ["command", "command"], "the command was repeated, not the connecting within it"
+
+
+def test_connections_share_one_policy():
+    policy = make()
+    assert copy.deepcopy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (redis.ConnectionError("gone"), True),
+        (redis.BusyLoadingError("loading"), True),
+        (redis.AuthenticationError("wrong password"), False),
+        (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
+        (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
+        (redis.ReadOnlyError("You can't write against a read only replica."), True),
+        (redis.ResponseError("NORUN"), False),
+        (ValueError("a bug"), False),
+    ],
+)
+def test_only_transient_errors_are_retried(error, expected):
+    assert is_transient(error) is expected
+
+
+def test_with_a_timeout_of_zero_a_server_that_hangs_is_spared_for_a_moment():
+    policy, server = make(0), Server(redis.TimeoutError("slow"), "PONG")
+    with pytest.raises(redis.TimeoutError, match="slow"):
+        policy.call_with_retry(server, lambda error: None)
+    with pytest.raises(redis.TimeoutError, match="a moment ago"):
+        policy.call_with_retry(server, lambda error: None)
+    ends_at = time.monotonic() + 5
+    answer = None
+    while answer is None:
+        assert time.monotonic() < ends_at
+        with contextlib.suppress(redis.TimeoutError):
+            answer = policy.call_with_retry(server, lambda error: None)
+    assert answer == "PONG"
+
+
+def test_a_full_disk_does_not_count_and_is_named():
+    full = redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
+    policy = make(0.05)
+    seen: list[str] = []
+
+    def ask() -> object:
+        seen.append(policy.reason)
+        time.sleep(0.03)
+        return server()
+
+    server = Server(*[full] * 5, "OK")
+    assert policy.call_with_retry(ask, lambda error: None) == "OK"
+    assert seen[-1].endswith("for room on the disk of the store at unix:///x")
+    server = Server(full, *[redis.ConnectionError("gone")] * 20)
+    with pytest.raises(redis.ConnectionError, match="gone"):
+        policy.call_with_retry(ask, lambda error: None)
 
 
 @pytest.mark.parametrize(

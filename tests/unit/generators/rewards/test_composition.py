@@ -97,7 +97,7 @@ def test_one_function_that_fails_fails_the_row_by_its_name():
 
 
 def test_names_of_functions_differ():
-    with pytest.raises(ConfigError, match=r"functions must have different names, got exact_match more than once"):
+    with pytest.raises(ConfigError, match=r"functions must have unique names, got exact_match more than once"):
         load(["generators.reward.functions=[{function: exact_match}, {function: exact_match}]"])
 
 
