@@ -192,6 +192,8 @@ def test_a_file_that_holds_no_authority_is_named(tmp_path: Path, content: str | 
         file.write_text(content)
     with pytest.raises(ConfigError, match=r"tls_ca_file must be a file of certificates in PEM, got .*ca.pem"):
         url_of("rediss://localhost/0", file)
+    with pytest.raises(ConfigError, match=r"tls_ca_file must be null unless .* got 'ca.pem' with redis://"):
+        load(["buffer/store=redis", "buffer.store.url=redis://store", "buffer.store.tls_ca_file=ca.pem"])
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,3 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(url: str, shown: 
         f"buffer.store.url must not contain a password, got one for {shown}: settings are logged and saved; set "
         f"{STORE_PASSWORD_VARIABLE} instead."
     )
-
-
-def test_a_file_of_authorities_without_tls_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tls_ca_file must be null unless .* got 'ca.pem' with redis://"):
-        load(["buffer/store=redis", "buffer.store.url=redis://store", "buffer.store.tls_ca_file=ca.pem"])

@@ -37,7 +37,9 @@ def kill(server: EmbeddedRedis) -> None:
     psutil.Process(server.pid).kill()
 
 
-def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(server, supervisor):
+def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(server, supervisor, folder):
+    leftover = folder / "temp-rewriteaof-12345.aof"
+    leftover.write_bytes(b"a rewrite of the log that the kill interrupts")
     store = opened(supervisor.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
@@ -47,6 +49,7 @@ def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(
     took_s = time.monotonic() - killed_at
     store.set_phase("finishing")
     assert took_s < 10
+    assert not leftover.exists()
     assert server.pid != first
     until(lambda: supervisor.num_restarts == 1, what="a restart")
     died, back = supervisor.poll()
@@ -82,14 +85,6 @@ def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(serve
     with pytest.raises(StoreLostError, match=r"died 5 times within 60 s .*redis\.log: .*Bad file format"):
         until(lambda: said.extend(supervisor.poll()), what="the end")
     assert any("died at its start" in sentence for sentence in said)
-
-
-def test_rewrites_of_the_log_that_a_kill_left_behind_are_removed(server, supervisor, folder):
-    leftover = folder / "temp-rewriteaof-12345.aof"
-    leftover.write_bytes(b"x" * 1000)
-    kill(server)
-    until(lambda: supervisor.num_restarts == 1, what="a restart")
-    assert not leftover.exists()
 
 
 def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervisor, folder):

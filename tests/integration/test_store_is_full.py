@@ -112,6 +112,7 @@ def test_a_full_disk_defers_trajectories_and_loses_none(server, store):
 
 def test_a_role_that_retries_waits_for_room_longer_than_for_a_silent_store_and_reports_it(server, store):
     fill_disk_and_notice(server, store)
+    assert str(server.directory) in store.full_disk()
     retrying = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
     seen: list[str] = []
     timer = threading.Timer(0.8, lambda: (seen.append(retrying.waiting_for), limit_files(server, NO_LIMIT)))
@@ -122,12 +123,6 @@ def test_a_role_that_retries_waits_for_room_longer_than_for_a_silent_store_and_r
     assert seen[0].endswith(f" s for room on the disk of the store at {server.url}")
     assert retrying.waiting_for == ""
     assert retrying.run_state().phase == "training"
-
-
-def test_a_store_without_room_names_its_disk_until_it_has_some(server, store):
-    fill_disk_and_notice(server, store)
-    assert str(server.directory) in store.full_disk()
-    limit_files(server, NO_LIMIT)
     until(lambda: store.full_disk() == "", timeout_s=10, what="room")
 
 

@@ -89,9 +89,7 @@ def test_a_header_describes_its_payload():
     assert (header.oldest_version, header.newest_version, header.num_tokens) == (2, 5, 12)
     assert (header.payload_bytes, header.checksum) == (len(payload), checksum(payload))
     assert check_header(header, payload).id == "17-0-3"
-
-
-def test_versions_no_model_written_token_has_do_not_count():
+    # Versions without a token that the model wrote do not count.
     mask = np.zeros(12, dtype=bool)
     mask[[6, 10]] = True
     spans = [VersionSpan(0, 9), VersionSpan(6, 2), VersionSpan(8, 1), VersionSpan(10, 3)]

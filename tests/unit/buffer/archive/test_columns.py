@@ -98,13 +98,10 @@ def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
     assert [encode(stored.trajectory) for stored in rows_of(part)] == payloads[3:6]
 
 
-def test_a_row_holds_the_outcome_of_its_group() -> None:
+def test_a_row_holds_the_outcome_of_its_group_and_columns_for_other_tools() -> None:
     group = make_finished("5", members=1, outcome="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
     assert (stored.state, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
-
-
-def test_the_columns_are_made_for_other_tools_too() -> None:
     # No token that the model wrote has version 9.
     spans = [VersionSpan(0, 9), VersionSpan(6, 2), VersionSpan(9, 4)]
     group = make_finished(members=1, version_spans=spans, reward=Reward(0.5, {"positions": 0.5}))

@@ -56,18 +56,13 @@ def test_a_number_that_is_not_finite_is_none(tmp_path: Path, value: float) -> No
     assert read_steps(tmp_path, {"0-0-0": 1})["0-0-0"]["learner_log_ratio"] == [None, None, None, -0.25]
 
 
-def test_the_oldest_files_make_room_for_the_newest(tmp_path: Path) -> None:
-    write(tmp_path, 9, 10)
+def test_the_oldest_files_make_room_for_the_newest_and_undone_steps_are_deleted(tmp_path: Path) -> None:
+    write(tmp_path, 9, 10, 12, 13)
+    drop_steps(tmp_path, after=10)
+    drop_steps(tmp_path / "none", after=1)
     size = (tmp_path / "step-00000010.parquet").stat().st_size
     assert write_step(tmp_path, 11, TWO) == size
     keep_newest(tmp_path, max_bytes=2.5 * size)
     assert names(tmp_path) == ["step-00000010.parquet", "step-00000011.parquet"]
     keep_newest(tmp_path, max_bytes=0.5 * size)
     assert names(tmp_path) == []
-
-
-def test_steps_that_are_undone_are_deleted(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2, 3)
-    drop_steps(tmp_path, after=1)
-    assert names(tmp_path) == ["step-00000001.parquet"]
-    drop_steps(tmp_path / "none", after=1)

@@ -68,11 +68,7 @@ def test_connecting_within_a_command_does_not_wait_on_its_own():
 
     assert policy.call_with_retry(command, lambda error: None) == "connected"
     assert attempts == ["command", "command"], "the command was repeated, not the connecting within it"
-
-
-def test_connections_share_one_policy():
-    policy = make()
-    assert copy.deepcopy(policy) is policy
+    assert copy.deepcopy(policy) is policy, "connections share it"
 
 
 @pytest.mark.parametrize(
