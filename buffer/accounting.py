@@ -91,7 +91,6 @@ class StoreCounts(Record):
 
     @property
     def filtered_fraction(self) -> float:
-        """Fraction of complete groups; 0 before the first."""
         complete = self.filtered + self.became_ready
         return self.filtered / complete if complete else 0.0
 

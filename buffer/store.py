@@ -64,11 +64,9 @@ class Store(Protocol):
 
     def run_state(self) -> RunState: ...
 
-    def run_config_json(self) -> str:
-        """Return the config passed to `open_run`."""
+    def run_config_json(self) -> str: ...
 
-    def set_phase(self, phase: str, *, detail: str = "") -> None:
-        """Set the phase of the run and its reason."""
+    def set_phase(self, phase: str, *, detail: str = "") -> None: ...
 
     def announce_version(self, version: int) -> None:
         """Start accepting tokens of `version`. No-op for lower versions."""
@@ -79,8 +77,7 @@ class Store(Protocol):
     def record_version(self, entry: VersionEntry) -> None:
         """Record a set of weights before it is announced. Repeating the last entry is a no-op."""
 
-    def versions(self) -> list[VersionEntry]:
-        """Return every recorded set of weights, in order."""
+    def versions(self) -> list[VersionEntry]: ...
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -145,8 +142,7 @@ class Store(Protocol):
     def put_images(self, images: Mapping[str, bytes]) -> None:
         """Store images by name for the rest of the run, skipping existing names."""
 
-    def images(self, names: list[str]) -> dict[str, bytes]:
-        """Return name -> bytes of those that are stored."""
+    def images(self, names: list[str]) -> dict[str, bytes]: ...
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
@@ -218,8 +214,7 @@ class Store(Protocol):
         arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
         """
 
-    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Return the entries of committed steps, in order."""
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]: ...
 
     # --- finished groups ---------------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
@@ -264,8 +259,7 @@ class Store(Protocol):
     def record_event(self, role_id: str, text: str) -> None:
         """Append an event; see `EVENTS_KEPT`."""
 
-    def events(self, *, limit: int) -> list[Event]:
-        """Return the newest `limit` events, oldest first."""
+    def events(self, *, limit: int) -> list[Event]: ...
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
         """Leave a request for a role, replacing any on the same subject."""
@@ -282,17 +276,14 @@ class Store(Protocol):
     def metrics(self, *, after: int = 0) -> MetricsRows:
         """Return the stored rows after the first `after` ever appended."""
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of the server."""
+    def cpu_s(self) -> float: ...
 
-    def memory(self) -> StoreMemory:
-        """Return memory use and limit of the store's server."""
+    def memory(self) -> StoreMemory: ...
 
     def full_disk(self) -> str:
         """Describe the full disk that makes the store refuse writes; else empty."""
 
-    def close(self) -> None:
-        """Close all connections to the server."""
+    def close(self) -> None: ...
 
 
 _REPORT_INTERVAL_S = 5.0

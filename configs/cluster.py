@@ -160,7 +160,6 @@ class ClusterConfig(Config):
 
     @property
     def network(self) -> IPv4Network | None:
-        """`interface` as a network; None if empty."""
         return IPv4Network(self.interface) if self.interface else None
 
     @property

@@ -164,7 +164,6 @@ class DataConfig(Config):
         return [HeldoutSet("sampled", self.heldout), HeldoutSet("greedy", self.heldout, temperature=0.0)]
 
     def heldout_set(self, purpose: str) -> HeldoutSet | None:
-        """Return the set with this name; None for training."""
         return next((each for each in self.heldout_sets if each.name == purpose), None)
 
     @property

@@ -81,7 +81,6 @@ class RunConfig(Config):
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the trained model scores answers."""
         return self.mode == "sft" and self.sft.objective == "pairs"
 
     @property

@@ -94,7 +94,6 @@ def _walk(record: StructType, *, prefix: str, variant: str) -> Iterator[Setting]
 
 
 def _alternatives(expected: Type) -> tuple[Type, ...]:
-    """Members of a union, including a union of list entries; otherwise the type."""
     if isinstance(expected, ListType):
         return _alternatives(expected.item_type)
     if isinstance(expected, UnionType):
@@ -215,7 +214,6 @@ def _end_similarity(wrong: str, name: str) -> float:
 
 
 def _siblings(key: str) -> str:
-    """Keys of the deepest existing record on the way to `key`."""
     parent = key
     while parent:
         parent = parent.rpartition(".")[0]

@@ -130,7 +130,6 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
 
 
 def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Return the losses and the gradient of their sum by log-ratio."""
     leaf = inputs.log_ratio.clone().requires_grad_()
     losses = function(inputs.with_log_ratio(leaf))
     if not losses.requires_grad:

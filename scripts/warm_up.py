@@ -158,7 +158,6 @@ def guess_accuracy(loss: float, problems: list[Problem]) -> float:
 
 
 def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator | None) -> int:
-    """Count correct responses to prompts of equal length. Greedy without a `generator`."""
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
     inputs = image_inputs(problems, length=ids.shape[1])

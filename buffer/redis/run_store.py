@@ -128,7 +128,6 @@ def _with_authority(url: str, path: Path) -> str:
 
 
 def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeout_s: float) -> EmbeddedRedis | None:
-    """Start the embedded server; None if it is running or external."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None

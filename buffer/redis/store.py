@@ -197,7 +197,6 @@ class RedisStore(RedisPrompts, RedisBatches):
         return places | dict.fromkeys(self._sorted("open"), GroupPlace("open", 0))
 
     def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
-        """Return the first `limit` members of a sorted set; 0 = all."""
         with self._mapped_errors():
             return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
 
@@ -301,7 +300,6 @@ def _numbers(flat: list[Any]) -> dict[str, int]:
 
 
 def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
-    """Return (kind, low, high) as stored; unused bounds are 0."""
     match group_filter:
         case ZeroSignalConfig(min_spread=least):
             return "zero_signal", least, 0.0
