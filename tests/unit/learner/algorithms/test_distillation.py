@@ -22,6 +22,8 @@ def jsd(learner, teacher, *, renormalize):
 
 
 DIVERGENCES = [forward_kl_topk, jsd]
+each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+each_form = pytest.mark.parametrize("renormalize", [False, True])
 
 
 def learner():
@@ -73,7 +75,7 @@ def test_a_teacher_that_is_not_finite_counts_as_neutral():
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@each_form
 def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalize):
     logits, logprobs = learner()
     loss = forward_kl_topk(logprobs[None], TEACHER.log()[None], renormalize=renormalize)
@@ -90,8 +92,8 @@ def test_the_top_two_by_hand():
     assert renormalized.item() == pytest.approx(5 / 8 * math.log(1.25) + 3 / 8 * math.log(0.75))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormalize):
     logits, logprobs = learner()
@@ -100,24 +102,18 @@ def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormali
     assert gradient(loss, logits).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_divergences_are_never_negative(divergence, renormalize):
+@each_divergence
+def test_divergences_are_never_negative_and_more_ids_never_hide_more(divergence):
     torch.manual_seed(0)
     ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
-    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=renormalize) >= -1e-12).all()
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_more_ids_never_hide_more_of_the_divergence(divergence):
-    torch.manual_seed(0)
-    ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
+    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=True) >= -1e-12).all()
     losses = [divergence(ours[:, :size], theirs[:, :size], renormalize=False) for size in range(1, 11)]
+    assert (losses[3] >= -1e-12).all()
     assert all((more >= fewer - 1e-9).all() for fewer, more in itertools.pairwise(losses))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
     torch.manual_seed(0)
     logits, theirs = torch.randn(2, 5, 6, dtype=torch.float64)
@@ -147,8 +143,8 @@ def test_the_jensen_shannon_divergence_becomes_forward_and_reverse_kl():
     assert reverse == pytest.approx(kl(ours, theirs).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormalize):
     logits, logprobs = learner()
     theirs = torch.tensor([[0.6, 0.4, 0.0]], dtype=torch.float64).log()
@@ -157,7 +153,7 @@ def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormaliz
     assert gradient(loss, logits).isfinite().all()
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_divergence
 def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     ours, theirs = LOGITS.log_softmax(0)[None, :3].bfloat16(), TEACHER.log()[None, :3].bfloat16()
     loss = divergence(ours, theirs, renormalize=False)
@@ -165,8 +161,8 @@ def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalize=False).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_only_the_learner_learns(divergence, renormalize):
     ours, theirs = (torch.full((1, 2), -1.0).requires_grad_() for _ in range(2))
     divergence(ours * 2, theirs * 3, renormalize=renormalize).sum().backward()

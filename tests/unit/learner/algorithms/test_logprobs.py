@@ -17,25 +17,15 @@ def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
     return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
 
 
-def test_logits_are_divided_by_each_tokens_temperature():
+def test_logits_are_divided_by_each_tokens_temperature_in_float32():
     logits, targets, temperatures = make_inputs()
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS)
     expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert torch.allclose(measured["logprobs"], expected)
-
-
-def test_half_precision_logits_give_float32():
-    logits, targets, temperatures = make_inputs()
     half = logits.detach().bfloat16()
     rough, exact = (measure_tokens(x, targets, temperatures, requested=ALL) for x in (half, half.float()))
     assert rough["logprobs"].dtype == rough["entropies"].dtype == torch.float32
     assert rough["logprobs"].equal(exact["logprobs"])
-
-
-def test_an_impossible_token_adds_nothing_to_the_entropy():
-    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=ALL)
-    assert measured["entropies"].item() == pytest.approx(math.log(2))
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
@@ -58,14 +48,8 @@ def test_only_requested_numbers_are_measured():
 
 def test_every_measure_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)]])
-    measured = measure_tokens(
-        logits,
-        torch.tensor([1]),
-        torch.ones(1),
-        requested=ALL,
-        candidates=torch.tensor([[1, 0, 1]]),
-        reference_logits=torch.tensor([[0.0, 0.0]]),
-    )
+    optional = {"candidates": torch.tensor([[1, 0, 1]]), "reference_logits": torch.zeros(1, 2)}
+    measured = measure_tokens(logits, torch.tensor([1]), torch.ones(1), requested=ALL, **optional)
     assert measured["logprobs"].item() == pytest.approx(math.log(0.75))
     assert measured["entropies"].item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
     assert measured["collisions"].item() == pytest.approx(0.75**2 + 0.25**2)
@@ -73,10 +57,11 @@ def test_every_measure_by_hand():
     assert measured["exact_kl"].item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
 
 
-def test_the_collision_of_equal_odds_is_one_over_their_number_and_that_of_a_certainty_is_one():
+def test_equal_odds_certainty_and_an_impossible_token():
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 90.0, 0.0, float("-inf")]])
-    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), requested=module.Requested(collision=True))
+    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), requested=ALL)
     assert measured["collisions"].tolist() == pytest.approx([0.25, 1.0])
+    assert measured["entropies"].tolist() == pytest.approx([math.log(4), 0])
 
 
 def test_policy_and_reference_are_both_at_the_tokens_temperature():
@@ -93,9 +78,8 @@ def test_chunks_change_no_measure_and_no_gradient():
     logits, targets, temperatures, optional = make_everything()
     results = []
     for chunk_elements in (1, 10, 1000):
-        measured = measure_tokens(
-            logits, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
-        )
+        settings = {"requested": ALL, "chunk_elements": chunk_elements}
+        measured = measure_tokens(logits, targets, temperatures, **settings, **optional)
         total = sum((i + 1) * value.sum() for i, value in enumerate(measured.values()))
         results.append((*measured.values(), torch.autograd.grad(total, logits)[0]))
     for other in results[1:]:
@@ -107,9 +91,8 @@ def test_every_measure_has_the_gradient_of_its_formula(chunk_elements):
     logits, targets, temperatures, optional = make_everything()
 
     def measures(values):
-        measured = measure_tokens(
-            values, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
-        )
+        settings = {"requested": ALL, "chunk_elements": chunk_elements}
+        measured = measure_tokens(values, targets, temperatures, **settings, **optional)
         return tuple(value for name, value in measured.items() if name != "collisions")
 
     assert torch.autograd.gradcheck(measures, logits)
@@ -153,15 +136,10 @@ def test_deferred_logits_change_no_measure_and_no_gradient(finish, chunk_element
     plain = torch.nn.functional.linear(*leaves)
     results = []
     for logits, elements in ((finish(plain) if finish else plain, 1000), (defer(*leaves), chunk_elements)):
-        measured = measure_tokens(
-            logits, targets, temperatures, requested=requested, chunk_elements=elements, **optional
-        )
-        assert {name for name, column in measured.items() if column.requires_grad} == {
-            "logprobs",
-            "entropies",
-            "candidate_logprobs",
-            "exact_kl",
-        }
+        settings = {"requested": requested, "chunk_elements": elements}
+        measured = measure_tokens(logits, targets, temperatures, **settings, **optional)
+        trained = {name for name, column in measured.items() if column.requires_grad}
+        assert trained == {"logprobs", "entropies", "candidate_logprobs", "exact_kl"}
         total = sum((i + 1) * column.sum() for i, column in enumerate(measured.values()))
         results.append((*measured.values(), *torch.autograd.grad(total, leaves)))
     for one, other in zip(*results, strict=True):
@@ -183,9 +161,7 @@ def test_a_projection_that_is_not_trained_gets_no_gradient():
     logits = defer(states, weight.detach(), bias.detach())
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS, chunk_elements=10)
     measured["logprobs"].sum().backward()
-    assert states.grad is not None
-    assert weight.grad is None
-    assert bias.grad is None
+    assert [leaf.grad is not None for leaf in (states, weight, bias)] == [True, False, False]
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -221,9 +197,8 @@ def test_only_the_logits_of_one_chunk_are_alive(monkeypatch):
     lengths = []
     real = module._measure
     monkeypatch.setattr(module, "_measure", lambda logits, *rest: lengths.append(len(logits)) or real(logits, *rest))
-    measured = module.measure_tokens(
-        defer(*leaves), targets, temperatures, requested=module.LOGPROBS, chunk_elements=10
-    )
+    settings = {"requested": module.LOGPROBS, "chunk_elements": 10}
+    measured = module.measure_tokens(defer(*leaves), targets, temperatures, **settings)
     measured["logprobs"].sum().backward()
     assert lengths == [2, 2, 2, 1] * 2
 
