@@ -158,8 +158,7 @@ def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[
 
     w = w / mean(w)
 
-    `mean` is that of the bounded weights over all microbatches and ranks: over tokens at the token level, otherwise
-    over `one_per_sequence`.
+    `mean` is over all microbatches and ranks: over tokens at the token level, otherwise over `one_per_sequence`.
 
     Source: self-normalized importance sampling, Kong 1992; after truncation, Liu, Li et al. 2025.
     """
@@ -170,8 +169,6 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     """Effective fraction of the samples: 1 if all weights are equal, 1/N if one dominates.
 
     ESS = (sum w)^2 / (N * sum w^2); 0 if all weights are 0
-
-    Over tokens, or over sequences with the weights of `one_per_sequence`; the former is larger.
 
     Source: Kong 1992; used per batch in VCPO, arXiv:2602.17616.
     """
@@ -185,8 +182,7 @@ def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> 
     scale = max(ess^power, floor), with power 1/2 for Adam-like optimizers and 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline, which needs a backward pass per
-    trajectory for gradient norms; `optimal_token_baseline` uses a proxy for the norms.
+    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline (see `optimal_token_baseline`).
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 
@@ -202,8 +198,6 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
     """Keep tokens whose ratio is within the bounds.
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
-
-    The sum favors short sequences; the mean does not.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the logarithms of the bounds, so its asymmetric bounds apply to generator / learner.

@@ -77,7 +77,14 @@ def row_length(row: Row) -> int:
 
 
 def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
-    num_shared = _num_common(group)
+    """Bundles of a group, which share the prefix before the first trained token if it is equal in all samples."""
+    # A trained token has a loss in each sample, so it cannot be shared.
+    num_untrained = min(int(sample.trained[0]) for sample in group)
+    first = group[0].token_ids[:num_untrained]
+    is_shared = all(np.array_equal(first, sample.token_ids[:num_untrained]) for sample in group[1:])
+    # Different images of equal size have identical tokens.
+    is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
+    num_shared = num_untrained if is_shared else 0
     bundles: list[Bundle] = []
     members: list[Sample] = []
     length = num_shared
@@ -89,18 +96,6 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
         members.append(sample)
         length += own
     return [*bundles, Bundle(tuple(members), num_shared, length)]
-
-
-def _num_common(group: list[Sample]) -> int:
-    """Length of the prefix before the first trained token of any sample; 0 unless all samples share it entirely."""
-    # A trained token has a loss in each sample, so it cannot be shared.
-    num_untrained = min(int(sample.trained[0]) for sample in group)
-    first = group[0].token_ids[:num_untrained]
-    others = (sample.token_ids[:num_untrained] for sample in group[1:])
-    is_shared = all(np.array_equal(first, other) for other in others)
-    # Different images of equal size have identical tokens.
-    is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
-    return num_untrained if is_shared else 0
 
 
 def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:
@@ -307,13 +302,5 @@ def _empty_microbatch(layout: Layout) -> Microbatch:
     """For ranks with fewer microbatches than others."""
     none = torch.zeros(0, dtype=torch.int64)
     token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
-    return Microbatch(
-        token_ids,
-        None,
-        None,
-        sources=none,
-        targets=none,
-        temperatures=torch.ones(0),
-        indices=none,
-        copies=torch.zeros_like(token_ids),
-    )
+    columns = {"sources": none, "targets": none, "indices": none, "temperatures": torch.ones(0)}
+    return Microbatch(token_ids, None, None, copies=torch.zeros_like(token_ids), **columns)

@@ -116,7 +116,7 @@ class Spans:
         return wide
 
     def mask(self, shape: torch.Size, device: torch.device) -> Bool[Tensor, "R 1 L L"]:
-        """Whether a token attends to another (last axis), for rows of `shape`."""
+        """Whether a token attends to another (last axis)."""
         lengths = torch.tensor(self.lengths, device=device)
         runs, parents = (
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
@@ -178,10 +178,9 @@ def recompute(
     names: Sequence[str],
     ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """Run forward passes over a whole step and return the outputs `names` as columns, float32[N]. Collective.
+    """Outputs `names` of forward passes over a whole step as columns, float32[N]. Collective.
 
-    All ranks must hold the same number of microbatches and together each token at most once. Tokens that no rank holds
-    are 0.
+    Ranks hold the same number of microbatches and together each token at most once. Tokens that none holds are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:

@@ -156,7 +156,7 @@ class ShardedModel(Generic[M]):
 
     @contextlib.contextmanager
     def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Unshard the parameters within the context, and distribute the changes of `modifier_rank`."""
+        """Unshard the parameters, and distribute the changes of `modifier_rank`."""
         if self._stage < 3:
             yield
             return
@@ -172,8 +172,8 @@ class ShardedModel(Generic[M]):
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
         """Weights of linear layers, which autocast rounds anyway: gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered, so that
-        `_gathered` would export rounded values.
+        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered and `_gathered`
+        would export rounded.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []

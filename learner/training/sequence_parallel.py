@@ -87,7 +87,7 @@ class SequenceGroup:
         return (microbatch.sources % length * self.size // length == self.rank).nonzero()[:, 0]
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Gather axis 2 and split axis 1 over ranks: exchange heads for tokens, or tokens for heads."""
+        """Gather axis 2 and split axis 1 over ranks."""
         if self.size == 1:
             return states
         dealt = states.unflatten(1, (self.size, -1)).movedim(1, 0)

@@ -40,12 +40,9 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p * (p.log() - q.log())).sum()
 
 
-def test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it():
+def test_the_advantage_is_how_much_more_the_teacher_likes_a_token_with_the_gradient_of_the_reverse_kl():
     values = teacher_advantages(torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-1.5, -0.5, -1.0]), bound=5.0)
     assert values.tolist() == [-0.5, 1.5, 5.0]
-
-
-def test_the_policy_gradient_of_the_advantages_is_that_of_the_reverse_kl():
     logits, logprobs = learner()
     advantages = teacher_advantages(logprobs, TEACHER.log(), bound=20.0)
     assert not advantages.requires_grad
@@ -60,16 +57,13 @@ def test_k3_has_the_reverse_kl_as_its_expectation_and_the_gradient_of_the_forwar
     assert torch.allclose(gradient(loss, logits), gradient(kl(TEACHER, logprobs.exp()), logits), atol=1e-6)
 
 
-def test_a_capped_token_is_finite_and_has_no_gradient():
+def test_a_capped_token_has_no_gradient_and_a_teacher_that_is_not_finite_counts_as_neutral():
     ours = torch.tensor([-30.0, -1.0], requires_grad=True)
     loss = sampled_k3(ours, torch.tensor([-0.1, -1.2]), max_loss=10.0)
     assert loss[0] == 10.0
     (slope,) = torch.autograd.grad(loss.sum(), ours)
     assert slope[0] == 0
     assert slope[1] == pytest.approx(1 - math.exp(-0.2), abs=1e-6)
-
-
-def test_a_teacher_that_is_not_finite_counts_as_neutral():
     ours, theirs = torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, math.nan])
     assert teacher_advantages(ours, theirs, bound=5.0).tolist() == [0, 0]
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]
@@ -125,16 +119,13 @@ def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
     assert torch.autograd.gradcheck(loss, logits)
 
 
-def test_the_jensen_shannon_divergence_by_hand():
+def test_the_jensen_shannon_divergence_by_hand_becomes_forward_and_reverse_kl():
     ours, theirs = LOGITS.softmax(0), TEACHER
     middle = 0.3 * theirs + 0.7 * ours
     expected = 0.3 * kl(theirs, middle) + 0.7 * kl(ours, middle)
     for renormalize in (False, True):
         loss = jsd(ours.log()[None], theirs.log()[None], renormalize=renormalize)
         assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
-
-
-def test_the_jensen_shannon_divergence_becomes_forward_and_reverse_kl():
     ours, theirs = LOGITS.softmax(0), TEACHER
     logs, tiny = (ours.log()[None], theirs.log()[None]), 1e-6
     forward = generalized_jsd(*logs, beta=tiny, renormalize=True).item() / tiny

@@ -134,16 +134,13 @@ def test_off_policy_k3_has_value_and_gradient_of_the_divergence_under_the_genera
     assert torch.allclose(gradient(expectation, logits), truth, atol=1e-9)
 
 
-def test_the_exact_divergence_is_the_sum_over_the_vocabulary_and_has_its_gradient():
+def test_the_exact_divergence_is_the_sum_over_possible_tokens_and_has_its_gradient():
     rows = exact(torch.stack([POLICY, REFERENCE]).log(), torch.stack([REFERENCE, REFERENCE]).log())
     assert rows.tolist() == pytest.approx([TRUTH, 0.0])
     torch.manual_seed(0)
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(4, 5, dtype=torch.float64).log_softmax(-1)
     assert torch.autograd.gradcheck(lambda x: exact(x.log_softmax(-1), reference), logits)
-
-
-def test_a_token_that_neither_policy_can_write_adds_nothing():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
     value = exact(logits.log_softmax(-1), torch.tensor([[0.25, 0.75, 0.0]]).log())
     assert value.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))

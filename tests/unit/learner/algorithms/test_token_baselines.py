@@ -73,7 +73,7 @@ def test_the_score_norm_is_the_squared_gradient_of_the_logits_and_never_negative
     assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
 
 
-def test_two_trajectories_of_three_and_two_tokens_by_hand():
+def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
     sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
     values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
     # The energies are 1, 3, 4 of the first and 3, 3 of the second.
@@ -81,6 +81,14 @@ def test_two_trajectories_of_three_and_two_tokens_by_hand():
     # The mean, where no member could have done otherwise.
     flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]))
     assert flat.tolist() == pytest.approx([3, 3, 3])
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
+    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
+    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
+    for rewards in itertools.product((0.0, 1.0), repeat=3):
+        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
+        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
+        assert power[0] <= min(power[1:])
 
 
 @pytest.mark.parametrize("turns", [None, TURNS])
@@ -97,35 +105,3 @@ def test_equal_rewards_give_exactly_no_advantage():
     columns = {"groups": GROUPS, "learner_logprobs": drawn(0), "collisions": drawn(1)}
     inputs = token_inputs(rewards, SEQUENCES, num_sequences=6, **columns)
     assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
-
-
-def test_a_token_without_company_has_no_advantage():
-    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
-    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
-    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
-
-
-def test_another_groups_returns_change_nothing():
-    returns, norms = drawn(0), drawn(1)
-    mine = GROUPS[SEQUENCES] == 0
-    before = baseline(returns, norms, turns=TURNS)
-    after = baseline(torch.where(mine, returns, -1e9), torch.where(mine, norms, 77.0), turns=TURNS)
-    assert torch.allclose(before[mine], after[mine])
-
-
-def test_trajectories_may_stand_in_any_order():
-    returns, norms = drawn(0), drawn(1)
-    order = [4, 0, 5, 2, 3, 1]
-    moved = torch.cat([torch.arange(15)[sequence == SEQUENCES] for sequence in order])
-    sequences = torch.repeat_interleave(torch.arange(6), torch.tensor([LENGTHS[sequence] for sequence in order]))
-    before = baseline(returns, norms, turns=TURNS)[moved]
-    after = baseline(returns[moved], norms[moved], sequences, GROUPS[order], turns=TURNS[moved])
-    assert torch.allclose(before, after)
-
-
-def test_no_other_baseline_leaves_a_smaller_weighted_square():
-    for rewards in itertools.product((0.0, 1.0), repeat=3):
-        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
-        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
-        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
-        assert power[0] <= min(power[1:])

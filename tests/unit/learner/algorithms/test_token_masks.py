@@ -84,16 +84,13 @@ def test_m2po_is_its_algorithm_line_by_line():
         assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
 
 
-def test_opsm_drops_drifted_sequences_of_negative_advantage():
+def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_length():
     sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
     advantages = wide(-1, -1, 1, 1, -1, -1, -1)
     mask = opsm(log_ratio, advantages, sequences, delta=0.5)
     assert dropped(mask) == [0, 1]
     assert dropped(opsm(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
-
-
-def test_opsm_means_do_not_depend_on_length_and_other_sequences():
     log_ratio, delta = wide(-0.6, -0.2), 0.5
     for copies in (1, 50):
         values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
@@ -136,15 +133,12 @@ def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(s
     assert checked(token_masks.kl_cov_mask)(rising(4), share=share).nonzero().flatten().tolist() == [4]
 
 
-def test_clip_cov_and_kl_cov_take_none_of_no_candidates_and_with_a_share_of_0():
+def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals_and_none_of_no_candidates():
     assert dropped(clip_cov_mask(rising(4), share=2e-4, low=500.0, high=600.0)) == []
     assert dropped(clip_cov_mask(rising(4), share=0.0, low=1.0, high=4.0)) == []
     assert not checked(token_masks.kl_cov_mask)(rising(4), share=0.0).any()
     none_counted = inputs_of(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
     assert not checked(token_masks.kl_cov_mask)(none_counted, share=0.5).any()
-
-
-def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
     kl_cov_mask = checked(token_masks.kl_cov_mask)
     assert kl_cov_mask(rising(4), share=0.4).nonzero().flatten().tolist() == [3, 4]
     equal = inputs_of(wide(3, 3, -6), wide(3, 3, -6), learner_logprobs=wide(3, 3, -6))
