@@ -49,7 +49,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
 
-    Dividing by the group's deviation would amplify groups whose rewards are almost all equal.
+    Dividing by the group's deviation would amplify groups of almost equal rewards.
 
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """

@@ -75,7 +75,7 @@ def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) 
 
 
 def nonfinite(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """Tokens whose `token_ratio` is 1 because a log-probability is not finite."""
+    """Tokens with a `token_ratio` of 1 because a log-probability is not finite."""
     return ~(numerator - denominator).isfinite()
 
 
@@ -195,7 +195,7 @@ _OVER: dict[str, Callable[..., Tensor]] = {"sum": segments.sums, "mean": segment
 
 
 def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose ratio is within the bounds.
+    """Keep tokens with a ratio within the bounds.
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
@@ -207,7 +207,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
 
 def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose squared log-ratio is small.
+    """Keep tokens with a small squared log-ratio.
 
     keep iff low <= k2 <= high,  k2_t = x_t^2 / 2
 
@@ -218,7 +218,7 @@ def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
 
 def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose estimated divergence KL(generator || learner) is small.
+    """Keep tokens with a small estimate of KL(generator || learner).
 
     keep iff low <= k3 <= high,  k3_t = exp(x_t) - 1 - x_t
 
@@ -234,7 +234,7 @@ STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k
 
 
 def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
-    """Keep sequences in which every token's ratio is within the bounds.
+    """Keep sequences if every token's ratio is within the bounds.
 
     keep iff for all t: low <= exp(x_t) <= high
 

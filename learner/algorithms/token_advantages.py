@@ -168,7 +168,7 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
-    """Clipped value loss, and the tokens whose gradient the clip removes.
+    """Clipped value loss, and the tokens that the clip leaves without gradient.
 
     loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
 

@@ -1,7 +1,7 @@
 """Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
 
 A trajectory with a failed reward is excluded from the loss and from its group's baseline, a token that is too old only
-from the loss. A greedy answer is never in the loss or in a mean: its reward serves as a baseline.
+from the loss. A greedy answer only serves as a baseline.
 """
 
 from collections import Counter
@@ -286,7 +286,7 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
 
 
 def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Metrics of sampled answers by data source. Beyond 32 sources, the smallest are merged into `others`."""
+    """Metrics by data source. Beyond 32 sources, the smallest are merged into `others`."""
     by_source: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_source.setdefault(trajectory.data_source or "unnamed", []).append(trajectory)

@@ -1,6 +1,6 @@
 """Collation: samples of an optimizer update -> packed microbatches of tensors, distributed over ranks.
 
-Packing is deterministic and depends only on lengths, so every rank can compute every other rank's share.
+Packing depends only on lengths, so every rank can compute every other rank's share.
 """
 
 import dataclasses
@@ -30,10 +30,7 @@ class Bundle:
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundle the samples of each group, so their prompt is computed once.
-
-    Bundles have at most `max_tokens`, unless a single sample is longer.
-    """
+    """Bundles of at most `max_tokens`, unless a single sample is longer, each of samples of one group."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -59,8 +56,8 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
     """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included. A longer bundle
-    gets a separate row, and a longer row a separate microbatch.
+    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless a single
+    bundle or row is longer.
     """
     # Rows of similar length share a microbatch, because all are padded to the longest, which comes first.
     microbatches: list[list[Row]] = []
@@ -243,15 +240,13 @@ class Layout:
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
     """Build this rank's microbatches of an optimizer update.
 
-    All ranks pass the same samples. Each gets the same number of microbatches, some possibly empty, because every
-    microbatch runs collectives. Samples without a trained token are left out. Ranks that share rows pass the same
-    `rank`; `num_ranks` counts them once.
+    All ranks pass the same samples. Each gets equally many microbatches, some possibly empty, because every microbatch
+    runs collectives. Ranks that share rows pass the same `rank`; `num_ranks` counts them once.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    # With a limit of one token, no second sequence fits.
     row_tokens = 1 if layout.kind in _SINGLE else row_tokens
     microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
     # Pack all shares to know how many microbatches the other ranks have.

@@ -82,7 +82,7 @@ class Spans:
     parents: list[int]
     """Run in the same row that each run continues; itself without a parent."""
     has_shared: bool = True
-    """Whether runs may have parents. Only a mask can express that; restarting positions cannot."""
+    """Whether runs may have parents, which only a mask can express."""
 
     @cached_property
     def num_keys(self) -> list[int]:
@@ -148,7 +148,7 @@ class Microbatch:
     indices: Int[Tensor, "N"]
     """Index in the columns of `Tokens`."""
     copies: Int[Tensor, "R L"]
-    """Samples that use each input token: 0 for padding, more than 1 in a shared prompt."""
+    """Samples that use each input token: 0 for padding."""
     pixel_values: Float[Tensor, "P D"] | None = None
     """Patches of all images, in the order of their tokens."""
     image_grids: Int[Tensor, "K 3"] | None = None
@@ -191,7 +191,7 @@ def recompute(
 
 
 _KEPT_BYTES = 2**30
-"""Limit on encoded images. The least recently used are evicted, except those of the current step."""
+"""Limit on encoded images, except those of the current step."""
 
 
 class PromptImages:
@@ -203,7 +203,6 @@ class PromptImages:
         self._images: OrderedDict[str, bytes] = OrderedDict()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Images to fetch."""
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:

@@ -117,7 +117,7 @@ def load_value_model(
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:
-        # A trunk that `save_value_model` wrote: a policy would name its causal language model here.
+        # A policy would name its causal language model here.
         raise ModelError(
             f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."

@@ -357,7 +357,7 @@ def check_rows(
 
 
 def _short_row(samples: Sequence[Sample]) -> list[Sample]:
-    """The shortest sample, preceded by one of another group and a sibling, if any."""
+    """The shortest sample, after one of another group and a sibling, if any."""
     ordered = sorted(samples, key=lambda sample: sample.num_inputs)
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]

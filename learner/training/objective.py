@@ -41,7 +41,7 @@ from slipstream.runtime.import_path import load_function
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
     """Return the function that a config record selects, with its settings bound.
 
-    `setting`: config key of the record. Raises ConfigError if a user-defined function cannot be loaded.
+    `setting`: config key of the record. Raises ConfigError.
     """
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
@@ -85,7 +85,7 @@ class Objective:
     """The loss function. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
 
     def __init__(self, config: AlgorithmConfig, *, max_tokens: int) -> None:
-        """`max_tokens`: maximum response length. Raises ConfigError if a user-defined function cannot be loaded."""
+        """`max_tokens`: maximum response length. Raises ConfigError."""
         self._config = config
         self._max_tokens = max_tokens
         self._advantage = load_formula(config.advantage, setting="algorithm.advantage")
@@ -227,7 +227,7 @@ class Objective:
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
-            # With one update per step, these are the values at its start: ratio 1 with the gradient of log pi.
+            # With one update per step, these are the values at its start.
             return learner_logprobs
         return tokens.start_logprobs
 

@@ -104,7 +104,7 @@ def no_counts() -> Counts:
 
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of one microbatch, possibly without tokens."""
-    # In float32, exp(x) - 1 - x of a small difference would be only rounding error.
+    # In float32, exp(x) - 1 - x of small x would be only rounding error.
     mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
     unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
     learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
@@ -165,7 +165,7 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
 
 
 def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
-    # A one-hot product takes one pass, is deterministic, and does not synchronize with the GPU.
+    # A one-hot product is deterministic and does not synchronize with the GPU.
     one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
     return torch.stack([column.double() for column in columns]) @ one_hot
 
@@ -342,7 +342,7 @@ class GradientSimilarity:
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Copy into the buffer of the gradient before the previous one: allocation would dominate the cost."""
+        """Reuse the buffer of the gradient before the previous one: allocation would dominate the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]

@@ -93,7 +93,6 @@ class StepTokensWriter:
             log.warning("token_stats_not_written", step=step, reason=f"{_MAX_WAITING} steps wait for the disk")
 
     def close(self) -> None:
-        """Wait at most two minutes for queued steps."""
         if self._thread:
             with suppress(Full):
                 self._waiting.put(None, timeout=_CLOSE_S)

@@ -170,9 +170,9 @@ class Trainer:
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
     ) -> float | None:
-        """Make one optimizer update of the policy. Returns the gradient norm.
+        """Make one optimizer update of the policy and return the gradient norm.
 
-        During the critic's warm-up, or if the correction rejects every token, computes only metrics and returns None.
+        Only metrics, and None, during the critic's warm-up or if the correction rejects every token.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -224,7 +224,7 @@ class Trainer:
         return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
-        """Update the parameters. Returns the gradient norm. Raises DivergenceError."""
+        """Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
         # Timed after the check, which waits for the backward passes.
@@ -260,10 +260,7 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Every `CHECK_EVERY_STEPS`, check that samples are independent, because leaks may grow with the weights.
-
-        Raises DivergenceError.
-        """
+        """Check that samples are independent, because leaks may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
