@@ -293,7 +293,7 @@ def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     ranked = sorted(by_source, key=lambda source: -len(by_source[source]))
     if rare := ranked[_MOST_SOURCES:]:
         by_source["others"] = [trajectory for source in rare for trajectory in by_source.pop(source)]
-    described = {}
+    described: dict[str, float] = {}
     for source, answers in by_source.items():
         rewards = [answer.reward for answer in answers if answer.reward.status == "ok"]
         found = {

@@ -233,9 +233,9 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one_and_its_critic
     _, other = make_checkpoints(make_critic_run(tmp_path), tmp_path)
     with pytest.raises(CheckpointError, match=r"must hold the critic that algorithm\.advantage needs"):
         other.restore(name)
-    trainer, checkpoints = make_checkpoints(make_critic_run(tmp_path), tmp_path)
+    trainer, checkpoints = make_checkpoints(make_critic_run(tmp_path), tmp_path / "other")
     trainer.step(make_groups(), learner_version=0, step=1)
-    path = tmp_path / "checkpoints" / save(checkpoints, step=1) / "critic" / "model"
+    path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / "critic" / "model"
     other = make_trainer(make_critic_run(tmp_path, critic={"path": str(path)}))
     assert largest_difference(critic_weights(trainer), critic_weights(other)) == 0
 
