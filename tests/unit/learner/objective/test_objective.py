@@ -152,6 +152,7 @@ def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     config = AlgorithmConfig(policy_loss=ReinforceConfig(), masks=[OpsmConfig(delta=0.5)], correction=NONE)
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
+    assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
